@@ -1,0 +1,1167 @@
+"""Text in, shards of tokens on disk, batches out.
+
+    python data.py prepare --dataset stdlib                                   # offline: Python's own source
+    python data.py prepare --dataset 'text:books/*.txt' --tokenizer bpe:16384
+    python data.py prepare --dataset wikipedia-es --tokenizer gpt2 --max-tokens 2B
+    python data.py info   shards/stdlib-bpe4096        # what is in it
+    python data.py verify shards/stdlib-bpe4096        # every byte against its checksum
+    python data.py peek   shards/stdlib-bpe4096        # a few rows as text
+
+Three ideas carry the whole file:
+
+* A shard is a header and an array (the format of llm.c and modded-nanogpt), so reading is a memory map.
+* `prepare` can be killed at any moment: the manifest lists finished shards and where in the source they end.
+* The order of training samples is a pure function of (seed, position). Nothing about it is ever saved except
+  how many samples were consumed, and it does not depend on the number of ranks.
+
+torch is imported only by the reader: `prepare` and its worker processes start five times faster without it.
+"""
+
+import argparse
+import codecs
+import fcntl
+import glob
+import gzip
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: printed as one sentence without a traceback, exit code 2."""
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Tokenizers. Everything byte-level runs in tiktoken; a Hugging Face tokenizer.json is its form on disk.
+
+EOT, MASK = "<|endoftext|>", "[MASK]"
+TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")
+# The published patterns. tiktoken's own use possessive quantifiers and "$", which the regex engine of
+# `tokenizers` reads differently; the tests show that these cut the same pieces in both.
+PATTERNS = {
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+BPE_TRAIN_CHARS = 100_000_000  # bpe:N learns from the first 100 M characters of the training split
+LONGEST_SPACE = 50_000  # longer runs of white space exhaust the stack of tiktoken's regex engine
+
+
+@cache
+def byte_to_char() -> dict[int, str]:
+    """The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+
+
+class Tokenizer:
+    """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority.
+
+    `vocab_size` counts ranks and special ids up to [MASK], which is the next id: a masked language model needs
+    one row more. Ordinary text never encodes to a special id.
+    """
+
+    def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
+        self.name, self.ranks, self.pattern = name, ranks, pattern
+        self.eot = specials[EOT]
+        top = max(*ranks.values(), *specials.values())
+        self.mask = specials.get(MASK, top + 1)
+        self.vocab_size = max(self.mask, top) + (self.mask < top)
+        self.specials = specials | {MASK: self.mask}
+        self._encoding = None
+        if pattern is not None:  # without a pattern there are no merges: plain bytes
+            import tiktoken
+            self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
+                                               special_tokens=self.specials)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids (n,) of ordinary text; `<|endoftext|>` inside it is text like any other."""
+        if self._encoding is None:
+            return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a lone surrogate, or white space without end: replace the one, cut the other
+            text = text.encode("utf-8", "replace").decode("utf-8")
+            cuts = [cut for run in re.finditer(r"\s+", text)
+                    for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)]
+            parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+            return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
+
+    def decode(self, ids) -> str:
+        ids = [int(i) for i in ids]
+        if self._encoding is None:
+            names = {i: s.encode() for s, i in self.specials.items()}
+            return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
+        return self._encoding.decode_bytes(ids).decode("utf-8", "replace")
+
+    def to_json(self, with_mask: bool = True) -> str:
+        """A Hugging Face `tokenizer.json` that encodes and decodes like this tokenizer."""
+        def spell(token: bytes) -> str:
+            return "".join(byte_to_char()[b] for b in token)
+
+        tokens = sorted(self.ranks, key=self.ranks.__getitem__)
+        model = {"type": "BPE", "vocab": {spell(token): self.ranks[token] for token in tokens},
+                 "merges": [[spell(part) for part in last_merge(t, self.ranks)] for t in tokens if len(t) > 1]}
+        added = [{"id": i, "content": s, "single_word": False, "lstrip": s == MASK, "rstrip": False,
+                  "normalized": False, "special": True}
+                 for s, i in sorted(self.specials.items(), key=lambda item: item[1]) if with_mask or s != MASK]
+        stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        decoder = stage
+        if self.pattern is not None:
+            cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
+            stage = {"type": "Sequence", "pretokenizers": [cut, stage]}
+        return json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+                           "normalizer": None, "pre_tokenizer": stage, "post_processor": None,
+                           "decoder": decoder, "model": model}, ensure_ascii=False)
+
+
+class HuggingFaceTokenizer:
+    """Any other tokenizer.json (WordPiece, Unigram, with a normalizer …), run by the `tokenizers` package."""
+
+    def __init__(self, name: str, text: str):
+        import tokenizers
+        self.name = name
+        self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        self._tokenizer.encode_special_tokens = True  # "</s>" inside a text is text like any other
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        eot = next((s for s in (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]") if s in vocab), EOT)
+        mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
+        self._tokenizer.add_special_tokens([eot, mask])
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.eot, self.mask = vocab[eot], vocab[mask]
+        top = max(vocab.values())
+        self.vocab_size = max(self.mask, top) + (self.mask < top)
+
+    def encode(self, text: str) -> np.ndarray:
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_json(self, with_mask: bool = True) -> str:
+        return self._tokenizer.to_str()
+
+
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two parts that merge into `token`: what is left when its bytes are merged by all earlier ranks."""
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+        i = pairs.index(min(pairs))
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def train_bpe(texts, vocab_size: int) -> Tokenizer:
+    """Learns a byte-level BPE from texts; end-of-text and [MASK] are among its `vocab_size` ids."""
+    try:
+        from tokenizers import Regex, Tokenizer as Trainable, models, pre_tokenizers, trainers
+    except ImportError:
+        raise UserError("bpe:N is trained by the package tokenizers: pip install tokenizers, or use bytes.")
+    pattern = PATTERNS["cl100k_base"]
+    bpe = Trainable(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    char_to_byte = {c: b for b, c in byte_to_char().items()}
+    ranks = {bytes(char_to_byte[c] for c in token): i for token, i in bpe.get_vocab().items()}
+    return Tokenizer(f"bpe:{vocab_size}", ranks, pattern, {EOT: len(ranks), MASK: len(ranks) + 1})
+
+
+def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
+    """A tokenizer.json as `Tokenizer` if it is a plain byte-level BPE whose ids follow its merges."""
+    try:
+        spec = json.loads(text)
+        model, added = spec["model"], {t["content"]: t for t in spec["added_tokens"]}
+        stages = (spec["pre_tokenizer"] or {}).get("pretokenizers", [spec["pre_tokenizer"]])
+        kinds = [stage and stage["type"] for stage in stages]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json.")
+    plain = (model.get("type") == "BPE" and kinds in (["ByteLevel"], ["Split", "ByteLevel"])
+             and not stages[-1].get("add_prefix_space") and not spec.get("normalizer")
+             and not any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+             and EOT in added and all(t["special"] for t in added.values()))
+    if plain:
+        use_gpt2_pattern = stages[-1].get("use_regex", True)
+        pattern = PATTERNS["gpt2"] if use_gpt2_pattern else (stages[0].get("pattern") or {}).get("Regex")
+        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        merged_ids = [model["vocab"].get("".join(m)) for m in merges]
+        words = {token: i for token, i in model["vocab"].items() if token not in added}
+        if (merged_ids == list(range(256, 256 + len(merges))) and len(words) == 256 + len(merges)
+                and (pattern is None) == (not merges)):
+            char_to_byte = {c: b for b, c in byte_to_char().items()}
+            ranks = {bytes(char_to_byte[c] for c in token): i for token, i in words.items()}
+            return Tokenizer(name, ranks, pattern, {s: t["id"] for s, t in added.items()})
+    try:
+        return HuggingFaceTokenizer(name, text)
+    except ImportError:
+        raise UserError(f"the tokenizer {name} needs the package tokenizers: pip install tokenizers.")
+    except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
+        raise UserError(f"{name} cannot be read by tokenizers: {error}.")
+
+
+def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
+    """By name, or from the path of a tokenizer.json or its directory. (`bpe:N` is trained, see train_bpe.)"""
+    if name == "bytes":
+        return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
+    if name in TIKTOKEN_NAMES:
+        import tiktoken
+        try:
+            encoding = tiktoken.get_encoding(name)
+        except OSError as error:  # what requests raises is an OSError
+            raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
+                            "TIKTOKEN_CACHE_DIR to a filled cache, or use bytes or bpe:16384, which need none.")
+        return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
+                         encoding._special_tokens)
+    path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
+    raise UserError(f"unknown tokenizer {name!r}: use {', '.join(TIKTOKEN_NAMES)}, bytes, bpe:N (for example "
+                    "bpe:16384) or the path of a tokenizer.json.")
+
+
+def stream_text(tokenizer, ids):
+    """Yields the text of a stream of ids as soon as it is whole: a token can end inside a UTF-8 character."""
+    seen, shown, text = [], 0, ""
+    for i in ids:
+        seen.append(int(i))
+        text = tokenizer.decode(seen)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+    yield text[shown:]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Sources. A document is (blocks of text, split); the split None leaves it to a hash of the text.
+
+SHORT_NAMES = {  # repository, configuration
+    "imdb": ("stanfordnlp/imdb", None),
+    "wikipedia-en": ("wikimedia/wikipedia", "20231101.en"),
+    "wikipedia-es": ("wikimedia/wikipedia", "20231101.es"),
+    "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
+    "c4": ("allenai/c4", "en"),
+    "c4-es": ("allenai/c4", "es"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+}
+SOURCES = f"stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}"
+BLOCK = 1 << 20  # characters read, and at most tokenized, at a time
+
+
+class Source:
+    """Documents in a fixed order, readable from any document number on.
+
+    `identity` goes into the manifest: a resumed `prepare` must find the same one. `done` of `total` bytes (None
+    where nobody knows) is how far reading has come, for the progress bar.
+    """
+
+    def __init__(self, dataset: str, text_field: str, val_split: str):
+        self.text_field, self.done, self.total, self.files = text_field, 0, None, []
+        kind, _, where = dataset.partition(":")
+        if dataset == "stdlib":
+            root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
+            self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
+            self.documents = self._stdlib
+        elif kind in ("text", "jsonl", "parquet") and where:
+            self.files = sorted(Path(p) for p in glob.glob(where, recursive=True) if Path(p).is_file())
+            self.documents = {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet}[kind]
+            if not self.files:
+                raise UserError(f"no file matches {where!r}.")
+        elif dataset in SHORT_NAMES or kind == "hf" and where:
+            self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
+            self.documents, self.identity = self._hub, f"{self.repo}:{self.config}"
+        else:
+            raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a directory that data.py prepared.")
+        if self.files:
+            sizes = [[p.name, p.stat().st_size] for p in self.files]
+            self.total = sum(size for _, size in sizes)
+            digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
+            self.identity = f"{kind}, {len(sizes)} files, {self.total} bytes, {digest}"
+        self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
+        if self.tail and kind != "text":
+            raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
+
+    def _open(self, path):
+        try:
+            return open(path, "rb")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}.")
+
+    def _no_such_field(self, where, fields):
+        return UserError(f"{where} has no field {self.text_field!r} but {', '.join(fields)}: name the one that "
+                         "holds the text with --text-field.")
+
+    def _stdlib(self, start):
+        for path in self.files[start:]:
+            raw = path.read_bytes()
+            self.done += len(raw)
+            try:
+                yield [raw.decode("utf-8")], None
+            except UnicodeDecodeError:  # Python's own tests hold a few files in other encodings
+                yield [], None
+
+    def _text(self, start):
+        spans, at = [(path, 0, path.stat().st_size, None) for path in self.files], 0
+        if self.tail:  # the file in which validation begins is two documents
+            cut, whole, spans = int(self.total * (1 - self.tail)), spans, []
+            for path, _, size, _ in whole:
+                inside = self._whole_character(path, min(max(cut - at, 0), size))
+                spans += [(path, 0, inside, "train")] if inside else []
+                spans += [(path, inside, size, "val")] if inside < size else []
+                at += size
+        for path, begin, end, split in spans[start:]:
+            yield self._read(path, begin, end), split
+
+    def _whole_character(self, path, offset):
+        """The first offset from `offset` on that does not lie inside a UTF-8 character."""
+        with self._open(path) as file:
+            file.seek(offset)
+            return offset + next((i for i, b in enumerate(file.read(4)) if b & 0xC0 != 0x80), 0)
+
+    def _read(self, path, begin, end):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with self._open(path) as file:
+            file.seek(begin)
+            while begin < end:
+                raw = file.read(min(BLOCK, end - begin))
+                try:
+                    text = decoder.decode(raw, final=begin + len(raw) == end)
+                except UnicodeDecodeError:
+                    raise UserError(f"{path} is not UTF-8 text (after byte {begin}): convert it, for example with "
+                                    "iconv -t utf-8.")
+                if "\0" in text or not raw:
+                    raise UserError(f"{path} holds zero bytes: it is a binary file." if raw else f"{path} shrank.")
+                begin += len(raw)
+                self.done += len(raw)
+                yield text
+
+    def _jsonl(self, start):
+        number, before = 0, 0
+        for path in self.files:
+            with self._open(path) as raw:
+                for n, line in enumerate(gzip.open(raw) if path.suffix == ".gz" else raw, 1):
+                    self.done = before + raw.tell()
+                    number += 1
+                    if number <= start:
+                        continue
+                    try:
+                        row = json.loads(line)
+                    except ValueError:
+                        raise UserError(f"{path}, line {n}, is not JSON: one object a line is expected.")
+                    if not isinstance(row, dict) or self.text_field not in row:
+                        raise self._no_such_field(f"{path}, line {n},", row)
+                    yield [str(row[self.text_field] or "")], None
+                before += raw.tell()
+
+    def _parquet(self, start):
+        import pyarrow.parquet
+        number, before = 0, 0
+        for path in self.files:
+            try:
+                file = pyarrow.parquet.ParquetFile(self._open(path))
+            except pyarrow.ArrowInvalid:
+                raise UserError(f"{path} is not a parquet file.")
+            if self.text_field not in file.schema_arrow.names:
+                raise self._no_such_field(path, file.schema_arrow.names)
+            rows, size, first = file.metadata.num_rows, path.stat().st_size, number
+            if first + rows > start:
+                for batch in file.iter_batches(batch_size=1000, columns=[self.text_field]):
+                    for text in batch.column(0).to_pylist():
+                        number += 1
+                        if number > start:
+                            self.done = before + size * (number - first) // rows
+                            yield [str(text or "")], None
+            number, before = first + rows, before + size
+
+    def _hub(self, start):
+        if not Path(self.repo).exists() and not reachable(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
+            raise UserError(f"no network, so {self.repo} cannot be read: use local files with text:, jsonl: or "
+                            "parquet:, or --dataset stdlib, which every machine has.")
+        import datasets  # takes 1.2 s
+        try:
+            rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
+        except (ValueError, OSError) as error:  # no such repository, configuration or split
+            raise UserError(f"{self.repo} cannot be opened: {str(error).splitlines()[0]}")
+        if rows.column_names and self.text_field not in rows.column_names:
+            raise self._no_such_field(self.repo, rows.column_names)
+        by_line = self.repo == SHORT_NAMES["wikitext"][0]  # a row is a line there, an article many rows
+        batches = (rows if by_line else rows.skip(start)).iter(batch_size=1000)  # row by row is far slower
+        texts = (str(text or "") for batch in batches for text in batch[self.text_field])
+        for text in itertools.islice(wikitext_articles(texts), start, None) if by_line else texts:
+            yield [text], None
+
+
+def wikitext_articles(lines):
+    """Joins WikiText's lines into articles, which begin with a heading of the first level: ` = Title = `."""
+    article = []
+    for line in lines:
+        if re.fullmatch(r" = [^=]+ = \n?", line) and article:
+            yield "".join(article)
+            article = []
+        article.append(line)
+    yield "".join(article)
+
+
+def reachable(url: str, seconds: float = 1.0) -> bool:
+    """Whether the host of `url`, or the proxy on the way to it, accepts a connection within `seconds`."""
+    parts = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or url)
+    connected = threading.Event()
+
+    def connect():  # in a thread, because looking up a name obeys no time-out
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname, port), timeout=seconds).close()
+            connected.set()
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return connected.is_set()
+
+
+def pieces(blocks):
+    """Recuts a document into pieces of about BLOCK characters that end with a line, or at least a word."""
+    rest = ""
+    for block in blocks:
+        for i in range(0, len(block), BLOCK):
+            rest += block[i:i + BLOCK]
+            if len(rest) >= BLOCK:
+                cut = rest.rfind("\n") + 1 or max(rest.rfind(" ", 1), 0) or len(rest)
+                yield rest[:cut]
+                rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Shards: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens; as in llm.c.
+
+HEADER_BYTES = 1024
+FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
+
+
+def shard_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size < 65_536 else "uint32"  # < because [MASK] is one id more
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes a rename in this directory survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write_atomically(path: Path, *chunks) -> None:
+    """Writes a file of which readers see all or nothing, also after a crash. Raises UserError if it can't."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error.strerror}; make room, or choose another place, and run "
+                        "the same command again.")
+
+
+def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
+    """Writes the arrays as one shard. Returns its sha256."""
+    tokens = np.concatenate(arrays).astype(np.dtype(dtype).newbyteorder("<"), copy=False)
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = *FORMATS[dtype], len(tokens)
+    write_atomically(path, header.data, tokens.data)
+    digest = hashlib.sha256(header.data)
+    digest.update(tokens.data)
+    return digest.hexdigest()
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """Maps the tokens of a shard, (n,) uint16 or uint32. Raises UserError if header and length disagree."""
+    try:
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
+            size = os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', 'too short')}.")
+    dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
+    if dtype is None or len(header) < 256:
+        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing.")
+    expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
+    if size != expected:
+        raise UserError(f"{path} has {size} bytes instead of {expected}: it is damaged, copy or prepare it again.")
+    return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", HEADER_BYTES))
+
+
+def read_manifest(directory: Path) -> dict | None:
+    """The manifest of a prepared directory, None if it has none. Raises UserError if it is malformed."""
+    path = directory / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer = manifest["tokenizer"]
+        for shard in manifest["shards"]:
+            if not re.fullmatch(rf"{shard['split']}_\d{{6}}\.bin", shard["file"]):  # never a path elsewhere
+                raise ValueError(f"the shard name {shard['file']!r}")
+        checks = [(manifest["complete"], bool), (manifest["settings"], dict), (manifest["dtype"], str)]
+        checks += [(tokenizer[k], t) for k, t in (("name", str), ("sha256", str), ("vocab_size", int), ("mask", int))]
+        checks += [(s[k], t) for s in manifest["shards"]
+                   for k, t in (("tokens", int), ("documents", int), ("sha256", str), ("end", list))]
+        if manifest["format"] != 1 or not all(isinstance(value, kind) for value, kind in checks):
+            raise ValueError("a field of the wrong type")
+        return manifest
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error!r}): delete {directory} and prepare it again.")
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# prepare
+
+
+def parse_count(text: str) -> int:
+    """'500k' → 500000; k, M and B stand for a thousand, a million and a billion."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbB]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count such as 5000, 500k, 20M or 1.5B")
+    return int(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()])
+
+
+def parse_val_split(text: str) -> str:
+    match = re.fullmatch(r"(hash|tail):0\.\d+", text if ":" in text else f"{text}:0.01")
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a share F such as 0.01")
+    return match[0]
+
+
+def default_tokenizer(dataset: str) -> str:
+    return "bpe:4096" if dataset == "stdlib" else "gpt2"
+
+
+def default_val_split(dataset: str) -> str:
+    """The last tenth of a single text file, which is one document; else one document in a hundred."""
+    kind, _, where = dataset.partition(":")
+    return "tail:0.1" if kind == "text" and len(glob.glob(where, recursive=True)) == 1 else "hash:0.01"
+
+
+def default_directory(dataset: str, tokenizer: str) -> Path:
+    """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
+    kind, _, where = dataset.partition(":")
+    source = Path(where).stem if kind in ("text", "jsonl", "parquet") else where or kind
+    tokenizer = Path(tokenizer).stem if os.path.exists(tokenizer) else tokenizer.replace(":", "")
+    return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
+
+
+class Prepared:
+    """What `prepare` has so far: shards on disk, and the tokens of the next ones in memory.
+
+    A train shard and the validation tokens that were met on the way are committed together, so one position in
+    the source, where the newest shard ends, is all that a resumed run needs.
+    """
+
+    def __init__(self, directory: Path, manifest: dict, shard_tokens: int):
+        self.directory, self.manifest, self.shard_tokens = directory, manifest, shard_tokens
+        shards = manifest["shards"]
+        self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
+        self.samples = sum(s["documents"] for s in shards)
+        self.train_tokens = sum(s["tokens"] for s in shards if s["split"] == "train")
+        self._clear()
+
+    def _clear(self):
+        self.arrays = {"train": [], "val": []}
+        self.tokens, self.documents = dict.fromkeys(self.arrays, 0), dict.fromkeys(self.arrays, 0)
+
+    def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
+        self.arrays[split].append(tokens)
+        self.tokens[split] += len(tokens)
+        self.documents[split] += piece == 0
+        self.train_tokens += len(tokens) * (split == "train")
+        self.position = [document, piece + 1]
+        if self.tokens[split] >= self.shard_tokens:
+            self.commit()
+
+    def commit(self) -> None:
+        shards = self.manifest["shards"]
+        number = 1 + max((int(s["file"][-10:-4]) for s in shards), default=-1)
+        for split in ("train", "val"):
+            if self.arrays[split]:
+                file = f"{split}_{number:06d}.bin"
+                digest = write_shard(self.directory / file, self.arrays[split], self.manifest["dtype"])
+                shards.append({"split": split, "file": file, "tokens": self.tokens[split],
+                               "documents": self.documents[split], "sha256": digest, "end": self.position})
+        self._clear()
+        write_atomically(self.directory / "manifest.json", json.dumps(self.manifest, indent=1).encode() + b"\n")
+
+
+def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None, *,
+            val_split: str | None = None, max_samples: int | None = None, max_tokens: int | None = None,
+            min_words: int = 0, text_field: str = "text", shard_tokens: int = 10**8,
+            workers: int | None = None) -> Path:
+    """Tokenizes `dataset` into shards under `out`; returns that directory. Arguments as on the command line.
+
+    Kill it and run it again: it goes on after the last finished shard, and the bytes are those of an undisturbed
+    run with any number of workers. Raises UserError for what the user can mend.
+    """
+    tokenizer_name = tokenizer_name or default_tokenizer(dataset)
+    out = Path(out or default_directory(dataset, tokenizer_name))
+    val_split = val_split or default_val_split(dataset)
+    if val_split.startswith("tail:") and (max_tokens or max_samples):
+        raise UserError("--val-split tail:F reads the text to its end: use hash:F with --max-tokens or --max-samples.")
+    if not 1 <= shard_tokens < 2**30 or min(workers or 1, max_tokens or 1, max_samples or 1) < 1:
+        raise UserError("--shard-tokens must lie between 1 and 1B; --workers and limits must be 1 or more.")
+    source = Source(dataset, text_field, val_split)
+    settings = {"source": source.identity, "tokenizer": tokenizer_name, "val_split": val_split,
+                "max_samples": max_samples, "max_tokens": max_tokens, "min_words": min_words,
+                "text_field": text_field, "shard_tokens": shard_tokens}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "w")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out.")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that prepares {out}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        manifest = read_manifest(out)
+        for key in settings if manifest else ():
+            if settings[key] != manifest["settings"].get(key):
+                raise UserError(f"{out} was prepared with another {key} ({manifest['settings'].get(key)}, now "
+                                f"{settings[key]}): choose another --out, or delete it.")
+        if manifest and manifest["complete"]:
+            print(f"{out} is prepared already: {describe(manifest)}", flush=True)
+            return out
+        if manifest:
+            print(f"{out} goes on after {len(manifest['shards'])} shards", flush=True)
+        else:
+            strangers = sorted(p.name for p in out.iterdir() if p.name not in (".lock", "tokenizer.json"))
+            if strangers:
+                raise UserError(f"{out} holds {strangers[0]} but no manifest: choose an empty --out.")
+            manifest = begin(dataset, out, tokenizer_name, source, settings)
+        tokenizer_json = (out / "tokenizer.json").read_text(encoding="utf-8")
+        done = Prepared(out, manifest, shard_tokens)
+        fill(done, source, tokenizer_json, workers or len(os.sched_getaffinity(0)))
+        if not done.train_tokens:
+            raise UserError(f"{dataset} holds no text to train on: empty, or shorter than --min-words, or all of it "
+                            "fell into the validation split.")
+        manifest["complete"] = True
+        done.commit()
+    print(f"{out} is ready: {describe(manifest)}", flush=True)
+    return out
+
+
+def begin(dataset: str, out: Path, tokenizer_name: str, source: Source, settings: dict) -> dict:
+    """Writes tokenizer.json, training it if it is bpe:N, and returns a manifest without shards."""
+    if bpe := re.fullmatch(r"bpe:(\d+)", tokenizer_name):
+        if not 300 <= int(bpe[1]) <= 1_000_000:
+            raise UserError(f"{tokenizer_name} is out of range: 256 bytes and 2 special ids come first, so bpe:300 is "
+                            "the least.")
+        print(f"training {tokenizer_name} on {dataset}", flush=True)
+        nothing = Prepared(out, {"shards": []}, 0)
+        texts, budget = [], BPE_TRAIN_CHARS
+        for _, _, split, text in read_pieces(source, nothing, settings):
+            if split == "train" and budget > 0:
+                texts.append(text)
+                budget -= len(text)
+            elif budget <= 0:
+                break
+        source.done = 0
+        tokenizer = train_bpe(texts, int(bpe[1]))
+    else:
+        tokenizer = load_tokenizer(tokenizer_name)
+    write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
+    return {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
+            "dtype": shard_dtype(tokenizer.vocab_size),
+            "tokenizer": {"name": tokenizer_name, "sha256": sha256_of(out / "tokenizer.json"),
+                          "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}}
+
+
+def fill(done: Prepared, source: Source, tokenizer_json: str, workers: int) -> None:
+    """Encodes the source from where `done` ends, up to its end or to max_tokens."""
+    from tqdm import tqdm  # comes with datasets
+    settings = done.manifest["settings"]
+    limit, first, start = settings["max_tokens"], done.train_tokens, time.perf_counter()
+    work = in_order(in_batches(read_pieces(source, done, settings)), workers, settings["tokenizer"], tokenizer_json)
+    with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
+              mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
+        for batch, arrays in work:
+            for (document, piece, split, _), tokens in zip(batch, arrays):
+                if not limit or done.train_tokens < limit:
+                    done.add(document, piece, split, tokens)
+            rate = (done.train_tokens - first) / (time.perf_counter() - start)
+            bar.set_postfix_str(f"{done.train_tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
+            bar.update((min(done.train_tokens, limit) if limit else source.done) - bar.n)
+            if limit and done.train_tokens >= limit:
+                break
+
+
+def read_pieces(source: Source, done: Prepared, settings: dict):
+    """Yields (document, piece, split, text) from where `done` ends, up to max_samples documents."""
+    share = float(settings["val_split"].partition(":")[2])
+    first, skip = done.position
+    samples = done.samples - (skip > 0)  # a document that is resumed in its middle was counted
+    for document, (blocks, split) in enumerate(source.documents(first), first):
+        for piece, text in enumerate(pieces(blocks)):
+            if piece == 0:
+                if text.isspace() or settings["min_words"] and len(text.split()) < settings["min_words"]:
+                    break
+                if settings["max_samples"] and samples >= settings["max_samples"]:
+                    return
+                samples += 1
+                if split is None:
+                    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+                    split = "val" if int.from_bytes(digest, "little") < share * 2**64 else "train"
+            if document > first or piece >= skip:
+                yield document, piece, split, text
+
+
+def in_batches(items, chars: int = BLOCK // 2):
+    """Groups pieces into lists of about `chars` characters, the unit of work for a process."""
+    batch, size = [], 0
+    for item in items:
+        batch.append(item)
+        size += len(item[-1])
+        if size >= chars:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
+    """Yields (batch, its token arrays) in the order of the batches, reading only a few batches ahead."""
+    context = multiprocessing.get_context("spawn")
+    if workers == 1:
+        _start_worker(tokenizer_name, tokenizer_json)
+        for batch in batches:
+            yield batch, _encode(batch)
+        return
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, tokenizer_json)) as pool:
+        window = deque()
+        try:
+            for batch in batches:
+                window.append((batch, pool.submit(_encode, batch)))
+                if len(window) > 2 * workers:
+                    batch, future = window.popleft()
+                    yield batch, future.result()
+            for batch, future in window:
+                yield batch, future.result()
+        except BrokenProcessPool:
+            raise UserError("a worker process was killed, most likely for want of memory: run the same command again "
+                            "with fewer --workers; finished shards are kept.")
+
+
+_tokenizer = None  # of this process
+
+
+def _start_worker(name: str, tokenizer_json: str) -> None:
+    global _tokenizer
+    _tokenizer = parse_tokenizer_json(name, tokenizer_json)
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+
+        def die_with_parent():
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=die_with_parent, daemon=True).start()
+
+
+def _encode(batch) -> list[np.ndarray]:
+    """Token ids of each piece; end-of-text goes in front of the first piece of a document."""
+    arrays = []
+    for _, piece, _, text in batch:
+        ids = _tokenizer.encode(text)
+        tokens = np.empty(len(ids) + (piece == 0), dtype=shard_dtype(_tokenizer.vocab_size))
+        tokens[0] = _tokenizer.eot
+        tokens[piece == 0:] = ids
+        arrays.append(tokens)
+    return arrays
+
+
+def describe(manifest: dict) -> str:
+    tokens = {split: sum(s["tokens"] for s in manifest["shards"] if s["split"] == split) for split in ("train", "val")}
+    return (f"{tokens['train']:,} training and {tokens['val']:,} validation tokens of {manifest['tokenizer']['name']}, "
+            f"{sum(s['documents'] for s in manifest['shards']):,} documents")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Order: which rows make up which batch. A pure function of the seed and the number of samples consumed.
+
+
+def splitmix64(x: np.ndarray) -> np.ndarray:
+    """Mixes uint64 values (Steele, Lea and Flood, 2014): neighbours in, unrelated bits out."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Elements `index` (int64 array, each in [0, n)) of the permutation of range(n) that (seed, epoch) selects.
+
+    A Feistel network of four rounds on an even number of bits, applied again as long as the result lies outside
+    of [0, n) (cycle walking; Black and Rogaway, 2002). Nothing is stored, however large n is.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    key = splitmix64(splitmix64(np.array([seed], np.uint64)) ^ np.uint64(epoch))
+    keys = splitmix64(key ^ np.arange(4, dtype=np.uint64))
+
+    def encrypt(x):
+        left, right = x >> half, x & mask
+        for k in keys:
+            left, right = right, left ^ (splitmix64(right ^ k) & mask)
+        return left << half | right
+
+    x = encrypt(index.astype(np.uint64))
+    while (outside := x >= n).any():
+        x[outside] = encrypt(x[outside])
+    return x.astype(np.int64)
+
+
+def sample_rows(position: int, count: int, rows: int, seed: int) -> np.ndarray:
+    """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
+    positions = np.arange(position, position + count)
+    epochs = positions // rows
+    return np.concatenate([permute(positions[epochs == e] % rows, rows, seed, int(e)) for e in np.unique(epochs)])
+
+
+def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
+               preset_global: int, preset_batch: int) -> tuple[int, int, int]:
+    """Settles (sequences a step, a micro-batch of one rank, accumulation steps); None means not given.
+
+    The recipe fixes the first, memory limits the second, and the product of the last two with the world size is
+    the first. Raises UserError with the nearest fit where that is impossible.
+    """
+    if global_batch is None:
+        global_batch = batch * grad_accum * world_size if batch and grad_accum else preset_global
+    if global_batch % world_size or global_batch < 1:
+        low = global_batch // world_size * world_size
+        fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
+        raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} processes: "
+                        f"use --global-batch {fits}.")
+    per_rank = global_batch // world_size
+    divisors = [b for b in range(1, per_rank + 1) if per_rank % b == 0]
+    if batch is None:
+        batch = per_rank // grad_accum if grad_accum else max(b for b in divisors if b <= max(preset_batch, 1))
+    if batch not in divisors or grad_accum and batch * grad_accum != per_rank:
+        fits = min(divisors, key=lambda b: abs(b - batch))
+        raise UserError(f"--batch {batch}{f' --grad-accum {grad_accum}' if grad_accum else ''} does not make up the "
+                        f"{per_rank} sequences that each of {world_size} processes has of a global batch of "
+                        f"{global_batch}: use --batch {fits} --grad-accum {per_rank // fits}.")
+    return global_batch, batch, per_rank // batch
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Reading
+
+
+class Shards:
+    """The shards of one split as rows of `seq_len` tokens, each of which knows the token that follows it.
+
+    A row lies within one shard; what is left at the end of a shard and fills no row is not used.
+    """
+
+    def __init__(self, paths: list[Path], seq_len: int):
+        self.tokens = [open_shard(path) for path in paths]
+        self.seq_len, self.dtype = seq_len, self.tokens[0].dtype
+        if any(tokens.dtype != self.dtype for tokens in self.tokens):
+            raise UserError(f"{paths[0].parent} mixes shards of 16 and of 32 bits: prepare it again.")
+        self.starts = np.cumsum([0] + [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens])
+        self.rows, self.num_tokens = int(self.starts[-1]), sum(map(len, self.tokens))
+
+    def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+        """Copies rows (B,), int64 and ascending, into x (B, T), and the tokens that follow each into y (B, T)."""
+        shard_of = np.searchsorted(self.starts, rows, side="right") - 1
+        for s in np.unique(shard_of):
+            a, b = np.searchsorted(shard_of, [s, s + 1])
+            n, local = self.starts[s + 1] - self.starts[s], rows[a:b] - self.starts[s]
+            for out, shift in (x, 0), (y, 1):
+                grid = self.tokens[s][shift:shift + n * self.seq_len].reshape(n, self.seq_len)
+                grid.take(local, axis=0, out=out[a:b], mode="clip")  # "raise", the default, would buffer out
+
+
+def unigram_entropy(shards: Shards, limit: int = 16_000_000) -> float:
+    """Entropy of the token frequencies in nats: the loss of the best model that ignores all context."""
+    some = np.concatenate([tokens[:max(limit // len(shards.tokens), 1)] for tokens in shards.tokens])
+    p = np.bincount(some) / len(some)
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+
+class Dataset:
+    """A prepared directory, or one of llm.c's shards without a manifest, as rows of `seq_len` tokens.
+
+    Has `train` and `val` (Shards; val is None if there is none), `tokenizer`, `name`, and `fingerprint`, which
+    two machines share if their data are the same. Raises UserError if the directory is not as it should be.
+    """
+
+    def __init__(self, directory: str | Path, seq_len: int, tokenizer_name: str | None = None):
+        directory = Path(directory)
+        manifest = read_manifest(directory)
+        if manifest:
+            if not manifest["complete"]:
+                raise UserError(f"{directory} is not complete: run the prepare that began it once more.")
+            paths = [directory / shard["file"] for shard in manifest["shards"]]
+            self.tokenizer = self._read_tokenizer(directory, manifest["tokenizer"], tokenizer_name)
+            identity = [manifest["tokenizer"]["sha256"], *[[s["file"], s["sha256"]] for s in manifest["shards"]]]
+        else:
+            paths = sorted(directory.glob("*.bin"))
+            if not paths:
+                raise UserError(f"{directory} holds no data: run python data.py prepare --out {directory} first, or "
+                                f"use one of {SOURCES}.")
+            if not tokenizer_name:
+                raise UserError(f"{directory} has no manifest: name the tokenizer of its shards, as in --tokenizer gpt2.")
+            self.tokenizer = load_tokenizer(tokenizer_name)
+            identity = [tokenizer_name, *[[path.name, self._sample(path)] for path in paths]]
+        train, val = [p for p in paths if "val" not in p.name], [p for p in paths if "val" in p.name]
+        if not train:
+            raise UserError(f"{directory} holds no training shard.")
+        self.name, self.train, self.val = directory.name, Shards(train, seq_len), Shards(val, seq_len) if val else None
+        if self.val and not self.val.rows:
+            self.val = None
+        if not self.train.rows:
+            raise UserError(f"{directory} is too small: its {self.train.num_tokens} training tokens do not fill a row "
+                            f"of {seq_len}; lower --seq-len or prepare more text.")
+        top, ids = int(self.train.tokens[0][:1_000_000].max()), max(self.tokenizer.vocab_size, self.tokenizer.mask + 1)
+        if top >= ids:
+            raise UserError(f"{directory} holds the id {top}, but {self.tokenizer.name} has {ids}: give --tokenizer the "
+                            "one that made the shards.")
+        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    @staticmethod
+    def _read_tokenizer(directory, recorded, name):
+        path = directory / "tokenizer.json"
+        if not path.is_file() or sha256_of(path) != recorded["sha256"]:
+            raise UserError(f"{path} is missing or has changed: copy it again, or prepare the data again.")
+        if name not in (None, recorded["name"]):
+            other = "" if name.startswith("bpe:") else load_tokenizer(name).to_json()
+            if hashlib.sha256(other.encode()).hexdigest() != recorded["sha256"]:
+                raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name}: leave "
+                                "--tokenizer out, or prepare the data again.")
+        return parse_tokenizer_json(recorded["name"], path.read_text(encoding="utf-8"))
+
+    @staticmethod
+    def _sample(path: Path) -> str:
+        """A digest of length, front, middle and end: enough to tell two corpora apart without reading them."""
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with open(path, "rb") as file:
+            for offset in (0, size // 2, max(size - 65536, 0)):
+                file.seek(offset)
+                digest.update(file.read(65536))
+        return digest.hexdigest()
+
+
+class Loader:
+    """Endless micro-batches of one rank, read ahead by a thread: (x, y), int64 (B, T) on `device`, y one token on.
+
+    Each takes batch × world_size positions of the global order, of which rank r has the r-th run; within it rows
+    are sorted, so that reading goes forward through the files. `samples` is how many were consumed before.
+    """
+
+    def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
+                 samples: int = 0, depth: int = 3):
+        import torch
+        self.shards, self.batch, self.seed, self.device = shards, batch, seed, torch.device(device)
+        self.position, self.stride = samples + rank * batch, batch * world_size
+        self._event = torch.cuda.Event if self.device.type == "cuda" else None
+        self._free, self._ready = queue.Queue(), queue.Queue()
+        dtype = {2: torch.uint16, 4: torch.uint32}[shards.dtype.itemsize]
+        for _ in range(depth):
+            buffer = torch.empty((2, batch, shards.seq_len), dtype=dtype, pin_memory=self._event is not None)
+            self._free.put((buffer, None))
+        self._thread = threading.Thread(target=self._read_ahead, name="loader", daemon=True)
+        self._thread.start()
+
+    def _read_ahead(self):
+        try:
+            while (item := self._free.get()) is not None:
+                buffer, copied = item
+                if copied is not None:
+                    copied.synchronize()  # the device may still be reading this buffer
+                rows = sample_rows(self.position, self.batch, self.shards.rows, self.seed)
+                self.shards.take(np.sort(rows), *buffer.numpy())
+                self.position += self.stride
+                self._ready.put(buffer)
+        except BaseException as error:  # raised again in the thread that waits for the batch
+            self._ready.put(error)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        buffer = self._ready.get()
+        if isinstance(buffer, BaseException):
+            raise buffer
+        x, y = buffer.to(self.device, non_blocking=True).long()
+        copied = self._event() if self._event else None
+        if copied:
+            copied.record()
+        self._free.put((buffer, copied))
+        return x, y
+
+    def close(self):
+        self._free.put(None)
+        self._thread.join()
+
+
+def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device, limit: int | None = None):
+    """Yields (x, y) over the first `limit` rows (all if None) in order, equally many batches on every rank.
+
+    Where rows run out y is −1, which the loss ignores: each row counts once, on any number of ranks.
+    """
+    import torch
+    total = min(shards.rows, limit or shards.rows)
+    x = np.zeros((batch, shards.seq_len), shards.dtype)
+    y = np.zeros_like(x)
+    for begin in range(rank * batch, -(-total // (batch * world_size)) * batch * world_size, batch * world_size):
+        rows = np.arange(begin, begin + batch)
+        shards.take(np.minimum(rows, total - 1), x, y)
+        targets = torch.from_numpy(y.astype(np.int64))
+        targets[torch.from_numpy(rows >= total)] = -1
+        yield torch.from_numpy(x.astype(np.int64)).to(device), targets.to(device)
+
+
+def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int) -> Path:
+    """The directory for a trainer's --data: the directory itself, or where that source gets prepared.
+
+    The first process of each node prepares what is missing, endless sources up to `max_tokens`; the others watch
+    for the finished manifest instead of waiting in a collective, because this can take hours.
+    """
+    if Path(data).is_dir() or (":" not in data and os.sep in data):
+        return Path(data)
+    out = default_directory(data, tokenizer_name or default_tokenizer(data))
+
+    def complete():
+        return (read_manifest(out) or {"complete": False})["complete"]
+
+    if local_rank == 0 and not complete():
+        finite = data == "stdlib" or data.startswith(("text:", "jsonl:", "parquet:"))
+        prepare(data, out, tokenizer_name, max_tokens=None if finite else max_tokens)
+    while not complete():
+        time.sleep(0.2)
+    return out
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def verify(directory: Path) -> None:
+    """Compares the tokenizer and every byte of every shard with the manifest. Raises UserError at a difference."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
+    Dataset._read_tokenizer(directory, manifest["tokenizer"], None)
+    for shard in manifest["shards"]:
+        path = directory / shard["file"]
+        if len(open_shard(path)) != shard["tokens"] or sha256_of(path) != shard["sha256"]:
+            raise UserError(f"{path} has changed since it was written: copy it again, or prepare the data again.")
+        print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
+    print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare once more"))
+
+
+def info(directory: Path, tokenizer_name: str | None) -> None:
+    dataset = Dataset(directory, 1, tokenizer_name)
+    if manifest := read_manifest(directory):
+        print(f"{manifest['dataset']}: {describe(manifest)}")
+        print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
+    for split, shards in (("train", dataset.train), ("val", dataset.val)):
+        if shards:
+            print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, unigram "
+                  f"entropy {unigram_entropy(shards):.4f} nats")
+    tokenizer = dataset.tokenizer
+    print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, [MASK] is "
+          f"{tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
+
+
+def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int, seed: int) -> None:
+    dataset = Dataset(directory, seq_len, tokenizer_name)
+    shards = getattr(dataset, split)
+    if shards is None:
+        raise UserError(f"{directory} has no validation split.")
+    picked = np.sort(sample_rows(0, min(rows, shards.rows), shards.rows, seed))
+    x = np.empty((len(picked), seq_len), shards.dtype)
+    shards.take(picked, x, np.empty_like(x))
+    for row, tokens in zip(picked, x):
+        print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prepares and inspects shards of tokens.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
+    p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
+    p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
+    p.add_argument("--tokenizer", dest="tokenizer_name", help=f"{', '.join(TIKTOKEN_NAMES)}, bytes, bpe:N (trained on "
+                   "this data), or the path of a tokenizer.json (default: bpe:4096 for stdlib, else gpt2)")
+    p.add_argument("--val-split", type=parse_val_split, help="hash:F, a share F of the documents by a hash of their "
+                   "text, or tail:F, the end of a text (default: tail:0.1 for a single text file, else hash:0.01)")
+    p.add_argument("--max-samples", type=parse_count, help="stop after so many documents; k, M and B are understood")
+    p.add_argument("--max-tokens", type=parse_count, help="stop after about so many training tokens")
+    p.add_argument("--min-words", type=int, default=0, help="leave out documents of fewer words")
+    p.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+    p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens in a shard (default: 100M)")
+    p.add_argument("--workers", type=int, help="processes that tokenize (default: one for each core)")
+    p.set_defaults(run=prepare)
+    for run, text in ((info, "what a prepared directory holds"), (verify, "compare every byte with its checksum"),
+                      (peek, "print a few rows as text")):
+        p = commands.add_parser(run.__name__, help=text)
+        p.add_argument("directory", type=Path)
+        p.set_defaults(run=run)
+        if run is not verify:
+            p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards of llm.c without a manifest")
+        if run is peek:
+            p.add_argument("--rows", type=int, default=3)
+            p.add_argument("--split", choices=("train", "val"), default="train")
+            p.add_argument("--seq-len", type=int, default=128)
+            p.add_argument("--seed", type=int, default=0)
+    args = vars(parser.parse_args())
+    del args["command"]
+    args.pop("run")(**args)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped: finished shards are kept, and the same command goes on after them", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,615 @@
+"""The models, and what belongs to a model alone: loss, sampling, optimizer, schedules, Hugging Face files.
+
+Shapes in comments: B sequences, T tokens, C = d_model channels, H heads of D channels, F hidden units of the
+MLP, V rows of the embedding table.
+
+Two choices shape every layer:
+
+* Parameters stay float32; `Linear` casts its weight to the type of its input. So mixed precision needs no
+  autocast, whose weight cache loses gradients when a weight is used twice, and a gradient is summed over several
+  uses of a weight in float32.
+* Activation checkpointing wraps one block, never the recurrence: recomputation decides nothing.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from data import UserError
+
+# -----------------------------------------------------------------------------------------------------------
+# Layers
+
+
+class Linear(nn.Linear):
+    """nn.Linear that computes in the type of its input, whatever the type of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
+
+
+def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
+    """cos and sin of the rotary angles (Su et al., 2021), float32 (2, T, D/2)."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotates channel pairs (i, i + D/2) of x (B, H, T, D) by the angles in rope (2, T, D/2), in float32."""
+    cos, sin = rope
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class KVCache:
+    """Keys and values of all attention calls of one forward pass, for decoding: (slots, 2, B, H, T, D).
+
+    Attention calls come in a fixed order, so a slot is simply the number of calls before it.
+    """
+
+    def __init__(self, slots: int, batch: int, n_head: int, seq_len: int, head_dim: int, device, dtype):
+        self.memory = torch.empty(slots, 2, batch, n_head, seq_len, head_dim, device=device, dtype=dtype)
+        self.length, self.slot = 0, 0
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far."""
+        stored, end = self.memory[self.slot], self.length + k.size(2)
+        stored[0, :, :, self.length:end], stored[1, :, :, self.length:end] = k, v
+        self.slot += 1
+        return stored[0, :, :, :end], stored[1, :, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        """Ends a forward pass over `tokens` new tokens."""
+        self.length, self.slot = self.length + tokens, 0
+
+
+# Selective checkpointing keeps what matrix products and attention computed and recomputes the cheap rest.
+_KEPT = {getattr(torch.ops.aten, name).default for name in (
+    "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")}
+
+
+def _selective():
+    return create_selective_checkpoint_contexts(
+        lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in _KEPT
+        else CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+class Block(nn.Module):
+    """A residual block that can recompute its activations in the backward pass; subclasses define `block`."""
+
+    checkpointing = "none"  # or "block": keep the input only; or "selective": keep matrix products as well
+    dropout = 0.0
+
+    def forward(self, x: Tensor, *args) -> Tensor:
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self.block(x, *args)
+        selective = {"context_fn": _selective} if self.checkpointing == "selective" else {}
+        return checkpoint(self.block, x, *args, use_reentrant=False, preserve_rng_state=self.dropout > 0, **selective)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Σ cross-entropy of softmax(hidden · weightᵀ), a few rows at a time: no (N, V) tensor ever exists.
+
+    The gradients come out of the forward pass, while the probabilities of a chunk are still there, so the
+    vocabulary products are done three times as in plain backpropagation and not four.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, vocab_size):
+        # on a CPU the chunk should fit the cache, on a GPU it should fill the machine
+        chunk = 4096 if hidden.is_cuda else 512
+        needs_grad = any(ctx.needs_input_grad)
+        w = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, hidden.size(0), chunk):
+            h, y = hidden[start:start + chunk], targets[start:start + chunk, None]
+            counted = y >= 0
+            y = y.clamp(min=0)
+            logits = (h @ w.T).float()  # (chunk, V)
+            logits[:, vocab_size:] = -torch.inf  # rows that only pad the table
+            log_p = torch.log_softmax(logits, dim=-1)
+            total -= (log_p.gather(1, y) * counted).sum()
+            if needs_grad:
+                p = log_p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
+                p = p.mul_(counted).to(h.dtype)
+                torch.mm(p, w, out=grad_hidden[start:start + chunk])
+                grad_weight += p.T @ h
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None, None
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) for targets (…).
+
+    Targets below 0 are ignored. Rows of `weight` from `vocab_size` on pad the table and have probability 0.
+    """
+    targets = targets.reshape(-1)
+    total = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, targets, vocab_size)
+    return total / (targets >= 0).sum().clamp(min=1)
+
+
+def init_normal(weight: Tensor, std: float) -> None:
+    """Normal truncated at three standard deviations and scaled to keep `std`."""
+    nn.init.trunc_normal_(weight, std=1.0, a=-3.0, b=3.0)
+    weight.data.mul_(std / 0.98658)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# HRM: the Hierarchical Reasoning Model for text (arXiv 2605.20613, github sapientinc/HRM-Text)
+
+
+@dataclass
+class HRMConfig:
+    vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
+    padded_vocab: int = 50304
+    seq_len: int = 1024
+    n_layer: int = 16  # blocks in each of the two stacks
+    n_head: int = 12
+    d_model: int = 1536
+    ff: int = 4096
+    h_cycles: int = 2
+    l_cycles: int = 3
+    tie: bool = True  # output head = embedding table
+    dropout: float = 0.0
+    inject_input: bool = False  # add the embedded input to every input of L
+    halt: bool = False  # choose the number of H-cycles per token, up to max_cycles
+    max_cycles: int = 4
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
+
+    def __post_init__(self):
+        if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
+            raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
+        if self.padded_vocab < self.vocab_size:
+            raise UserError(f"--vocab-size {self.padded_vocab} is below the {self.vocab_size} ids of the tokenizer.")
+        if self.embed_scale is None:
+            self.embed_scale = self.d_model ** 0.5
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_head
+
+    @property
+    def cycles(self) -> int:
+        return self.max_cycles if self.halt else self.h_cycles
+
+    @property
+    def max_bp_steps(self) -> int:
+        """Stack calls of a fixed-depth pass; with this many bp_steps, backpropagation is not truncated."""
+        return self.h_cycles * (self.l_cycles + 1)
+
+
+class HRMBlock(Block):
+    """Pre-norm block: RMSNorm without parameters, sigmoid-gated causal attention with RoPE, SwiGLU, no biases."""
+
+    def __init__(self, c: HRMConfig):
+        super().__init__()
+        self.n_head, self.eps, self.dropout = c.n_head, c.norm_eps, c.dropout
+        self.gqkv = Linear(c.d_model, 4 * c.d_model, bias=False)  # gate, query, key, value
+        self.attn_out = Linear(c.d_model, c.d_model, bias=False)
+        self.gate_up = Linear(c.d_model, 2 * c.ff, bias=False)
+        self.down = Linear(c.ff, c.d_model, bias=False)
+        for layer in (self.gqkv, self.attn_out, self.gate_up, self.down):
+            init_normal(layer.weight, layer.in_features ** -0.5)  # LeCun normal
+
+    def block(self, x: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
+        B, T, C = x.shape
+        gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D)
+        y = self.attn_out(gate.sigmoid() * y.transpose(1, 2).reshape(B, T, C))
+        x = x + F.dropout(y, self.dropout, self.training)
+        gate, up = self.gate_up(rms_norm(x, self.eps)).chunk(2, dim=-1)  # (B, T, F) each
+        return x + F.dropout(self.down(F.silu(gate) * up), self.dropout, self.training)
+
+
+class Stack(nn.Module):
+    """Blocks and a closing RMSNorm: the H or the L of an HRM."""
+
+    def __init__(self, c: HRMConfig):
+        super().__init__()
+        self.eps = c.norm_eps
+        self.blocks = nn.ModuleList(HRMBlock(c) for _ in range(c.n_layer))
+
+    def forward(self, x: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, rope, cache)
+        return rms_norm(x, self.eps)
+
+
+class HRM(nn.Module):
+    """A slow stack H and a fast stack L that are applied again and again to the embedded input x:
+
+        z_H = x;  z_L = a frozen random vector
+        repeat h_cycles times:  (repeat l_cycles times:  z_L = L(z_L + z_H));  z_H = H(z_H + z_L)
+        logits = head(z_H)
+
+    Backpropagation is truncated: only the last `bp_steps` stack calls keep a graph, H before L, as in the paper.
+    With `halt`, each token weighs the z_H of its cycles by halting probabilities instead (adaptive computation
+    time, Graves 2016, arXiv 1603.08983).
+    """
+
+    def __init__(self, config: HRMConfig):
+        super().__init__()
+        self.config = c = config
+        self.compute_dtype = torch.float32  # of activations; parameters are float32 always
+        self.embed = nn.Embedding(c.padded_vocab, c.d_model)
+        init_normal(self.embed.weight, c.d_model ** -0.5)
+        self.H, self.L = Stack(c), Stack(c)
+        if not c.tie:
+            self.head = Linear(c.d_model, c.padded_vocab, bias=False)
+            init_normal(self.head.weight, c.d_model ** -0.5)
+        if c.halt:
+            self.halt = Linear(c.d_model, 1)
+            nn.init.zeros_(self.halt.weight)
+            nn.init.constant_(self.halt.bias, -3.0)  # starting at 0 or above traps most runs at one cycle
+        z_l = torch.empty(c.d_model)
+        init_normal(z_l, 1.0)
+        self.register_buffer("z_l_init", z_l)
+        self.register_buffer("rope", rope_table(c.seq_len, c.head_dim, c.rope_theta), persistent=False)
+
+    @property
+    def head_weight(self) -> Tensor:  # (V, C)
+        return self.embed.weight if self.config.tie else self.head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
+                ponder_weight: float = 0.0, fixed_depth: bool = False):
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
+
+        The objective is a scalar to call backward on. The statistics are detached scalars: `loss`, the mean
+        cross-entropy in nats, `cycles`, the H-cycles executed, and `ponder`. bp_steps None means full backprop.
+        """
+        z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth)
+        if targets is None:
+            return F.linear(z, self.head_weight.to(z.dtype))
+        loss = linear_cross_entropy(z, self.head_weight, targets, self.config.vocab_size)
+        objective = loss + ponder_weight * ponder if self.config.halt else loss
+        return objective, {"loss": loss.detach(), "cycles": z.new_tensor(cycles, dtype=torch.float32),
+                           "ponder": ponder.detach()}
+
+    def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
+              fixed_depth: bool = False) -> tuple[Tensor, Tensor, int]:
+        """Runs the recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost (scalar, mean over
+        tokens), and the number of H-cycles that ran. `fixed_depth` runs them all, without asking other ranks.
+        """
+        c, T = self.config, idx.size(1)
+        begin = cache.length if cache else 0
+        rope = self.rope[:, begin:begin + T]
+        x = self.embed(idx).to(self.compute_dtype) * c.embed_scale  # (B, T, C)
+        z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
+
+        bp_steps = min(bp_steps or c.max_bp_steps, c.max_bp_steps)
+        h_calls = min(c.h_cycles, bp_steps - 1)  # of the last calls of H, how many keep a graph; L has the rest
+        l_calls = bp_steps - h_calls
+        grad = torch.is_grad_enabled()
+
+        remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
+        mixed, ponder = 0.0, remaining.new_zeros(())
+        for h in range(c.cycles):
+            for l in range(c.l_cycles):
+                if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
+                    keep = l >= c.l_cycles - min(c.l_cycles, bp_steps - 1)
+                else:
+                    keep = h * c.l_cycles + l >= c.h_cycles * c.l_cycles - l_calls
+                with torch.set_grad_enabled(grad and keep):
+                    z_l = self.L(z_l + z_h + x if c.inject_input else z_l + z_h, rope, cache)
+            with torch.set_grad_enabled(grad and (c.halt or h >= c.h_cycles - h_calls)):
+                z_h = self.H(z_h + z_l, rope, cache)
+            if c.halt:
+                last = h == c.cycles - 1
+                weight, remaining = self.halting_weight(z_h, remaining, last)
+                mixed = mixed + weight.unsqueeze(-1) * z_h
+                ponder = ponder + remaining.mean()
+                if not last and not fixed_depth and self.everyone_halted(remaining):
+                    break
+        if cache:
+            cache.advance(T)
+        return (mixed.to(z_h.dtype) if c.halt else z_h), ponder, h + 1
+
+    def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+        """The share (B, T) of this cycle in the output, and the mass that remains for later ones.
+
+        A token takes p = sigmoid(halt(z_H)) while that leaves 1 % or more, then all that remains. The ponder cost
+        is the sum of what remains after each cycle: expected cycles beyond the first, and every p lowers it.
+        """
+        p = self.halt(z_h.float()).squeeze(-1).sigmoid()
+        stops = torch.full_like(p, last, dtype=torch.bool) | (remaining - p < 0.01)
+        weight = torch.where(stops, remaining, p)
+        return weight, remaining - weight
+
+    def everyone_halted(self, remaining: Tensor) -> bool:
+        """Whether no token of any rank wants another cycle. Agreed on by all, because under FSDP a rank that ran
+        one more would wait for the others for ever. A cycle too many changes nothing: its weights are 0.
+        """
+        left = remaining.detach().max()
+        if dist.is_initialized():
+            dist.all_reduce(left, op=dist.ReduceOp.MAX)
+        return left.item() == 0
+
+    def new_cache(self, batch: int) -> KVCache:
+        c = self.config
+        slots = c.n_layer * c.cycles * (c.l_cycles + 1)
+        return KVCache(slots, batch, c.n_head, c.seq_len, c.head_dim, self.rope.device, self.compute_dtype)
+
+    def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
+        """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
+        z, _, _ = self.think(idx, cache=cache, fixed_depth=True)
+        return F.linear(z[:, -1], self.head_weight.to(z.dtype)).float()
+
+    def flops_per_token(self, bp_steps: int) -> float:
+        """Matrix-product FLOPs of one training step for one token, attention counted as full T × T.
+
+        Counts every stack call forward, `bp_steps` of them backward, and the head; recomputation by activation
+        checkpointing is not counted.
+        """
+        c = self.config
+        matrices = c.n_layer * (5 * c.d_model**2 + 3 * c.d_model * c.ff)
+        attention = c.n_layer * 4 * c.seq_len * c.d_model
+        calls = c.cycles * (c.l_cycles + 1)
+        kept = c.cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, calls)
+        return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab
+
+
+def num_params(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> Tensor:
+    """One id per row, int64 (B,), of logits (B, V): greedy at temperature 0, else top-k, then top-p (nucleus)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k:
+        kept = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kept, -torch.inf)
+    probabilities = logits.softmax(dim=-1)
+    if top_p and top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0  # the first one always stays
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+
+
+@torch.no_grad()
+def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
+             top_p: float | None = None, seed: int = 0, stop: int | None = None):
+    """Yields the next id, int64 (B,), `max_new_tokens` times or until a single sequence yields `stop`.
+
+    idx (B, T) is the prompt, with T up to seq_len. When the context is full, the later half of it is read again
+    as a new prompt. Ids that only pad the table are never sampled.
+    """
+    training, seq_len = model.training, model.config.seq_len
+    model.eval()
+    generator = torch.Generator(device=idx.device).manual_seed(seed)
+    cache, new = model.new_cache(idx.size(0)), idx
+    try:
+        for _ in range(max_new_tokens):
+            if cache.length + new.size(1) > seq_len:
+                cache.length, new = 0, idx[:, -(seq_len // 2):]
+            logits = model.decode(new, cache)[:, :model.config.vocab_size]
+            new = sample(logits, temperature, top_k, top_p, generator)[:, None]
+            idx = torch.cat((idx, new), dim=1)
+            yield new[:, 0]
+            if stop is not None and idx.size(0) == 1 and new.item() == stop:
+                break
+    finally:
+        model.train(training)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Optimizers, schedules, averaging
+
+
+def make_optimizers(model: nn.Module, kind: str, lr: float, betas: tuple[float, float],
+                    weight_decay: float) -> list[torch.optim.Optimizer]:
+    """Fused AdamW; or `muon`: Muon for the matrices of the blocks and AdamW for the rest.
+
+    Weight decay applies to matrices only. Muon's steps are scaled to the size of AdamW's, so one learning rate
+    serves both (Jordan et al., 2024; the scaling is that of Liu et al., arXiv 2502.16982).
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in named if kind == "muon" and p.ndim == 2 and ".blocks." in name]
+    taken = {id(p) for p in hidden}
+    decay = [p for _, p in named if p.ndim >= 2 and id(p) not in taken]
+    no_decay = [p for _, p in named if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    optimizers = [torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)]
+    if hidden:
+        optimizers.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay,
+                                           adjust_lr_fn="match_rms_adamw"))
+    grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for _, p in named), "every parameter has exactly one optimizer"
+    return optimizers
+
+
+def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, min_ratio: float) -> float:
+    """The rate of a step (from 0): linear warm-up, then `cosine`, `constant`, or `wsd`, which stays constant and
+    falls linearly over the last fifth. The last step reaches lr · min_ratio.
+    """
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    if schedule == "constant":
+        return lr
+    done = (step - warmup) / max(steps - 1 - warmup, 1)
+    share = 0.5 * (1 + math.cos(math.pi * min(done, 1.0))) if schedule == "cosine" else min((1 - done) / 0.2, 1.0)
+    return lr * (min_ratio + (1 - min_ratio) * max(share, 0.0))
+
+
+class EMA:
+    """An exponential moving average of the parameters, used for evaluation, sampling and export."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.params = dict(model.named_parameters())
+        self.average = {name: p.detach().clone() for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(list(self.average.values()), list(self.params.values()), 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the average with the model's parameters; calling it again restores both, bit for bit."""
+        for name, p in self.params.items():
+            held = p.clone()
+            p.copy_(self.average[name])
+            self.average[name].copy_(held)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Hugging Face: the same model as a directory that transformers loads, and back
+
+
+def hrm_names(c: HRMConfig) -> list[tuple[str, str]]:
+    """Our parameter names and those in a file written by transformers, where they are fused as here."""
+    names = [("embed.weight", "model.embed_tokens.weight"), ("z_l_init", "model.z_L_init")]
+    names += [] if c.tie else [("head.weight", "lm_head.weight")]
+    return names + [
+        (f"{stack}.blocks.{i}.{ours}.weight", f"model.{stack}_module.layers.{i}.{theirs}.weight")
+        for stack in "HL" for i in range(c.n_layer)
+        for ours, theirs in (("gqkv", "attn.gqkv_proj"), ("attn_out", "attn.o_proj"),
+                             ("gate_up", "mlp.gate_up_proj"), ("down", "mlp.down_proj"))]
+
+
+def hrm_to_hf(c: HRMConfig) -> dict:
+    """The config.json of HrmTextForCausalLM for this configuration."""
+    if c.halt or c.inject_input:
+        raise UserError(f"a model with {'--halt' if c.halt else '--inject-input'} has no Hugging Face counterpart, so "
+                        "it cannot be exported; its checkpoints are in the run directory.")
+    return {"model_type": "hrm_text", "architectures": ["HrmTextForCausalLM"], "vocab_size": c.vocab_size,
+            "hidden_size": c.d_model, "intermediate_size": c.ff, "num_attention_heads": c.n_head,
+            "head_dim": c.head_dim, "H_cycles": c.h_cycles, "L_cycles": c.l_cycles,
+            "num_layers_per_stack": c.n_layer,  # and, for the size of its cache, one layer per attention call:
+            "num_hidden_layers": c.n_layer * c.h_cycles * (c.l_cycles + 1),
+            "max_position_embeddings": c.seq_len, "rms_norm_eps": c.norm_eps, "tie_word_embeddings": c.tie,
+            "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+            "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale, "prefix_lm": False}
+
+
+def hrm_from_hf(config: dict) -> HRMConfig:
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    odd = [k for k in ("attention_bias", "mlp_bias") if config.get(k)]
+    odd += ["rope_parameters"] if rope.get("rope_type", "default") != "default" else []
+    odd += ["head_dim"] if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"] else []
+    odd += ["hidden_act"] if config.get("hidden_act", "silu") != "silu" else []
+    if odd:
+        raise UserError(f"this model sets {odd[0]} to {config.get(odd[0])}, which train_hrm.py does not support.")
+    return HRMConfig(
+        vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
+        seq_len=config["max_position_embeddings"], n_head=config["num_attention_heads"],
+        n_layer=config.get("num_layers_per_stack") or config["num_hidden_layers"], d_model=config["hidden_size"],
+        ff=config["intermediate_size"], h_cycles=config["H_cycles"], l_cycles=config["L_cycles"],
+        tie=config["tie_word_embeddings"], rope_theta=rope["rope_theta"], norm_eps=config["rms_norm_eps"],
+        embed_scale=config.get("embedding_scale") or 1.0 / config["initializer_range"])
+
+
+# model class: (model_type of config.json, names, configuration to and from theirs)
+HF_FAMILIES = {HRM: ("hrm_text", hrm_names, hrm_to_hf, hrm_from_hf)}
+
+
+VOCAB_TENSORS = {"embed.weight", "head.weight"}  # these have padded_vocab rows here and vocab_size there
+
+
+def pad_vocab(n: int) -> int:
+    return -(-n // 64) * 64
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+        return safetensors.torch
+    except ImportError:
+        raise UserError("Hugging Face weights are read and written by the package safetensors: pip install safetensors.")
+
+
+def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
+    """Writes a directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load.
+
+    The rows that pad the vocabulary are left out. Raises UserError if the model has no counterpart there.
+    """
+    directory = Path(directory)
+    _, names, to_config, _ = HF_FAMILIES[type(model)]
+    c = model.config
+    config = to_config(c) | {"dtype": "float32", "bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+    save_file = _safetensors().save_file
+    state, tensors = model.state_dict(), {}
+    for ours, theirs in names(c):
+        rows = c.vocab_size if ours in VOCAB_TENSORS else None
+        tensors[theirs] = state[ours][:rows].float().cpu().contiguous()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    generation = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot, "do_sample": True}
+    eot = tokenizer.decode([tokenizer.eot])
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": eot,
+               "eos_token": eot, "pad_token": eot, "clean_up_tokenization_spaces": False}
+    for name, content in (("config.json", config), ("generation_config.json", generation),
+                          ("tokenizer_config.json", special)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+    (directory / "tokenizer.json").write_text(tokenizer.to_json(with_mask=False), encoding="utf-8")
+
+
+def from_hf(kind: type, source: str) -> nn.Module:
+    """A model of class `kind` from a Hugging Face directory, or from a repository on the hub.
+
+    Raises UserError if it holds another architecture or another shape than its config.json says.
+    """
+    directory = Path(source)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download  # comes with datasets
+        try:
+            directory = Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:
+            raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
+                            f"{str(error).splitlines()[0]}")
+    model_type, names, _, from_config = HF_FAMILIES[kind]
+    files = sorted(directory.glob("*.safetensors"))
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict) or not files:
+        raise UserError(f"{source} has no readable config.json with *.safetensors beside it.")
+    if config.get("model_type") != model_type:
+        raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; {kind.__name__} reads "
+                        f"{model_type!r}.")
+    tensors = {}
+    for file in files:
+        tensors |= _safetensors().load_file(file)
+    model = kind(from_config(config))
+    c, state = model.config, model.state_dict()
+    with torch.no_grad():
+        for ours, theirs in names(c):
+            rows = c.vocab_size if ours in VOCAB_TENSORS else None
+            if theirs not in tensors or tensors[theirs].shape != state[ours][:rows].shape:
+                raise UserError(f"{source} has no tensor {theirs} of shape {tuple(state[ours][:rows].shape)}.")
+            state[ours][:rows] = tensors[theirs]
+    return model
