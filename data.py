@@ -19,6 +19,7 @@ torch is imported only by the reader: `prepare` and its worker processes start f
 
 import argparse
 import codecs
+import contextlib
 import fcntl
 import glob
 import gzip
@@ -37,6 +38,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -50,11 +52,17 @@ class UserError(Exception):
     """A mistake that the user can mend: printed as one sentence without a traceback, exit code 2."""
 
 
+def cpu_count() -> int:
+    """Cores that this process may use (macOS cannot say, and counts all)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Tokenizers. Everything byte-level runs in tiktoken; a Hugging Face tokenizer.json is its form on disk.
 
 EOT, MASK = "<|endoftext|>", "[MASK]"
 TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")
+TOKENIZERS = f"{', '.join(TIKTOKEN_NAMES)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
 # The published patterns. tiktoken's own use possessive quantifiers and "$", which the regex engine of
 # `tokenizers` reads differently; the tests show that these cut the same pieces in both.
 PATTERNS = {
@@ -74,11 +82,16 @@ def byte_to_char() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
+def without_surrogates(text: str) -> str:
+    """The text with "?" for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 class Tokenizer:
     """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority.
 
-    `vocab_size` counts ranks and special ids up to [MASK], which is the next id: a masked language model needs
-    one row more. Ordinary text never encodes to a special id.
+    `vocab_size` counts the ids before [MASK], which only a masked language model needs, as one row more.
+    Ordinary text never encodes to a special id.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
@@ -101,7 +114,7 @@ class Tokenizer:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:  # a lone surrogate, or white space without end: replace the one, cut the other
-            text = text.encode("utf-8", "replace").decode("utf-8")
+            text = without_surrogates(text)
             cuts = [cut for run in re.finditer(r"\s+", text)
                     for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)]
             parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -119,16 +132,18 @@ class Tokenizer:
         def spell(token: bytes) -> str:
             return "".join(byte_to_char()[b] for b in token)
 
-        tokens = sorted(self.ranks, key=self.ranks.__getitem__)
-        model = {"type": "BPE", "vocab": {spell(token): self.ranks[token] for token in tokens},
-                 "merges": [[spell(part) for part in last_merge(t, self.ranks)] for t in tokens if len(t) > 1]}
+        tokens = sorted(self.ranks, key=self.ranks.get)
+        merges = [[spell(part) for part in last_merge(t, self.ranks)] for t in tokens if len(t) > 1]
+        model = {"type": "BPE", "vocab": {spell(t): self.ranks[t] for t in tokens}, "merges": merges}
         added = [{"id": i, "content": s, "single_word": False, "lstrip": s == MASK, "rstrip": False,
                   "normalized": False, "special": True}
-                 for s, i in sorted(self.specials.items(), key=lambda item: item[1]) if with_mask or s != MASK]
-        stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        decoder = stage
+                 for s, i in sorted(self.specials.items(), key=lambda item: item[1])
+                 if with_mask or s != MASK]
+        decoder = stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                           "use_regex": False}
         if self.pattern is not None:
-            cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
+            cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated",
+                   "invert": False}
             stage = {"type": "Sequence", "pretokenizers": [cut, stage]}
         return json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
                            "normalizer": None, "pre_tokenizer": stage, "post_processor": None,
@@ -153,8 +168,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(self.mask, top) + (self.mask < top)
 
     def encode(self, text: str) -> np.ndarray:
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        ids = self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint32)
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -176,7 +191,8 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
     """Learns a byte-level BPE from texts; end-of-text and [MASK] are among its `vocab_size` ids."""
     try:
-        from tokenizers import Regex, Tokenizer as Trainable, models, pre_tokenizers, trainers
+        from tokenizers import Regex, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Trainable
     except ImportError:
         raise UserError("bpe:N is trained by the package tokenizers: pip install tokenizers, or use bytes.")
     pattern = PATTERNS["cl100k_base"]
@@ -184,7 +200,7 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+    bpe.train_from_iterator(map(without_surrogates, texts), trainers.BpeTrainer(
         vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     char_to_byte = {c: b for b, c in byte_to_char().items()}
     ranks = {bytes(char_to_byte[c] for c in token): i for token, i in bpe.get_vocab().items()}
@@ -205,8 +221,9 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
              and not any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
              and EOT in added and all(t["special"] for t in added.values()))
     if plain:
-        use_gpt2_pattern = stages[-1].get("use_regex", True)
-        pattern = PATTERNS["gpt2"] if use_gpt2_pattern else (stages[0].get("pattern") or {}).get("Regex")
+        pattern = (stages[0].get("pattern") or {}).get("Regex")
+        if stages[-1].get("use_regex", True):
+            pattern = PATTERNS["gpt2"]
         merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
         merged_ids = [model["vocab"].get("".join(m)) for m in merges]
         words = {token: i for token, i in model["vocab"].items() if token not in added}
@@ -233,14 +250,13 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
             encoding = tiktoken.get_encoding(name)
         except OSError as error:  # what requests raises is an OSError
             raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
-                            "TIKTOKEN_CACHE_DIR to a filled cache, or use bytes or bpe:16384, which need none.")
+                            "TIKTOKEN_CACHE_DIR to a filled cache, or use bytes or bpe:16384.")
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
                          encoding._special_tokens)
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     if path.is_file():
         return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
-    raise UserError(f"unknown tokenizer {name!r}: use {', '.join(TIKTOKEN_NAMES)}, bytes, bpe:N (for example "
-                    "bpe:16384) or the path of a tokenizer.json.")
+    raise UserError(f"unknown tokenizer {name!r}: use {TOKENIZERS}.")
 
 
 def stream_text(tokenizer, ids):
@@ -274,8 +290,7 @@ BLOCK = 1 << 20  # characters read, and at most tokenized, at a time
 class Source:
     """Documents in a fixed order, readable from any document number on.
 
-    `identity` goes into the manifest: a resumed `prepare` must find the same one. `done` of `total` bytes (None
-    where nobody knows) is how far reading has come, for the progress bar.
+    A resumed `prepare` must find the same `identity`. The progress bar shows `done` of `total` bytes.
     """
 
     def __init__(self, dataset: str, text_field: str, val_split: str):
@@ -294,7 +309,7 @@ class Source:
             self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
             self.documents, self.identity = self._hub, f"{self.repo}:{self.config}"
         else:
-            raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a directory that data.py prepared.")
+            raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
         if self.files:
             sizes = [[p.name, p.stat().st_size] for p in self.files]
             self.total = sum(size for _, size in sizes)
@@ -311,8 +326,8 @@ class Source:
             raise UserError(f"{path} cannot be read: {error.strerror}.")
 
     def _no_such_field(self, where, fields):
-        return UserError(f"{where} has no field {self.text_field!r} but {', '.join(fields)}: name the one that "
-                         "holds the text with --text-field.")
+        found = ", ".join(fields)
+        return UserError(f"{where} has no field {self.text_field!r} but {found}: name one with --text-field.")
 
     def _stdlib(self, start):
         for path in self.files[start:]:
@@ -339,7 +354,8 @@ class Source:
         """The first offset from `offset` on that does not lie inside a UTF-8 character."""
         with self._open(path) as file:
             file.seek(offset)
-            return offset + next((i for i, b in enumerate(file.read(4)) if b & 0xC0 != 0x80), 0)
+            ahead = file.read(4)
+        return offset + next((i for i, b in enumerate(ahead) if b & 0xC0 != 0x80), len(ahead))
 
     def _read(self, path, begin, end):
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -350,10 +366,12 @@ class Source:
                 try:
                     text = decoder.decode(raw, final=begin + len(raw) == end)
                 except UnicodeDecodeError:
-                    raise UserError(f"{path} is not UTF-8 text (after byte {begin}): convert it, for example with "
-                                    "iconv -t utf-8.")
-                if "\0" in text or not raw:
-                    raise UserError(f"{path} holds zero bytes: it is a binary file." if raw else f"{path} shrank.")
+                    raise UserError(f"{path} is not UTF-8 text (after byte {begin}): convert it, for example "
+                                    "with iconv -t utf-8.")
+                if "\0" in text:
+                    raise UserError(f"{path} holds zero bytes: it is a binary file.")
+                if not raw:
+                    raise UserError(f"{path} shrank while it was read: run the same command again.")
                 begin += len(raw)
                 self.done += len(raw)
                 yield text
@@ -361,20 +379,29 @@ class Source:
     def _jsonl(self, start):
         number, before = 0, 0
         for path in self.files:
-            with self._open(path) as raw:
-                for n, line in enumerate(gzip.open(raw) if path.suffix == ".gz" else raw, 1):
+            for n, line in enumerate(self._lines(path, before), 1):
+                number += 1
+                if number <= start:
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    raise UserError(f"{path}, line {n}, is not JSON: one object a line is expected.")
+                if self.text_field not in row:
+                    raise self._no_such_field(f"{path}, line {n},", row)
+                yield [str(row[self.text_field] or "")], None
+            before = self.done
+
+    def _lines(self, path, before):
+        with self._open(path) as raw:
+            try:
+                for line in gzip.open(raw) if path.suffix == ".gz" else raw:
                     self.done = before + raw.tell()
-                    number += 1
-                    if number <= start:
-                        continue
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        raise UserError(f"{path}, line {n}, is not JSON: one object a line is expected.")
-                    if not isinstance(row, dict) or self.text_field not in row:
-                        raise self._no_such_field(f"{path}, line {n},", row)
-                    yield [str(row[self.text_field] or "")], None
-                before += raw.tell()
+                    yield line
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError(f"{path} cannot be read to its end ({error}): copy it again.")
 
     def _parquet(self, start):
         import pyarrow.parquet
@@ -397,9 +424,10 @@ class Source:
             number, before = first + rows, before + size
 
     def _hub(self, start):
-        if not Path(self.repo).exists() and not reachable(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
-            raise UserError(f"no network, so {self.repo} cannot be read: use local files with text:, jsonl: or "
-                            "parquet:, or --dataset stdlib, which every machine has.")
+        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        if not Path(self.repo).exists() and not reachable(hub):
+            raise UserError(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
+                            "parquet:) or --dataset stdlib, which every machine has.")
         import datasets  # takes 1.2 s
         try:
             rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
@@ -477,7 +505,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_atomically(path: Path, *chunks) -> None:
-    """Writes a file of which readers see all or nothing, also after a crash. Raises UserError if it can't."""
+    """Writes a file of which readers see all or nothing, even after a crash, or raises UserError."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         with open(temporary, "wb") as file:
@@ -487,9 +515,10 @@ def write_atomically(path: Path, *chunks) -> None:
         os.replace(temporary, path)
         fsync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror}; make room, or choose another place, and run "
-                        "the same command again.")
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"{path} cannot be written: {error.strerror}; make room, or choose another place, "
+                        "and run the same command again.")
 
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
@@ -516,7 +545,7 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing.")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
-        raise UserError(f"{path} has {size} bytes instead of {expected}: it is damaged, copy or prepare it again.")
+        raise UserError(f"{path} has {size} bytes instead of {expected}: copy it or prepare the data again.")
     return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", HEADER_BYTES))
 
 
@@ -525,16 +554,19 @@ def read_manifest(directory: Path) -> dict | None:
     path = directory / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        tokenizer = manifest["tokenizer"]
-        for shard in manifest["shards"]:
-            if not re.fullmatch(rf"{shard['split']}_\d{{6}}\.bin", shard["file"]):  # never a path elsewhere
-                raise ValueError(f"the shard name {shard['file']!r}")
-        checks = [(manifest["complete"], bool), (manifest["settings"], dict), (manifest["dtype"], str)]
-        checks += [(tokenizer[k], t) for k, t in (("name", str), ("sha256", str), ("vocab_size", int), ("mask", int))]
-        checks += [(s[k], t) for s in manifest["shards"]
-                   for k, t in (("tokens", int), ("documents", int), ("sha256", str), ("end", list))]
-        if manifest["format"] != 1 or not all(isinstance(value, kind) for value, kind in checks):
+        types = {"dataset": str, "settings": dict, "complete": bool, "dtype": str, "tokenizer": dict,
+                 "shards": list}
+        checks = [(manifest, types)]
+        checks += [(manifest["tokenizer"], {"name": str, "sha256": str, "vocab_size": int, "mask": int})]
+        checks += [(s, {"tokens": int, "documents": int, "sha256": str, "end": list})
+                   for s in manifest["shards"]]
+        if manifest["format"] != 1 or not all(isinstance(part[key], kind) for part, kinds in checks
+                                              for key, kind in kinds.items()):
             raise ValueError("a field of the wrong type")
+        for shard in manifest["shards"]:
+            name = re.fullmatch(r"(train|val)_\d{6}\.bin", shard["file"])  # never a path elsewhere
+            if not name or name[1] != shard["split"]:
+                raise ValueError(f"the shard name {shard['file']!r}")
         return manifest
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -542,9 +574,26 @@ def read_manifest(directory: Path) -> dict | None:
         raise UserError(f"{path} is damaged ({error!r}): delete {directory} and prepare it again.")
 
 
+def write_manifest(directory: Path, manifest: dict) -> None:
+    write_atomically(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None) -> str:
+    """The tokenizer.json beside a manifest. Raises UserError if it has changed or is not that of `name`."""
+    path, recorded = directory / "tokenizer.json", manifest["tokenizer"]
+    if not path.is_file() or sha256_of(path) != recorded["sha256"]:
+        raise UserError(f"{path} is missing or has changed: copy it or prepare the data again.")
+    text = path.read_text(encoding="utf-8")
+    same = name in (None, recorded["name"])
+    if not same and (name.startswith("bpe:") or load_tokenizer(name).to_json() != text):
+        raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name}: leave "
+                        "--tokenizer out, or prepare the data again.")
+    return text
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -556,7 +605,7 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbB]?)", text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count such as 5000, 500k, 20M or 1.5B")
-    return int(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()])
+    return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()])
 
 
 def parse_val_split(text: str) -> str:
@@ -579,7 +628,10 @@ def default_val_split(dataset: str) -> str:
 def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     kind, _, where = dataset.partition(":")
-    source = Path(where).stem if kind in ("text", "jsonl", "parquet") else where or kind
+    source = where or kind
+    if kind in ("text", "jsonl", "parquet"):  # of books/*.txt the directory is what has a name
+        path = Path(where)
+        source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), kind)
     tokenizer = Path(tokenizer).stem if os.path.exists(tokenizer) else tokenizer.replace(":", "")
     return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
 
@@ -587,8 +639,8 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
 class Prepared:
     """What `prepare` has so far: shards on disk, and the tokens of the next ones in memory.
 
-    A train shard and the validation tokens that were met on the way are committed together, so one position in
-    the source, where the newest shard ends, is all that a resumed run needs.
+    A train shard and the validation tokens met on the way are committed together, so that one position in the
+    source, where the newest shard ends, is all that a resumed run needs.
     """
 
     def __init__(self, directory: Path, manifest: dict, shard_tokens: int):
@@ -622,7 +674,7 @@ class Prepared:
                 shards.append({"split": split, "file": file, "tokens": self.tokens[split],
                                "documents": self.documents[split], "sha256": digest, "end": self.position})
         self._clear()
-        write_atomically(self.directory / "manifest.json", json.dumps(self.manifest, indent=1).encode() + b"\n")
+        write_manifest(self.directory, self.manifest)
 
 
 def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None, *,
@@ -631,15 +683,16 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             workers: int | None = None) -> Path:
     """Tokenizes `dataset` into shards under `out`; returns that directory. Arguments as on the command line.
 
-    Kill it and run it again: it goes on after the last finished shard, and the bytes are those of an undisturbed
+    Kill it and run it again: it goes on after the last finished shard. The bytes are those of an undisturbed
     run with any number of workers. Raises UserError for what the user can mend.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
     val_split = val_split or default_val_split(dataset)
     if val_split.startswith("tail:") and (max_tokens or max_samples):
-        raise UserError("--val-split tail:F reads the text to its end: use hash:F with --max-tokens or --max-samples.")
-    if not 1 <= shard_tokens < 2**30 or min(workers or 1, max_tokens or 1, max_samples or 1) < 1:
+        raise UserError("--val-split tail:F reads the text to its end: use hash:F with a limit.")
+    counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
+    if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
         raise UserError("--shard-tokens must lie between 1 and 1B; --workers and limits must be 1 or more.")
     source = Source(dataset, text_field, val_split)
     settings = {"source": source.identity, "tokenizer": tokenizer_name, "val_split": val_split,
@@ -647,6 +700,9 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
                 "text_field": text_field, "shard_tokens": shard_tokens}
     try:
         out.mkdir(parents=True, exist_ok=True)
+        strangers = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
+        if strangers and not (out / "manifest.json").exists():
+            raise UserError(f"{out} holds {strangers[0]} but no manifest: choose an empty --out.")
         lock = open(out / ".lock", "w")
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out.")
@@ -657,26 +713,23 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             print(f"waiting for another process that prepares {out}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         manifest = read_manifest(out)
-        for key in settings if manifest else ():
-            if settings[key] != manifest["settings"].get(key):
-                raise UserError(f"{out} was prepared with another {key} ({manifest['settings'].get(key)}, now "
-                                f"{settings[key]}): choose another --out, or delete it.")
-        if manifest and manifest["complete"]:
-            print(f"{out} is prepared already: {describe(manifest)}", flush=True)
-            return out
-        if manifest:
+        if manifest and manifest["shards"]:
+            for key, value in settings.items():
+                if value != (before := manifest["settings"].get(key)):
+                    raise UserError(f"{out} was prepared with another {key} ({before}, now {value}): choose "
+                                    "another --out, or delete it.")
+            if manifest["complete"]:
+                print(f"{out} is prepared already: {describe(manifest)}", flush=True)
+                return out
             print(f"{out} goes on after {len(manifest['shards'])} shards", flush=True)
         else:
-            strangers = sorted(p.name for p in out.iterdir() if p.name not in (".lock", "tokenizer.json"))
-            if strangers:
-                raise UserError(f"{out} holds {strangers[0]} but no manifest: choose an empty --out.")
             manifest = begin(dataset, out, tokenizer_name, source, settings)
-        tokenizer_json = (out / "tokenizer.json").read_text(encoding="utf-8")
         done = Prepared(out, manifest, shard_tokens)
-        fill(done, source, tokenizer_json, workers or len(os.sched_getaffinity(0)))
+        tokenizer_json = read_tokenizer_json(out, manifest)
+        fill(done, source, tokenizer_json, workers or cpu_count())
         if not done.train_tokens:
-            raise UserError(f"{dataset} holds no text to train on: empty, or shorter than --min-words, or all of it "
-                            "fell into the validation split.")
+            raise UserError(f"{dataset} holds no text to train on: it is empty, or shorter than --min-words, "
+                            "or all of it fell into the validation split.")
         manifest["complete"] = True
         done.commit()
     print(f"{out} is ready: {describe(manifest)}", flush=True)
@@ -684,11 +737,10 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
 
 
 def begin(dataset: str, out: Path, tokenizer_name: str, source: Source, settings: dict) -> dict:
-    """Writes tokenizer.json, training it if it is bpe:N, and returns a manifest without shards."""
+    """Writes tokenizer.json, training it if it is bpe:N, and a manifest without shards, which it returns."""
     if bpe := re.fullmatch(r"bpe:(\d+)", tokenizer_name):
         if not 300 <= int(bpe[1]) <= 1_000_000:
-            raise UserError(f"{tokenizer_name} is out of range: 256 bytes and 2 special ids come first, so bpe:300 is "
-                            "the least.")
+            raise UserError(f"{tokenizer_name} is out of range: use bpe:300 to bpe:1000000.")
         print(f"training {tokenizer_name} on {dataset}", flush=True)
         nothing = Prepared(out, {"shards": []}, 0)
         texts, budget = [], BPE_TRAIN_CHARS
@@ -703,10 +755,13 @@ def begin(dataset: str, out: Path, tokenizer_name: str, source: Source, settings
     else:
         tokenizer = load_tokenizer(tokenizer_name)
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
-    return {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
-            "dtype": shard_dtype(tokenizer.vocab_size),
-            "tokenizer": {"name": tokenizer_name, "sha256": sha256_of(out / "tokenizer.json"),
-                          "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}}
+    manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
+                "dtype": shard_dtype(tokenizer.vocab_size),
+                "tokenizer": {"name": tokenizer_name, "sha256": sha256_of(out / "tokenizer.json"),
+                              "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
+                              "mask": tokenizer.mask}}
+    write_manifest(out, manifest)  # before the first shard, which without one would be a stranger's
+    return manifest
 
 
 def fill(done: Prepared, source: Source, tokenizer_json: str, workers: int) -> None:
@@ -714,15 +769,16 @@ def fill(done: Prepared, source: Source, tokenizer_json: str, workers: int) -> N
     from tqdm import tqdm  # comes with datasets
     settings = done.manifest["settings"]
     limit, first, start = settings["max_tokens"], done.train_tokens, time.perf_counter()
-    work = in_order(in_batches(read_pieces(source, done, settings)), workers, settings["tokenizer"], tokenizer_json)
+    batches = in_batches(read_pieces(source, done, settings))
+    work = in_order(batches, workers, settings["tokenizer"], tokenizer_json)
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
         for batch, arrays in work:
             for (document, piece, split, _), tokens in zip(batch, arrays):
                 if not limit or done.train_tokens < limit:
                     done.add(document, piece, split, tokens)
-            rate = (done.train_tokens - first) / (time.perf_counter() - start)
-            bar.set_postfix_str(f"{done.train_tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
+            rate = (done.train_tokens - first) / (time.perf_counter() - start) / 1e6
+            bar.set_postfix_str(f"{done.train_tokens / 1e6:.1f}M tokens, {rate:.2f}M tokens/s", refresh=False)
             bar.update((min(done.train_tokens, limit) if limit else source.done) - bar.n)
             if limit and done.train_tokens >= limit:
                 break
@@ -780,8 +836,8 @@ def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
             for batch, future in window:
                 yield batch, future.result()
         except BrokenProcessPool:
-            raise UserError("a worker process was killed, most likely for want of memory: run the same command again "
-                            "with fewer --workers; finished shards are kept.")
+            raise UserError("a worker process was killed, perhaps for want of memory: finished shards are "
+                            "kept, run the same command again with fewer --workers.")
 
 
 _tokenizer = None  # of this process
@@ -806,16 +862,17 @@ def _encode(batch) -> list[np.ndarray]:
     for _, piece, _, text in batch:
         ids = _tokenizer.encode(text)
         tokens = np.empty(len(ids) + (piece == 0), dtype=shard_dtype(_tokenizer.vocab_size))
-        tokens[0] = _tokenizer.eot
+        tokens[:1] = _tokenizer.eot
         tokens[piece == 0:] = ids
         arrays.append(tokens)
     return arrays
 
 
 def describe(manifest: dict) -> str:
-    tokens = {split: sum(s["tokens"] for s in manifest["shards"] if s["split"] == split) for split in ("train", "val")}
-    return (f"{tokens['train']:,} training and {tokens['val']:,} validation tokens of {manifest['tokenizer']['name']}, "
-            f"{sum(s['documents'] for s in manifest['shards']):,} documents")
+    shards = manifest["shards"]
+    train, val = (sum(s["tokens"] for s in shards if s["split"] == split) for split in ("train", "val"))
+    return (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
+            f"{sum(s['documents'] for s in shards):,} documents")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -832,14 +889,14 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Elements `index` (int64 array, each in [0, n)) of the permutation of range(n) that (seed, epoch) selects.
+    """Elements `index` (int64 array, each in [0, n)) of the permutation of range(n) for (seed, epoch).
 
-    A Feistel network of four rounds on an even number of bits, applied again as long as the result lies outside
-    of [0, n) (cycle walking; Black and Rogaway, 2002). Nothing is stored, however large n is.
+    A Feistel network of four rounds on an even number of bits, applied again while the result lies outside
+    [0, n) (cycle walking; Black and Rogaway, 2002). Nothing is stored, however large n is.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    key = splitmix64(splitmix64(np.array([seed], np.uint64)) ^ np.uint64(epoch))
+    key = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch))
     keys = splitmix64(key ^ np.arange(4, dtype=np.uint64))
 
     def encrypt(x):
@@ -858,32 +915,35 @@ def sample_rows(position: int, count: int, rows: int, seed: int) -> np.ndarray:
     """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
     positions = np.arange(position, position + count)
     epochs = positions // rows
-    return np.concatenate([permute(positions[epochs == e] % rows, rows, seed, int(e)) for e in np.unique(epochs)])
+    return np.concatenate([permute(positions[epochs == epoch] % rows, rows, seed, int(epoch))
+                           for epoch in np.unique(epochs)])
 
 
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
                preset_global: int, preset_batch: int) -> tuple[int, int, int]:
     """Settles (sequences a step, a micro-batch of one rank, accumulation steps); None means not given.
 
-    The recipe fixes the first, memory limits the second, and the product of the last two with the world size is
-    the first. Raises UserError with the nearest fit where that is impossible.
+    The recipe fixes the first, memory limits the second; the last two times the world size make the first.
+    Raises UserError with the nearest fit where that is impossible.
     """
     if global_batch is None:
         global_batch = batch * grad_accum * world_size if batch and grad_accum else preset_global
     if global_batch % world_size or global_batch < 1:
         low = global_batch // world_size * world_size
         fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
-        raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} processes: "
-                        f"use --global-batch {fits}.")
+        raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
+                        f"processes: use --global-batch {fits}.")
     per_rank = global_batch // world_size
     divisors = [b for b in range(1, per_rank + 1) if per_rank % b == 0]
-    if batch is None:
-        batch = per_rank // grad_accum if grad_accum else max(b for b in divisors if b <= max(preset_batch, 1))
+    if batch is None and grad_accum:
+        batch = per_rank // grad_accum
+    elif batch is None:
+        batch = max(b for b in divisors if b <= max(preset_batch, 1))
     if batch not in divisors or grad_accum and batch * grad_accum != per_rank:
         fits = min(divisors, key=lambda b: abs(b - batch))
-        raise UserError(f"--batch {batch}{f' --grad-accum {grad_accum}' if grad_accum else ''} does not make up the "
-                        f"{per_rank} sequences that each of {world_size} processes has of a global batch of "
-                        f"{global_batch}: use --batch {fits} --grad-accum {per_rank // fits}.")
+        given = f"--batch {batch}" + (f" --grad-accum {grad_accum}" if grad_accum else "")
+        raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
+                        f"processes {per_rank}, so use --batch {fits} --grad-accum {per_rank // fits}.")
     return global_batch, batch, per_rank // batch
 
 
@@ -906,7 +966,7 @@ class Shards:
         self.rows, self.num_tokens = int(self.starts[-1]), sum(map(len, self.tokens))
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-        """Copies rows (B,), int64 and ascending, into x (B, T), and the tokens that follow each into y (B, T)."""
+        """Copies rows (B,), int64 and ascending, into x (B, T); y (B, T) gets the same, one token on."""
         shard_of = np.searchsorted(self.starts, rows, side="right") - 1
         for s in np.unique(shard_of):
             a, b = np.searchsorted(shard_of, [s, s + 1])
@@ -926,8 +986,8 @@ def unigram_entropy(shards: Shards, limit: int = 16_000_000) -> float:
 class Dataset:
     """A prepared directory, or one of llm.c's shards without a manifest, as rows of `seq_len` tokens.
 
-    Has `train` and `val` (Shards; val is None if there is none), `tokenizer`, `name`, and `fingerprint`, which
-    two machines share if their data are the same. Raises UserError if the directory is not as it should be.
+    Has `train`, `val` (Shards, or None), `tokenizer`, `name`, and `fingerprint`, which two machines share if
+    their data are the same. Raises UserError if the directory is not as it should be.
     """
 
     def __init__(self, directory: str | Path, seq_len: int, tokenizer_name: str | None = None):
@@ -937,47 +997,37 @@ class Dataset:
             if not manifest["complete"]:
                 raise UserError(f"{directory} is not complete: run the prepare that began it once more.")
             paths = [directory / shard["file"] for shard in manifest["shards"]]
-            self.tokenizer = self._read_tokenizer(directory, manifest["tokenizer"], tokenizer_name)
-            identity = [manifest["tokenizer"]["sha256"], *[[s["file"], s["sha256"]] for s in manifest["shards"]]]
+            self.tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"],
+                                                  read_tokenizer_json(directory, manifest, tokenizer_name))
+            identity = [manifest["tokenizer"]["sha256"]]
+            identity += [[shard["file"], shard["sha256"]] for shard in manifest["shards"]]
         else:
             paths = sorted(directory.glob("*.bin"))
             if not paths:
-                raise UserError(f"{directory} holds no data: run python data.py prepare --out {directory} first, or "
-                                f"use one of {SOURCES}.")
+                raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
             if not tokenizer_name:
-                raise UserError(f"{directory} has no manifest: name the tokenizer of its shards, as in --tokenizer gpt2.")
+                raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
             self.tokenizer = load_tokenizer(tokenizer_name)
             identity = [tokenizer_name, *[[path.name, self._sample(path)] for path in paths]]
         train, val = [p for p in paths if "val" not in p.name], [p for p in paths if "val" in p.name]
         if not train:
             raise UserError(f"{directory} holds no training shard.")
-        self.name, self.train, self.val = directory.name, Shards(train, seq_len), Shards(val, seq_len) if val else None
-        if self.val and not self.val.rows:
-            self.val = None
+        self.name, self.train, self.val = directory.name, Shards(train, seq_len), None
+        if val and (shards := Shards(val, seq_len)).rows:
+            self.val = shards
         if not self.train.rows:
-            raise UserError(f"{directory} is too small: its {self.train.num_tokens} training tokens do not fill a row "
+            raise UserError(f"{directory} is too small: {self.train.num_tokens} training tokens fill no row "
                             f"of {seq_len}; lower --seq-len or prepare more text.")
-        top, ids = int(self.train.tokens[0][:1_000_000].max()), max(self.tokenizer.vocab_size, self.tokenizer.mask + 1)
+        top = int(self.train.tokens[0][:1_000_000].max())
+        ids = max(self.tokenizer.vocab_size, self.tokenizer.mask + 1)
         if top >= ids:
-            raise UserError(f"{directory} holds the id {top}, but {self.tokenizer.name} has {ids}: give --tokenizer the "
-                            "one that made the shards.")
+            raise UserError(f"{directory} holds the id {top}, but {self.tokenizer.name} has {ids}: give "
+                            "--tokenizer the one that made the shards.")
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @staticmethod
-    def _read_tokenizer(directory, recorded, name):
-        path = directory / "tokenizer.json"
-        if not path.is_file() or sha256_of(path) != recorded["sha256"]:
-            raise UserError(f"{path} is missing or has changed: copy it again, or prepare the data again.")
-        if name not in (None, recorded["name"]):
-            other = "" if name.startswith("bpe:") else load_tokenizer(name).to_json()
-            if hashlib.sha256(other.encode()).hexdigest() != recorded["sha256"]:
-                raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name}: leave "
-                                "--tokenizer out, or prepare the data again.")
-        return parse_tokenizer_json(recorded["name"], path.read_text(encoding="utf-8"))
-
-    @staticmethod
     def _sample(path: Path) -> str:
-        """A digest of length, front, middle and end: enough to tell two corpora apart without reading them."""
+        """A digest of length, front, middle and end: enough to tell two corpora apart."""
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with open(path, "rb") as file:
@@ -988,10 +1038,10 @@ class Dataset:
 
 
 class Loader:
-    """Endless micro-batches of one rank, read ahead by a thread: (x, y), int64 (B, T) on `device`, y one token on.
+    """Endless micro-batches of one rank, read ahead by a thread: x and y, int64 (B, T), y one token on.
 
-    Each takes batch × world_size positions of the global order, of which rank r has the r-th run; within it rows
-    are sorted, so that reading goes forward through the files. `samples` is how many were consumed before.
+    Each takes batch × world_size positions of the global order, of which rank r has the r-th run, sorted, so
+    that reading goes forward through the files. `samples` is how many were consumed before.
     """
 
     def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
@@ -1040,7 +1090,8 @@ class Loader:
         self._thread.join()
 
 
-def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device, limit: int | None = None):
+def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
+                       limit: int | None = None):
     """Yields (x, y) over the first `limit` rows (all if None) in order, equally many batches on every rank.
 
     Where rows run out y is −1, which the loss ignores: each row counts once, on any number of ranks.
@@ -1049,7 +1100,8 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
     total = min(shards.rows, limit or shards.rows)
     x = np.zeros((batch, shards.seq_len), shards.dtype)
     y = np.zeros_like(x)
-    for begin in range(rank * batch, -(-total // (batch * world_size)) * batch * world_size, batch * world_size):
+    stride = batch * world_size
+    for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
         shards.take(np.minimum(rows, total - 1), x, y)
         targets = torch.from_numpy(y.astype(np.int64))
@@ -1057,15 +1109,22 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
         yield torch.from_numpy(x.astype(np.int64)).to(device), targets.to(device)
 
 
-def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int) -> Path:
-    """The directory for a trainer's --data: the directory itself, or where that source gets prepared.
-
-    The first process of each node prepares what is missing, endless sources up to `max_tokens`; the others watch
-    for the finished manifest instead of waiting in a collective, because this can take hours.
-    """
+def directory_of(data: str, tokenizer_name: str | None) -> Path:
+    """Where the shards of a trainer's --data lie: the directory itself, or where that source gets prepared."""
     if Path(data).is_dir() or (":" not in data and os.sep in data):
         return Path(data)
-    out = default_directory(data, tokenizer_name or default_tokenizer(data))
+    return default_directory(data, tokenizer_name or default_tokenizer(data))
+
+
+def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int) -> Path:
+    """directory_of(data), prepared if need be, endless sources up to `max_tokens`.
+
+    The first process of each node prepares; the others watch for the finished manifest instead of waiting in a
+    collective, because this can take hours.
+    """
+    out = directory_of(data, tokenizer_name)
+    if out == Path(data):
+        return out
 
     def complete():
         return (read_manifest(out) or {"complete": False})["complete"]
@@ -1083,17 +1142,17 @@ def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: i
 
 
 def verify(directory: Path) -> None:
-    """Compares the tokenizer and every byte of every shard with the manifest. Raises UserError at a difference."""
+    """Compares tokenizer and shards, every byte, with the manifest. Raises UserError if one differs."""
     manifest = read_manifest(directory)
     if manifest is None:
         raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
-    Dataset._read_tokenizer(directory, manifest["tokenizer"], None)
+    read_tokenizer_json(directory, manifest)
     for shard in manifest["shards"]:
         path = directory / shard["file"]
         if len(open_shard(path)) != shard["tokens"] or sha256_of(path) != shard["sha256"]:
-            raise UserError(f"{path} has changed since it was written: copy it again, or prepare the data again.")
+            raise UserError(f"{path} has changed: copy it or prepare the data again.")
         print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
-    print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare once more"))
+    print(f"{directory}: OK{'' if manifest['complete'] else ', but incomplete: run its prepare once more'}")
 
 
 def info(directory: Path, tokenizer_name: str | None) -> None:
@@ -1103,14 +1162,16 @@ def info(directory: Path, tokenizer_name: str | None) -> None:
         print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
     for split, shards in (("train", dataset.train), ("val", dataset.val)):
         if shards:
-            print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, unigram "
-                  f"entropy {unigram_entropy(shards):.4f} nats")
+            print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
+                  f"unigram entropy {unigram_entropy(shards):.4f} nats")
     tokenizer = dataset.tokenizer
-    print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, [MASK] is "
-          f"{tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
+    print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
+          f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
 
 
 def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int, seed: int) -> None:
+    if min(rows, seq_len) < 1:
+        raise UserError("--rows and --seq-len must be 1 or more.")
     dataset = Dataset(directory, seq_len, tokenizer_name)
     shards = getattr(dataset, split)
     if shards is None:
@@ -1128,24 +1189,25 @@ def main() -> None:
     p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
     p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
     p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
-    p.add_argument("--tokenizer", dest="tokenizer_name", help=f"{', '.join(TIKTOKEN_NAMES)}, bytes, bpe:N (trained on "
-                   "this data), or the path of a tokenizer.json (default: bpe:4096 for stdlib, else gpt2)")
-    p.add_argument("--val-split", type=parse_val_split, help="hash:F, a share F of the documents by a hash of their "
-                   "text, or tail:F, the end of a text (default: tail:0.1 for a single text file, else hash:0.01)")
-    p.add_argument("--max-samples", type=parse_count, help="stop after so many documents; k, M and B are understood")
+    p.add_argument("--tokenizer", dest="tokenizer_name",
+                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, else gpt2)")
+    p.add_argument("--val-split", type=parse_val_split,
+                   help="hash:F, a share F of the documents by a hash of their text, or tail:F, the end of a "
+                   "text (default: tail:0.1 for a single text file, else hash:0.01)")
+    p.add_argument("--max-samples", type=parse_count, help="stop after so many documents, as in 500k or 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about so many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="leave out documents of fewer words")
     p.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-    p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens in a shard (default: 100M)")
+    p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens a shard (default: 100M)")
     p.add_argument("--workers", type=int, help="processes that tokenize (default: one for each core)")
     p.set_defaults(run=prepare)
-    for run, text in ((info, "what a prepared directory holds"), (verify, "compare every byte with its checksum"),
-                      (peek, "print a few rows as text")):
+    for run, text in ((info, "what a prepared directory holds"),
+                      (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):
         p = commands.add_parser(run.__name__, help=text)
         p.add_argument("directory", type=Path)
         p.set_defaults(run=run)
         if run is not verify:
-            p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards of llm.c without a manifest")
+            p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards without a manifest")
         if run is peek:
             p.add_argument("--rows", type=int, default=3)
             p.add_argument("--split", choices=("train", "val"), default="train")

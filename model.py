@@ -6,21 +6,25 @@ MLP, V rows of the embedding table.
 Two choices shape every layer:
 
 * Parameters stay float32; `Linear` casts its weight to the type of its input. So mixed precision needs no
-  autocast, whose weight cache loses gradients when a weight is used twice, and a gradient is summed over several
-  uses of a weight in float32.
+  autocast, and the gradients of several uses of a weight are summed in float32. (Autocast's weight cache sums
+  them in bfloat16, breaks selective checkpointing, and lost gradients after no_grad in older releases.)
 * Activation checkpointing wraps one block, never the recurrence: recomputation decides nothing.
 """
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from data import UserError
 
@@ -65,7 +69,11 @@ class KVCache:
         self.length, self.slot = 0, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far."""
+        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far.
+
+        Several tokens at once only start a cache: is_causal would align a later block with the first keys.
+        """
+        assert self.length == 0 or k.size(2) == 1, "only one token at a time joins a cache that holds some"
         stored, end = self.memory[self.slot], self.length + k.size(2)
         stored[0, :, :, self.length:end], stored[1, :, :, self.length:end] = k, v
         self.slot += 1
@@ -78,7 +86,8 @@ class KVCache:
 
 # Selective checkpointing keeps what matrix products and attention computed and recomputes the cheap rest.
 _KEPT = {getattr(torch.ops.aten, name).default for name in (
-    "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "mm", "addmm", "bmm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")}
 
 
@@ -98,7 +107,8 @@ class Block(nn.Module):
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self.block(x, *args)
         selective = {"context_fn": _selective} if self.checkpointing == "selective" else {}
-        return checkpoint(self.block, x, *args, use_reentrant=False, preserve_rng_state=self.dropout > 0, **selective)
+        return checkpoint(self.block, x, *args, use_reentrant=False,
+                          preserve_rng_state=self.dropout > 0, **selective)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -109,10 +119,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size):
+    def forward(ctx, hidden, weight, targets, vocab_size, grad_enabled):
         # on a CPU the chunk should fit the cache, on a GPU it should fill the machine
         chunk = 4096 if hidden.is_cuda else 512
-        needs_grad = any(ctx.needs_input_grad)
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
@@ -136,16 +146,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None, None
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) for targets (…).
+    """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V), targets (…).
 
     Targets below 0 are ignored. Rows of `weight` from `vocab_size` on pad the table and have probability 0.
     """
     targets = targets.reshape(-1)
-    total = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, targets, vocab_size)
+    total = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, targets, vocab_size,
+                                      torch.is_grad_enabled())
     return total / (targets >= 0).sum().clamp(min=1)
 
 
@@ -183,7 +194,8 @@ class HRMConfig:
         if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
             raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
         if self.padded_vocab < self.vocab_size:
-            raise UserError(f"--vocab-size {self.padded_vocab} is below the {self.vocab_size} ids of the tokenizer.")
+            raise UserError(f"--vocab-size {self.padded_vocab} is below the {self.vocab_size} ids of the "
+                            "tokenizer.")
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
 
@@ -202,7 +214,7 @@ class HRMConfig:
 
 
 class HRMBlock(Block):
-    """Pre-norm block: RMSNorm without parameters, sigmoid-gated causal attention with RoPE, SwiGLU, no biases."""
+    """Pre-norm block without biases: RMSNorm without parameters, gated causal attention with RoPE, SwiGLU."""
 
     def __init__(self, c: HRMConfig):
         super().__init__()
@@ -249,9 +261,9 @@ class HRM(nn.Module):
         repeat h_cycles times:  (repeat l_cycles times:  z_L = L(z_L + z_H));  z_H = H(z_H + z_L)
         logits = head(z_H)
 
-    Backpropagation is truncated: only the last `bp_steps` stack calls keep a graph, H before L, as in the paper.
-    With `halt`, each token weighs the z_H of its cycles by halting probabilities instead (adaptive computation
-    time, Graves 2016, arXiv 1603.08983).
+    Backpropagation is truncated: only the last `bp_steps` stack calls keep a graph, H before L, as in the
+    paper. With `halt`, each token weighs the z_H of its cycles by halting probabilities instead (adaptive
+    computation time, Graves 2016, arXiv 1603.08983).
     """
 
     def __init__(self, config: HRMConfig):
@@ -282,7 +294,8 @@ class HRM(nn.Module):
         """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
 
         The objective is a scalar to call backward on. The statistics are detached scalars: `loss`, the mean
-        cross-entropy in nats, `cycles`, the H-cycles executed, and `ponder`. bp_steps None means full backprop.
+        cross-entropy in nats, `cycles`, the H-cycles executed, and `ponder`. bp_steps None means full
+        backpropagation.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth)
         if targets is None:
@@ -294,8 +307,9 @@ class HRM(nn.Module):
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False) -> tuple[Tensor, Tensor, int]:
-        """Runs the recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost (scalar, mean over
-        tokens), and the number of H-cycles that ran. `fixed_depth` runs them all, without asking other ranks.
+        """Runs the recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost (scalar, mean
+        over tokens), and the number of H-cycles that ran. `fixed_depth` runs them all, without asking other
+        ranks.
         """
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
@@ -304,18 +318,18 @@ class HRM(nn.Module):
         z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
 
         bp_steps = min(bp_steps or c.max_bp_steps, c.max_bp_steps)
-        h_calls = min(c.h_cycles, bp_steps - 1)  # of the last calls of H, how many keep a graph; L has the rest
-        l_calls = bp_steps - h_calls
+        h_calls = min(c.h_cycles, bp_steps - 1)  # how many of the last calls of H keep a graph;
+        l_calls = bp_steps - h_calls  # and how many of L
         grad = torch.is_grad_enabled()
 
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
         mixed, ponder = 0.0, remaining.new_zeros(())
         for h in range(c.cycles):
-            for l in range(c.l_cycles):
+            for i in range(c.l_cycles):
                 if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
-                    keep = l >= c.l_cycles - min(c.l_cycles, bp_steps - 1)
+                    keep = i >= c.l_cycles - min(c.l_cycles, bp_steps - 1)
                 else:
-                    keep = h * c.l_cycles + l >= c.h_cycles * c.l_cycles - l_calls
+                    keep = h * c.l_cycles + i >= c.h_cycles * c.l_cycles - l_calls
                 with torch.set_grad_enabled(grad and keep):
                     z_l = self.L(z_l + z_h + x if c.inject_input else z_l + z_h, rope, cache)
             with torch.set_grad_enabled(grad and (c.halt or h >= c.h_cycles - h_calls)):
@@ -334,8 +348,9 @@ class HRM(nn.Module):
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """The share (B, T) of this cycle in the output, and the mass that remains for later ones.
 
-        A token takes p = sigmoid(halt(z_H)) while that leaves 1 % or more, then all that remains. The ponder cost
-        is the sum of what remains after each cycle: expected cycles beyond the first, and every p lowers it.
+        A token takes p = sigmoid(halt(z_H)) while that leaves 1 % or more, then all that remains. The ponder
+        cost is the sum of what remains after each cycle: expected cycles beyond the first, and every p lowers
+        it.
         """
         p = self.halt(z_h.float()).squeeze(-1).sigmoid()
         stops = torch.full_like(p, last, dtype=torch.bool) | (remaining - p < 0.01)
@@ -343,8 +358,8 @@ class HRM(nn.Module):
         return weight, remaining - weight
 
     def everyone_halted(self, remaining: Tensor) -> bool:
-        """Whether no token of any rank wants another cycle. Agreed on by all, because under FSDP a rank that ran
-        one more would wait for the others for ever. A cycle too many changes nothing: its weights are 0.
+        """Whether no token of any rank wants another cycle. Agreed on by all, because under FSDP a rank that
+        ran one more would wait for the others for ever. A cycle too many changes nothing: its weights are 0.
         """
         left = remaining.detach().max()
         if dist.is_initialized():
@@ -361,17 +376,17 @@ class HRM(nn.Module):
         z, _, _ = self.think(idx, cache=cache, fixed_depth=True)
         return F.linear(z[:, -1], self.head_weight.to(z.dtype)).float()
 
-    def flops_per_token(self, bp_steps: int) -> float:
+    def flops_per_token(self, bp_steps: int, cycles: float | None = None) -> float:
         """Matrix-product FLOPs of one training step for one token, attention counted as full T × T.
 
-        Counts every stack call forward, `bp_steps` of them backward, and the head; recomputation by activation
-        checkpointing is not counted.
+        Counts every stack call forward, those that keep a graph twice backward, and the head. `cycles` is how
+        many H-cycles ran, all if None. What activation checkpointing computes again is not counted.
         """
-        c = self.config
+        c, cycles = self.config, cycles or self.config.cycles
         matrices = c.n_layer * (5 * c.d_model**2 + 3 * c.d_model * c.ff)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
-        calls = c.cycles * (c.l_cycles + 1)
-        kept = c.cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, calls)
+        calls = cycles * (c.l_cycles + 1)
+        kept = cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, calls)
         return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab
 
 
@@ -384,7 +399,7 @@ def num_params(model: nn.Module) -> int:
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> Tensor:
-    """One id per row, int64 (B,), of logits (B, V): greedy at temperature 0, else top-k, then top-p (nucleus)."""
+    """One id (B,) per row of logits (B, V): greedy at temperature 0, else top-k, then top-p (nucleus)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits / temperature
@@ -404,8 +419,8 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
              top_p: float | None = None, seed: int = 0, stop: int | None = None):
     """Yields the next id, int64 (B,), `max_new_tokens` times or until a single sequence yields `stop`.
 
-    idx (B, T) is the prompt, with T up to seq_len. When the context is full, the later half of it is read again
-    as a new prompt. Ids that only pad the table are never sampled.
+    idx (B, T) is the prompt, with T up to seq_len. When the context is full, the later half of it is read
+    again as a new prompt. Ids that only pad the table are never sampled.
     """
     training, seq_len = model.training, model.config.seq_len
     model.eval()
@@ -415,8 +430,9 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
         for _ in range(max_new_tokens):
             if cache.length + new.size(1) > seq_len:
                 cache.length, new = 0, idx[:, -(seq_len // 2):]
-            logits = model.decode(new, cache)[:, :model.config.vocab_size]
-            new = sample(logits, temperature, top_k, top_p, generator)[:, None]
+            with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
+                logits = model.decode(new, cache)
+            new = sample(logits[:, :model.config.vocab_size], temperature, top_k, top_p, generator)[:, None]
             idx = torch.cat((idx, new), dim=1)
             yield new[:, 0]
             if stop is not None and idx.size(0) == 1 and new.item() == stop:
@@ -433,8 +449,8 @@ def make_optimizers(model: nn.Module, kind: str, lr: float, betas: tuple[float, 
                     weight_decay: float) -> list[torch.optim.Optimizer]:
     """Fused AdamW; or `muon`: Muon for the matrices of the blocks and AdamW for the rest.
 
-    Weight decay applies to matrices only. Muon's steps are scaled to the size of AdamW's, so one learning rate
-    serves both (Jordan et al., 2024; the scaling is that of Liu et al., arXiv 2502.16982).
+    Weight decay applies to matrices only. Muon's steps are scaled to the size of AdamW's, so one learning
+    rate serves both (Jordan et al., 2024; the scaling is that of Liu et al., arXiv 2502.16982).
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if kind == "muon" and p.ndim == 2 and ".blocks." in name]
@@ -452,15 +468,18 @@ def make_optimizers(model: nn.Module, kind: str, lr: float, betas: tuple[float, 
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, min_ratio: float) -> float:
-    """The rate of a step (from 0): linear warm-up, then `cosine`, `constant`, or `wsd`, which stays constant and
-    falls linearly over the last fifth. The last step reaches lr · min_ratio.
+    """The rate of a step (from 0): linear warm-up, then `cosine`, `constant`, or `wsd`, which stays constant
+    and falls linearly over the last fifth. The last step of `cosine` and `wsd` reaches lr · min_ratio.
     """
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
         return lr
     done = (step - warmup) / max(steps - 1 - warmup, 1)
-    share = 0.5 * (1 + math.cos(math.pi * min(done, 1.0))) if schedule == "cosine" else min((1 - done) / 0.2, 1.0)
+    if schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    else:
+        share = min((1 - done) / 0.2, 1.0)
     return lr * (min_ratio + (1 - min_ratio) * max(share, 0.0))
 
 
@@ -503,12 +522,12 @@ def hrm_names(c: HRMConfig) -> list[tuple[str, str]]:
 def hrm_to_hf(c: HRMConfig) -> dict:
     """The config.json of HrmTextForCausalLM for this configuration."""
     if c.halt or c.inject_input:
-        raise UserError(f"a model with {'--halt' if c.halt else '--inject-input'} has no Hugging Face counterpart, so "
-                        "it cannot be exported; its checkpoints are in the run directory.")
+        raise UserError(f"a model with {'--halt' if c.halt else '--inject-input'} has no Hugging Face "
+                        "counterpart, so it cannot be exported; its checkpoints are in the run directory.")
     return {"model_type": "hrm_text", "architectures": ["HrmTextForCausalLM"], "vocab_size": c.vocab_size,
             "hidden_size": c.d_model, "intermediate_size": c.ff, "num_attention_heads": c.n_head,
             "head_dim": c.head_dim, "H_cycles": c.h_cycles, "L_cycles": c.l_cycles,
-            "num_layers_per_stack": c.n_layer,  # and, for the size of its cache, one layer per attention call:
+            "num_layers_per_stack": c.n_layer,  # and one layer per attention call, the size of its cache:
             "num_hidden_layers": c.n_layer * c.h_cycles * (c.l_cycles + 1),
             "max_position_embeddings": c.seq_len, "rms_norm_eps": c.norm_eps, "tie_word_embeddings": c.tie,
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
@@ -522,12 +541,14 @@ def hrm_from_hf(config: dict) -> HRMConfig:
     odd += ["head_dim"] if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"] else []
     odd += ["hidden_act"] if config.get("hidden_act", "silu") != "silu" else []
     if odd:
-        raise UserError(f"this model sets {odd[0]} to {config.get(odd[0])}, which train_hrm.py does not support.")
+        raise UserError(f"this model sets {odd[0]} to {config.get(odd[0])}, which train_hrm.py does not "
+                        "support.")
     return HRMConfig(
         vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
-        seq_len=config["max_position_embeddings"], n_head=config["num_attention_heads"],
-        n_layer=config.get("num_layers_per_stack") or config["num_hidden_layers"], d_model=config["hidden_size"],
-        ff=config["intermediate_size"], h_cycles=config["H_cycles"], l_cycles=config["L_cycles"],
+        seq_len=config["max_position_embeddings"],
+        n_layer=config.get("num_layers_per_stack") or config["num_hidden_layers"],
+        n_head=config["num_attention_heads"], d_model=config["hidden_size"], ff=config["intermediate_size"],
+        h_cycles=config["H_cycles"], l_cycles=config["L_cycles"],
         tie=config["tie_word_embeddings"], rope_theta=rope["rope_theta"], norm_eps=config["rms_norm_eps"],
         embed_scale=config.get("embedding_scale") or 1.0 / config["initializer_range"])
 
@@ -548,7 +569,8 @@ def _safetensors():
         import safetensors.torch
         return safetensors.torch
     except ImportError:
-        raise UserError("Hugging Face weights are read and written by the package safetensors: pip install safetensors.")
+        raise UserError("Hugging Face weights are read and written by the package safetensors: "
+                        "pip install safetensors.")
 
 
 def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
@@ -608,8 +630,8 @@ def from_hf(kind: type, source: str) -> nn.Module:
     c, state = model.config, model.state_dict()
     with torch.no_grad():
         for ours, theirs in names(c):
-            rows = c.vocab_size if ours in VOCAB_TENSORS else None
-            if theirs not in tensors or tensors[theirs].shape != state[ours][:rows].shape:
-                raise UserError(f"{source} has no tensor {theirs} of shape {tuple(state[ours][:rows].shape)}.")
-            state[ours][:rows] = tensors[theirs]
+            tensor = state[ours][:c.vocab_size] if ours in VOCAB_TENSORS else state[ours]
+            if theirs not in tensors or tensors[theirs].shape != tensor.shape:
+                raise UserError(f"{source} has no tensor {theirs} of shape {tuple(tensor.shape)}.")
+            tensor.copy_(tensors[theirs])
     return model

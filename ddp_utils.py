@@ -1,0 +1,728 @@
+"""Processes that train together: how they start, agree, save, resume and end.
+
+Every trainer calls these in this order:
+
+    world = init(...)                          # process group, device, threads
+    wrapped = wrap(model, world)               # DistributedDataParallel
+    warm_up(wrapped, ...)                      # settles DDP's buckets, checks that every parameter has a gradient
+    stop = StopVote(world)                     # signals, agreed across ranks
+    checkpoints = Checkpoints(directory, ...)  # written behind the training, verified when read
+
+and is itself called by `run(main)`, which ends the process so that it never hangs and never aborts.
+
+A rule for everything here: which collectives a rank calls never depends on what only that rank knows.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+import zipfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+
+from data import UserError, cpu_count, fsync_directory
+
+# -----------------------------------------------------------------------------------------------------------
+# Start and end
+
+
+class RunError(Exception):
+    """The run cannot go on, and no traceback would say why better than one sentence: exit code 1."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse for many processes: a mistake is one sentence, and only the first process of a node prints help."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        raise UserError(f"{message}; --help lists all flags.")
+
+    def print_help(self, file=None):
+        if local_rank() == 0:
+            super().print_help(file)
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def run(main) -> None:
+    """Runs main() and ends the process. Exit codes: 0, 1 for a failure, 2 for a UserError, 130 for Ctrl-C.
+
+    torch's C++ threads can abort a finished process while Python tears down, so it leaves by os._exit once
+    everything is flushed. After a failure the process group is not destroyed, because that can hang.
+    """
+    code, text = 0, ""
+
+    def guarded():  # `record` writes what goes wrong to the file from which torchrun reports it
+        nonlocal code, text
+        try:
+            main()
+        except UserError as error:
+            code, text = 2, f"error: {error}"
+        except RunError as error:
+            code, text = 1, f"error: {error}"
+        except KeyboardInterrupt:
+            code, text = 130, "stopped before the first step"
+
+    try:
+        record(guarded)()
+    except SystemExit as error:  # of --help
+        code = error.code or 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if text and (code != 130 or local_rank() == 0):
+        time.sleep(1.0 * (local_rank() > 0))  # torchrun stops this process once the first one has spoken
+        print(text, file=sys.stderr, flush=True)
+    if code == 0 and dist.is_initialized():
+        gc.collect()  # the models and optimizers that main() left behind hold on to the process group
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all, as torchrun numbers them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    nodes: int
+    device: torch.device
+    backend: str
+    backend_reason: str
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def prefix(self) -> str:
+        return f"[Rank {self.rank}/{self.world_size} | Node {self.node} | Device {self.device}]"
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what it was given; then a clock tells the truth."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> World:
+    """Joins the process group that torchrun describes, or makes one of a single process.
+
+    backend is auto, nccl or gloo; device is auto, cuda or cpu; timeout, in seconds, bounds every collective.
+    Raises UserError if they do not fit the machine.
+    """
+    env = os.environ
+    rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        if local_world_size > gpus:
+            raise UserError(f"{local_world_size} processes on a machine with {gpus} GPUs: start torchrun with "
+                            f"--nproc_per_node={gpus}, or use --device cpu." if gpus else
+                            "no GPU is visible here: leave --device out, or use --device cpu.")
+        where = torch.device("cuda", local_rank())  # never the global rank: GPUs are numbered on each node
+        torch.cuda.set_device(where)
+    else:
+        where = torch.device("cpu")
+        if env.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1, which leaves most cores idle
+            torch.set_num_threads(max(1, cpu_count() // local_world_size))
+    if backend == "auto":  # chosen before init: a failed init leaves keys in the store that spoil the next one
+        nccl = device == "cuda" and dist.is_nccl_available()
+        backend = "nccl" if nccl else "gloo"
+        reason = "GPUs" if nccl else "no GPU is used" if device == "cpu" else "this torch has no NCCL"
+    else:
+        reason = "as asked"
+    if backend == "nccl" and (device == "cpu" or not dist.is_nccl_available()):
+        raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
+    options = {"timeout": timedelta(seconds=timeout), "device_id": where if device == "cuda" else None}
+    if "RANK" in env:
+        dist.init_process_group(backend, **options)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    return World(rank, world_size, local_rank(), local_world_size, f"node{env.get('GROUP_RANK', 0)}",
+                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason)
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """auto is bf16 where the hardware computes in it (CUDA from sm80 on, a CPU with avx512_bf16), else fp32."""
+    if precision == "auto":
+        if device.type == "cuda":
+            fast = torch.cuda.get_device_capability(device) >= (8, 0)
+        else:
+            fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
+        precision = "bf16" if fast else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The flags that all trainers share. Those without a default here take it from the table of sizes.
+
+
+def number(low: float, high: float = float("inf"), kind=float, open_end: bool = False):
+    """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
+    def parse(text: str):
+        value = kind(text)
+        if not low <= value <= high or open_end and value == high:
+            limit = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}{')' if open_end else ']'}"
+            raise argparse.ArgumentTypeError(f"{text} is not {limit}")
+        return value
+    parse.__name__ = "whole number" if kind is int else "number"
+    return parse
+
+
+positive = number(1, kind=int)
+share = number(0, 1, open_end=True)
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for data, batch, optimizer, run and checkpoints to a trainer's parser."""
+    g = parser.add_argument_group("data")
+    g.add_argument("--data", help="a prepared directory, or a source for `data.py prepare` such as stdlib, text:GLOB or "
+                   "fineweb-edu, which is prepared first if need be")
+    g.add_argument("--tokenizer", help="gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a tokenizer.json "
+                   "(default: that of the prepared data; bpe:4096 for stdlib, else gpt2)")
+    g.add_argument("--seq-len", type=positive, help="tokens in a row, the context of the model")
+    g.add_argument("--seed", type=number(0, 2**31, int), default=0, help="of initialisation, order and dropout (0)")
+
+    g = parser.add_argument_group("steps and batches")
+    g.add_argument("--steps", type=positive, help="optimizer steps of the whole run")
+    g.add_argument("--epochs", type=number(0), help="passes over the data, instead of --steps")
+    g.add_argument("--global-batch", type=positive, help="sequences in a step, over all processes")
+    g.add_argument("--batch", type=positive, help="sequences in a micro-batch of one process; how many micro-batches a "
+                   "step accumulates follows from it (default: the largest that divides, up to the table's)")
+    g.add_argument("--grad-accum", type=positive, help="micro-batches that a step accumulates, instead of --batch")
+
+    g = parser.add_argument_group("optimization")
+    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices of the "
+                   "blocks, with AdamW for the rest (adamw)")
+    g.add_argument("--lr", type=number(0), help="peak learning rate")
+    g.add_argument("--schedule", choices=("cosine", "wsd", "constant"), default="cosine", help="after the warm-up; wsd "
+                   "stays constant and falls over the last fifth (cosine)")
+    g.add_argument("--warmup", type=number(0, kind=int), help="steps of linear warm-up")
+    g.add_argument("--min-lr-ratio", type=number(0, 1), default=0.1, help="last learning rate / peak (0.1)")
+    g.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices (0.1)")
+    g.add_argument("--beta1", type=share, default=0.9, help="of AdamW (0.9)")
+    g.add_argument("--beta2", type=share, default=0.95, help="of AdamW (0.95)")
+    g.add_argument("--grad-clip", type=number(0), default=1.0, help="largest gradient norm; 0 is no limit (1.0)")
+    g.add_argument("--ema", type=share, default=0.0, help="decay of a moving average of the weights, which evaluation, "
+                   "--prompt and --export then use; 0 keeps none (0)")
+
+    g = parser.add_argument_group("running")
+    g.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of activations; auto "
+                   "is bf16 where the hardware has it, else fp32; parameters are always fp32 (auto)")
+    g.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile each block (default: on GPUs)")
+    g.add_argument("--checkpoint-activations", choices=("none", "block", "selective"), help="recompute in the "
+                   "backward pass, exactly: block keeps only the input of a block, selective the matrix products too")
+    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if there is one)")
+    g.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="(auto: nccl on GPUs)")
+    g.add_argument("--timeout", type=positive, default=600, help="seconds after which a missing process is an error")
+
+    g = parser.add_argument_group("output")
+    g.add_argument("--out", type=Path, help="directory of the run (default: runs/<model>-<size>-<data>)")
+    g.add_argument("--log-every", type=positive, default=10, help="steps between log lines (10)")
+    g.add_argument("--eval-every", type=positive, help="steps between evaluations; an epoch ends with one too")
+    g.add_argument("--eval-batches", type=number(0, kind=int), help="global batches in an evaluation; 0 is the whole "
+                   "validation split")
+    g.add_argument("--save-every", type=positive, help="steps between checkpoints")
+    g.add_argument("--keep-last", type=positive, default=3, help="checkpoints to keep, beside the best (3)")
+    g.add_argument("--resume", default="auto", metavar="auto|none|PATH", help="auto: from the newest checkpoint in --out "
+                   "that is whole; none: start anew, which needs an --out without checkpoints (auto)")
+    g.add_argument("--init-from", metavar="PATH", help="start from the weights of hf:DIR_OR_ID, of a checkpoint "
+                   "file, or of a run directory")
+
+    g = parser.add_argument_group("using a run: acts on the newest checkpoint in --out, without training")
+    g.add_argument("--export", action="store_true", help="write hf/ for transformers")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of text generation."""
+    g = parser.add_argument_group("sampling")
+    g.add_argument("--prompt", help="continue this text with the newest checkpoint in --out, without training")
+    g.add_argument("--sample-prompt", default="", help="text that the sample at the end of training continues")
+    g.add_argument("--max-new-tokens", type=positive, default=200, help="(200)")
+    g.add_argument("--temperature", type=number(0), default=0.8, help="0 takes the likeliest token always (0.8)")
+    g.add_argument("--top-k", type=number(0, kind=int), default=50, help="sample from so many tokens; 0: all (50)")
+    g.add_argument("--top-p", type=number(0, 1), default=1.0, help="sample from the smallest set with this mass (1.0)")
+
+
+def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
+    """Fills in the flags that were not given."""
+    for key, value in defaults.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Agreement
+
+
+def on_main(world: World, function):
+    """What function() returns on rank 0, on every rank; a UserError there is raised on every rank."""
+    answer = [None, None]
+    if world.main:
+        try:
+            answer[0] = function()
+        except UserError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0, device=world.device)
+    if answer[1] is not None:
+        raise UserError(answer[1])
+    return answer[0]
+
+
+def reduce_sum(values: list, world: World) -> list[float]:
+    """Sums a few numbers, floats or scalar tensors, over all ranks in one all-reduce of float64."""
+    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
+    dist.all_reduce(packed)
+    return packed.tolist()
+
+
+def differing_rank(numbers: Tensor) -> tuple[int, int] | None:
+    """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None.
+
+    Two all-reduces decide; only if something differs are all numbers gathered, to name the odd one out.
+    """
+    low, high = numbers.clone(), numbers.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    different = (low != high).nonzero()
+    if not len(different):
+        return None
+    index = int(different[0])
+    gathered = [torch.empty_like(numbers[index:index + 1]) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, numbers[index:index + 1].contiguous())
+    values = torch.cat(gathered).tolist()
+    usual = max(values, key=values.count)  # the first of the most frequent
+    return index, next(rank for rank, value in enumerate(values) if value != usual)
+
+
+def assert_same(world: World, what: dict[str, str]) -> None:
+    """Raises UserError naming the first entry, hexadecimal digests, on which one rank differs from the others."""
+    numbers = torch.tensor([int(digest[:15], 16) for digest in what.values()], device=world.device)
+    if odd := differing_rank(numbers):
+        raise UserError(f"{list(what)[odd[0]]} on rank {odd[1]} differs from the other ranks: copy the same files to "
+                        "every node, or prepare them there with the same command and versions.")
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """int64 scalar: the sum of the bits of a tensor read as integers. One flipped bit changes it."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(-1).view(integers).sum(dtype=torch.int64)
+
+
+def assert_in_sync(tensors: dict[str, Tensor]) -> None:
+    """Compares replicated tensors bit for bit across all ranks. Raises RunError at a difference."""
+    if odd := differing_rank(torch.stack([bit_sum(t) for t in tensors.values()])):
+        raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks, so the run stops "
+                       "(Sync=FAILED): check the memory and the libraries of that node; the last checkpoint was "
+                       "compared before it was written.")
+
+
+def broadcast(tensors) -> None:
+    """Copies tensors from rank 0 to all ranks, in place."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Training steps
+
+
+def wrap(model: nn.Module, world: World) -> nn.Module:
+    """DistributedDataParallel around the model if there is more than one process. Parameters must agree already."""
+    if world.world_size == 1:
+        return model
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
+    return DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None,
+                                   broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False)
+
+
+def no_sync(wrapped: nn.Module, really: bool):
+    """A context in which DDP keeps gradients local, for every micro-batch but the last of a step."""
+    return wrapped.no_sync() if really and isinstance(wrapped, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def warm_up(wrapped: nn.Module, first, settled) -> None:
+    """Throw-away backward passes: one of first(), then two of settled(), functions that return a scalar.
+
+    The first, without communication, shows that every parameter gets a gradient when training starts; RunError
+    if not. The others settle DDP's buckets, which it rearranges after its first step: that changes the order of
+    sums, and without them a resumed run would drift from an uninterrupted one.
+    """
+    with no_sync(wrapped, True):
+        first().backward()
+    missing = [name for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is None]
+    if missing:
+        raise RunError(f"{missing[0].removeprefix('module.')} gets no gradient, so it would never be trained.")
+    for _ in range(2):
+        wrapped.zero_grad(set_to_none=True)
+        settled().backward()
+    wrapped.zero_grad(set_to_none=True)
+
+
+def clip_gradients(parameters, max_norm: float) -> Tensor:
+    """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before, a scalar."""
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    if max_norm > 0:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def optimizer_step(optimizers, scaler, norm: Tensor) -> None:
+    """Steps the optimizers unless the gradient norm is not finite, which every rank sees alike.
+
+    Fused optimizers skip on the device, so the host never waits for the norm; Muon has no such switch.
+    """
+    skip = 1.0 - norm.isfinite().float()
+    for optimizer in optimizers:
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+        elif optimizer.defaults.get("fused"):
+            optimizer.grad_scale, optimizer.found_inf = None, skip
+            optimizer.step()
+        elif not skip.item():
+            optimizer.step()
+    scaler.update()
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds torch for one step of one rank. So the generators have no state that a checkpoint must keep, and a
+    resumed run draws the same dropout masks.
+    """
+    mixed = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + rank) * 0x94D049BB133111EB
+    torch.manual_seed((mixed ^ mixed >> 31) % 2**63)
+
+
+class StopVote:
+    """Lets all ranks stop after the same step: at a signal to any of them, or when training has failed.
+
+    SIGTERM, SIGINT and SIGUSR1 set a flag. At the end of a step `start` sends it off in a small all-reduce, which
+    `read` collects a step later, when it has long arrived.
+    """
+
+    PATIENCE = 10  # updates skipped in a row
+
+    def __init__(self, world: World):
+        self.device, self.signal, self._since, self._work = world.device, 0, 0.0, None
+        on_cuda = self.device.type == "cuda"
+        self.skipped = torch.zeros((), device=self.device)  # updates in a row whose gradient was not finite
+        self._host = torch.zeros(2, pin_memory=on_cuda)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number, frame):
+        # Ctrl-C comes twice at once, from the terminal and from torchrun; a second press comes later
+        if number == signal.SIGINT and self.signal and time.monotonic() - self._since > 2:
+            os.write(2, b"\nleaving at once, without a checkpoint\n")
+            os._exit(130)
+        if not self.signal:
+            self.signal, self._since = number, time.monotonic()
+
+    def count(self, norm: Tensor, scaler) -> None:
+        """Counts updates that were skipped in a row, on the device. fp16 first tries smaller and smaller scales."""
+        if not scaler.is_enabled() or scaler.get_scale() < 1:
+            self.skipped = (self.skipped + 1) * (1 - norm.isfinite().float())
+
+    def start(self) -> None:
+        flag = torch.full((), float(self.signal), device=self.device)
+        self._vote = torch.stack((flag, self.skipped))
+        self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
+        if self._copied:
+            self._work.wait()  # orders the streams; the host goes on
+            self._host.copy_(self._vote, non_blocking=True)
+            self._copied.record()
+
+    def read(self) -> int:
+        """The signal that some rank got before the last `start`, or 0. Raises RunError if training has failed."""
+        if self._work is None:
+            return 0
+        if self._copied:
+            self._copied.synchronize()
+            number, skipped = self._host.tolist()
+        else:
+            self._work.wait()
+            number, skipped = self._vote.tolist()
+        self._work = None
+        if skipped >= self.PATIENCE:
+            raise RunError(f"the gradient was not finite {self.PATIENCE} times in a row, so the run stops: lower --lr, "
+                           "or use --precision bf16 or fp32; the last checkpoint is from before.")
+        return int(number)
+
+    def ask(self) -> int:
+        """Votes and reads at once, where waiting does not matter."""
+        self.start()
+        return self.read()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Checkpoints. One file holds the whole, unsharded state; rank 0 writes and reads it.
+
+NAME = re.compile(r"step_(\d+)_loss.*\.pt")
+GROUPS = ("model", "ema", "optimizer")  # of tensors in a checkpoint, each a dict by name
+OPTIMIZER_STATE = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+
+
+def optimizer_tensors(model: nn.Module, optimizers) -> dict[str, Tensor]:
+    """The state of the optimizers by parameter name, such as `embed.weight/exp_avg`."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {f"{names[id(p)]}/{key}": value for optimizer in optimizers for p, state in optimizer.state.items()
+            for key, value in state.items()}
+
+
+@torch.no_grad()
+def restore(saved: dict, world: World, model: nn.Module, optimizers=(), ema=None, scaler=None,
+            averaged: bool = False) -> None:
+    """Copies what rank 0 has read with Checkpoints.load into the training state of all ranks.
+
+    Tensors travel one at a time, so no other rank reads a file or holds a second copy. `averaged` puts the
+    moving average, if the run has one, into the model. Optimizer state of another kind of optimizer is left out.
+    """
+    layout, parameters = saved["layout"], dict(model.named_parameters())
+    targets = [("ema" if averaged and name in layout["ema"] else "model", name, tensor)
+               for name, tensor in model.state_dict().items()]
+    if ema and layout["ema"]:
+        targets += [("ema", name, tensor) for name, tensor in ema.average.items()]
+    owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+    for name, (shape, dtype) in layout["optimizer"].items() if optimizers else ():
+        parameter, key = name.rsplit("/", 1)
+        p = parameters[parameter]
+        if key in OPTIMIZER_STATE[type(owners[id(p)]).__name__]:
+            state = owners[id(p)].state[p]
+            state[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=p.device)
+            targets.append(("optimizer", name, state[key]))
+    for group, name, tensor in targets:
+        if world.main:
+            tensor.copy_(saved["tensors"][group][name])
+        dist.broadcast(tensor, src=0)
+    if ema and not layout["ema"]:  # switched on at this resume: the average begins here
+        for name, average in ema.average.items():
+            average.copy_(parameters[name])
+    if scaler is not None and scaler.is_enabled() and saved["scaler"]:
+        scaler.load_state_dict(saved["scaler"])
+
+
+class Damaged(Exception):
+    """A checkpoint file that is not what was written."""
+
+
+def read_checkpoint(path: Path) -> dict:
+    """A checkpoint whose every byte has been checked. Raises Damaged.
+
+    torch.load does not look at the checksums in the file, so zipfile does; and mmap makes torch read by the same
+    directory of the file as zipfile. The bit sums then show that what was read is what was saved.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+        if broken:
+            raise Damaged(f"{broken} has a wrong checksum")
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        sums = {f"{group}/{name}": int(bit_sum(tensor)) for group, tensors in saved["tensors"].items()
+                for name, tensor in tensors.items()}
+        if saved["format"] != 1 or sums != saved["sums"]:
+            raise Damaged("its tensors are not those that were saved")
+        return saved
+    except Damaged:
+        raise
+    except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
+        raise Damaged(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from None
+
+
+def finished(run_directory: Path) -> list[Path]:
+    """The finished checkpoints of a run, newest first."""
+    found = [(int(match[1]), p) for p in Path(run_directory, "checkpoints").glob("step_*.pt")
+             if (match := NAME.fullmatch(p.name))]
+    return [p for _, p in sorted(found, reverse=True)]
+
+
+def load_checkpoint(where: str | Path, world: World, say) -> dict | None:
+    """A checkpoint file, or the newest of a run directory that is whole; None if that has no checkpoint.
+
+    Rank 0 reads. Every rank gets step, samples and whatever else `save` was given, and `layout`, the shapes of
+    all tensors; rank 0 also the tensors, for `restore`. Raises UserError on every rank if none can be read.
+    """
+    saved = None
+
+    def choose():
+        nonlocal saved
+        candidates = finished(where) if Path(where).is_dir() else [Path(where)]
+        for path in candidates:
+            try:
+                saved = read_checkpoint(path)
+                break
+            except Damaged as error:
+                say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
+        if saved is None:
+            if candidates:
+                raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one from a "
+                                "copy, or start anew in another --out.")
+            return None
+        layout = {group: {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
+                          for name, t in saved["tensors"][group].items()} for group in GROUPS}
+        return {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
+            "path": str(path), "layout": layout}
+
+    answer = on_main(world, choose)
+    return answer and answer | {"tensors": saved and saved["tensors"]}
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run: `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link to one.
+
+    `save` copies the state and returns; a thread writes it to a temporary file, syncs it and renames it, so a
+    file that has its name is whole. Only rank 0 writes; other ranks may call everything.
+    """
+
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None):
+        self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
+        self.world, self.keep_last, self.say = world, keep_last, say
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._jobs: queue.Queue = queue.Queue()
+        self._thread = None
+        self.saved_step = saved_step  # the newest step that is, or will be, in a checkpoint
+
+    def save(self, step: int, loss: float, meta: dict, model: nn.Module, optimizers, ema=None,
+             scaler=None) -> None:
+        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts)."""
+        self.saved_step = step
+        if not self.world.main:
+            return
+        self._jobs.join()  # one save at a time: the buffers are in use until it is written
+        tensors = {"model": model.state_dict(), "ema": ema.average if ema else {},
+                   "optimizer": optimizer_tensors(model, optimizers)}
+        copies = {group: {name: self._copy(group, name, t) for name, t in named.items()}
+                  for group, named in tensors.items()}
+        self.world.synchronize()  # copies to pinned memory may still be under way
+        state = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__),
+                 "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else {}, **meta}
+        state = json.loads(json.dumps(state))  # plain types only: weights_only=True reads no others
+        name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
+        self._submit(self._write, name, state, copies)
+
+    def _copy(self, group: str, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get((group, name))
+        if buffer is None or buffer.shape != tensor.shape:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.world.device.type == "cuda")
+            self._buffers[group, name] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+    def mark_best(self) -> None:
+        """Makes best.pt a link to the newest checkpoint, once that is written."""
+        if self.world.main:
+            self._submit(self._link_best, self.saved_step)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _submit(self, *job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job[0](*job[1:])
+            except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+                self.say(f"WARNING: no checkpoint was written ({str(error).splitlines()[0]}): make room in "
+                         f"{self.directory}; training goes on and tries again at the next save")
+            finally:
+                self._jobs.task_done()
+
+    def _write(self, name: str, state: dict, copies: dict) -> None:
+        temporary = self.directory / f".tmp-{name}"
+        sums = {f"{group}/{key}": int(bit_sum(t)) for group, named in copies.items() for key, t in named.items()}
+        try:
+            with open(temporary, "wb") as file:
+                torch.save({**state, "tensors": copies, "sums": sums}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.directory / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(self.directory)
+        for old in finished(self.run_directory)[self.keep_last:]:
+            old.unlink()
+
+    def _link_best(self, step: int) -> None:
+        newest = next(iter(finished(self.run_directory)), None)
+        if newest is None or int(NAME.fullmatch(newest.name)[1]) != step:
+            return  # that save has failed, and said so
+        temporary = self.directory / ".tmp-best.pt"
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(newest, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(newest, temporary)
+        os.replace(temporary, self.directory / "best.pt")
+        fsync_directory(self.directory)
+
+
+def claim(run_directory: Path, world: World) -> None:
+    """Makes a run directory and locks it until this process ends, however it ends. Raises UserError on all ranks."""
+    def lock():
+        try:
+            (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+            file = os.open(run_directory / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock it
+        except OSError as error:
+            raise UserError(f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_directory} is in use by {os.read(file, 200).decode()}: wait for it, or choose another "
+                            "--out.")
+        os.truncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}".encode())
+        for leftover in (run_directory / "checkpoints").glob(".tmp-*"):
+            leftover.unlink()
+
+    on_main(world, lock)
+
+
+def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:
+    """The checkpoint that --resume auto, none or PATH means, None to start anew. Raises UserError on all ranks."""
+    newest = on_main(world, lambda: next((str(path) for path in finished(run_directory)), None))
+    if resume == "none":
+        if newest:
+            raise UserError(f"{run_directory} holds checkpoints ({Path(newest).name}), which a new run would mix with its "
+                            "own: choose another --out, or delete it.")
+        return None
+    saved = load_checkpoint(run_directory if resume == "auto" else resume, world, say)
+    if resume != "auto" and newest and int(NAME.fullmatch(Path(newest).name)[1]) > saved["step"]:
+        raise UserError(f"{run_directory} has a later checkpoint ({Path(newest).name}) than {resume}: give another --out "
+                        "to branch off there, or delete the later ones.")
+    return saved

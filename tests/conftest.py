@@ -1,0 +1,77 @@
+"""What all tests share: the `--long` option, real processes under torchrun, and a small corpus as shards."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))  # real texts, where a machine has them
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="run the full matrices as well")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="needs --long"))
+
+
+@dataclass
+class Finished:
+    code: int
+    out: str  # standard output and error together
+
+
+def start(command, cwd=None, **env) -> subprocess.Popen:
+    """Starts a command in a process group of its own; variables set to None are removed from its environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+    environment = {k: str(v) for k, v in environment.items() if v is not None}
+    return subprocess.Popen([str(part) for part in command], cwd=cwd, env=environment, start_new_session=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen, timeout: float = 90) -> Finished:
+    """Waits for the end. After `timeout` seconds the whole process group is killed and the test fails."""
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        pytest.fail(f"still running after {timeout} s: {process.args}\n{out}")
+    return Finished(process.returncode, out)
+
+
+def torchrun(ranks: int, script, *args) -> list:
+    """The command line that runs a script of this repository on `ranks` local processes (0: without torchrun)."""
+    script = ROOT / script
+    if ranks == 0:
+        return [sys.executable, script, *args]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, *args]
+
+
+def run(ranks: int, script, *args, timeout: float = 90, cwd=None, **env) -> Finished:
+    return finish(start(torchrun(ranks, script, *args), cwd=cwd, **env), timeout)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A text of about 150 kB with some structure: what these sources say about themselves."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:12]
+    path.write_text("\n".join(f.read_text(encoding="utf-8") for f in files), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(corpus, tmp_path_factory) -> Path:
+    """The corpus as shards of bytes (258 ids), a tenth of it for validation."""
+    import data
+    return data.prepare(f"text:{corpus}", tmp_path_factory.mktemp("shards") / "bytes", "bytes", workers=1)

@@ -1,0 +1,1068 @@
+"""data.py: text becomes shards, shards become batches, and mistakes become one sentence.
+
+What is tested: prepare gives the same bytes with any number of workers and after any number of kills; the
+shards are those of llm.c; every tokenizer agrees with the `tokenizers` package about its own tokenizer.json;
+the order of samples depends on nothing but seed and position; validation counts each row once; bad input ends
+with exit code 2, one line and nothing overwritten. Where things must be equal, a second check shows that a
+broken version is not.
+"""
+
+import argparse
+import gzip
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHARED, finish, run, start, torchrun
+
+import data
+
+EOT = data.EOT
+
+
+def tree(directory: Path, without: str = "-") -> dict[str, bytes]:
+    """Every file below a directory with its content, but for the subdirectory `without`."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*"))
+            if p.is_file() and p.relative_to(directory).parts[0] != without}
+
+
+def bins(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.bin")}
+
+
+def read_like_llmc(path: Path) -> np.ndarray:
+    header = np.fromfile(path, "<i4", 256)
+    magic, version, count = header[:3].tolist()
+    width = {(20240520, 1): "<u2", (20240801, 7): "<u4"}[magic, version]
+    tokens = np.fromfile(path, width, offset=1024)
+    assert len(tokens) == count and not header[3:].any()
+    return tokens
+
+
+def read_split(directory: Path, split: str) -> list[int]:
+    return [i for path in sorted(directory.glob(f"{split}_*.bin")) for i in read_like_llmc(path).tolist()]
+
+
+def read_documents(directory: Path, split: str) -> list[str]:
+    """The documents of a split as text; each begins with end-of-text."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    tokenizer = data.parse_tokenizer_json("recorded", (directory / "tokenizer.json").read_text())
+    ids = read_split(directory, split)
+    begins = [n for n, i in enumerate(ids) if i == manifest["tokenizer"]["eot"]]
+    assert begins[:1] == [0][:len(ids)], "the first document has no end-of-text in front"
+    return [tokenizer.decode(ids[a + 1:b]) for a, b in itertools.pairwise([*begins, len(ids)])]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vocabularies():
+    """tiktoken reads from the machine's cache of vocabularies and not from the network."""
+    with pytest.MonkeyPatch.context() as patch:
+        if (SHARED / "tiktoken").is_dir():
+            patch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    """Texts of all lengths, no two alike, and a long one, which prepare cuts into pieces of a million."""
+    code = "".join(p.read_text(encoding="utf-8") for p in sorted(Path(os.__file__).parent.glob("*.py")))
+    chance, at, texts = random.Random(0), 0, []
+    while at < 1_500_000:
+        size = chance.choice([1, 30, 1_000, 20_000, 60_000])
+        texts.append(f"{len(texts)} ünï 😀 {code[at:at + size]}")
+        at += size
+    return [*texts[:40], "long " + code[:1_500_000], *texts[40:]]
+
+
+@pytest.fixture(scope="session")
+def many(documents, tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("many") / "many.jsonl", documents)
+
+
+def prepare_command(source: Path, out: Path, *more):
+    """The command line of the tests that compare whole directories: about 40 shards."""
+    return torchrun(0, "data.py", "prepare", "--dataset", f"jsonl:{source}", "--out", out,
+                    "--tokenizer", "bpe:600", "--shard-tokens", "20k", "--val-split", "hash:0.1", *more)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(many, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    result = finish(start(prepare_command(many, out, "--workers", "1")))
+    assert result.code == 0, result.out
+    return out
+
+
+@pytest.fixture(scope="session")
+def dataset(shards) -> data.Dataset:
+    return data.Dataset(shards, 64)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# prepare: the same bytes, whatever happens
+
+
+def test_workers_change_nothing(many, undisturbed, tmp_path):
+    result = finish(start(prepare_command(many, tmp_path / "out", "--workers", "3")))
+    assert result.code == 0, result.out
+    assert tree(tmp_path / "out") == tree(undisturbed)
+    assert len(list(undisturbed.glob("train_*.bin"))) > 20, "too few shards to be a test of their order"
+
+
+def test_another_val_split_gives_other_bytes(many, undisturbed, tmp_path):
+    """Shows that the comparison above can fail."""
+    finish(start(prepare_command(many, tmp_path / "out", "--workers", "1", "--val-split", "hash:0.11")))
+    assert tree(tmp_path / "out") != tree(undisturbed)
+
+
+def kill_after(shards: int, command, out: Path) -> None:
+    """Kills the process group as soon as so many shards exist."""
+    process = start(command)
+    while len(list(out.glob("train_*.bin"))) < shards:
+        assert process.poll() is None, f"ended before it had {shards} shards: {process.communicate()[0]}"
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert finish(process).code == -signal.SIGKILL, "it was faster than the kill"
+    assert not json.loads((out / "manifest.json").read_text())["complete"]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("moments", [(1, 12), pytest.param((5, 6), marks=pytest.mark.long),
+                                     pytest.param((20, 21), marks=pytest.mark.long)])
+def test_killed_twice(many, undisturbed, tmp_path, workers, moments):
+    out = tmp_path / "out"
+    command = prepare_command(many, out, "--workers", workers)
+    for shards in moments:
+        kill_after(shards, command, out)
+    result = finish(start(command))
+    assert result.code == 0 and "goes on after" in result.out, result.out
+    assert tree(out) == tree(undisturbed)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in data.py may catch it."""
+
+
+@pytest.fixture
+def few(tmp_path) -> Path:
+    return write_jsonl(tmp_path / "few.jsonl", [f"{n} " * 80 for n in range(12)])
+
+
+def prepare_few(few: Path, out: Path) -> None:
+    data.prepare(f"jsonl:{few}", out, "bytes", val_split="hash:0.3", shard_tokens=500, workers=1)
+
+
+def stopped_at_rename(number: int, after: bool, few: Path, out: Path) -> bool:
+    """Runs prepare and kills it before or after its rename `number`. False if it has fewer."""
+    count, rename = itertools.count(), os.replace
+
+    def replace(source, target):
+        reached = next(count) == number
+        if reached and not after:
+            raise Killed
+        rename(source, target)
+        if reached:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        try:
+            prepare_few(few, out)
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_every_rename(few, tmp_path, after):
+    """Every file appears by a rename, so these are all the states that a kill can leave behind."""
+    prepare_few(few, tmp_path / "undisturbed")
+    expected = tree(tmp_path / "undisturbed")
+    for number in itertools.count():
+        out = tmp_path / f"killed-{number}"
+        if not stopped_at_rename(number, after, few, out):
+            break
+        prepare_few(few, out)
+        assert tree(out) == expected, f"killed at rename {number}"
+    assert number >= 10
+
+
+def test_a_wrong_position_in_the_manifest_gives_other_bytes(few, tmp_path):
+    """Shows that the comparison above depends on where a resumed prepare goes on."""
+    prepare_few(few, tmp_path / "undisturbed")
+    assert stopped_at_rename(8, True, few, tmp_path / "killed")
+    path = tmp_path / "killed" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["shards"][-1]["end"][0] += 1
+    path.write_text(json.dumps(manifest))
+    prepare_few(few, tmp_path / "killed")
+    assert tree(tmp_path / "killed") != tree(tmp_path / "undisturbed")
+
+
+def test_a_mistake_before_the_first_shard_can_be_mended(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\nnonsense\n')
+    with pytest.raises(data.UserError, match="line 2"):
+        data.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
+    write_jsonl(path, ["one", "two"])
+    data.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
+    assert read_documents(tmp_path / "out", "train") == ["one", "two"]
+
+
+def test_two_processes_prepare_the_same_directory(many, undisturbed, tmp_path):
+    """As several trainers that start at once on one machine: one prepares, the other waits for it."""
+    both = [start(prepare_command(many, tmp_path / "out", "--workers", "1")) for _ in range(2)]
+    results = [finish(process) for process in both]
+    assert [result.code for result in results] == [0, 0], results
+    assert sorted("waiting for another process" in result.out for result in results) == [False, True]
+    assert tree(tmp_path / "out") == tree(undisturbed)
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    data.write_atomically(path, b"old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(data.UserError, match="No space left"):
+        data.write_atomically(path, b"new")
+    assert tree(tmp_path) == {"file": b"old"}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def test_the_reader_of_llmc_gives_the_text_back(corpus, shards):
+    train, val = read_split(shards, "train"), read_split(shards, "val")
+    assert train[0] == val[0] == 256, "a document starts with end-of-text"
+    assert bytes(train[1:] + val[1:]) == corpus.read_bytes()
+
+
+def test_documents_come_back_in_order(documents, undisturbed):
+    train, val = read_documents(undisturbed, "train"), read_documents(undisturbed, "val")
+    assert sorted(train + val) == sorted(documents)
+    place = {text: n for n, text in enumerate(documents)}
+    assert sorted(train, key=place.get) == train and sorted(val, key=place.get) == val
+    assert len(train) > 9 * len(val) / 2 > 0
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory) -> Path:
+    """A directory of uint32 shards: its tokenizer knows 70,000 words and is not a byte-level BPE."""
+    folder = tmp_path_factory.mktemp("words")
+    vocab = {f"w{i}": i for i in range(70_000)} | {EOT: 70_000, "[UNK]": 70_001}
+    spec = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "text.txt").write_text(" ".join(f"w{i * 7 % 70_000}" for i in range(20_000)))
+    return data.prepare(f"text:{folder}/text.txt", folder / "out", str(folder / "tokenizer.json"), workers=1)
+
+
+def test_a_large_vocabulary_makes_shards_of_32_bits(words):
+    tokens = read_like_llmc(words / "train_000000.bin")
+    assert tokens.dtype == np.uint32 and tokens[0] == 70_000 and tokens.max() > 65_535
+    dataset = data.Dataset(words, 50)
+    (x, _), *_ = data.validation_batches(dataset.train, 32, 0, 1, "cpu")
+    assert x.flatten().tolist() == [70_000, *(i * 7 % 70_000 for i in range(32 * 50 - 1))]
+    assert dataset.tokenizer.decode(x[1]) == " ".join(f"w{i * 7 % 70_000}" for i in range(49, 99))
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(258, "uint16"), (65_535, "uint16"), (65_536, "uint32")])
+def test_shard_dtype_has_room_for_mask(vocab_size, dtype):
+    assert data.shard_dtype(vocab_size) == dtype
+    assert vocab_size <= np.iinfo(dtype).max  # [MASK] is the id `vocab_size`
+
+
+def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
+    for path in shards.glob("*.bin"):
+        shutil.copy(path, tmp_path)
+    with pytest.raises(data.UserError, match="--tokenizer"):
+        data.Dataset(tmp_path, 64)
+    bare = data.Dataset(tmp_path, 64, "bytes")
+    for mine, theirs in (bare.train, dataset.train), (bare.val, dataset.val):
+        assert [a.tolist() for a in mine.tokens] == [a.tolist() for a in theirs.tokens]
+    assert bare.fingerprint == data.Dataset(tmp_path, 64, "bytes").fingerprint
+    flip(tmp_path / "train_000000.bin", 5000)
+    assert bare.fingerprint != data.Dataset(tmp_path, 64, "bytes").fingerprint
+
+
+def test_shards_of_two_widths_do_not_mix(shards, words, tmp_path):
+    shutil.copy(shards / "train_000000.bin", tmp_path)
+    shutil.copy(words / "train_000000.bin", tmp_path / "train_000001.bin")
+    with pytest.raises(data.UserError, match="mixes"):
+        data.Dataset(tmp_path, 64, "bytes")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The split
+
+
+@pytest.fixture(scope="session")
+def splits(documents, undisturbed) -> dict[str, str]:
+    return {text: split for split in ("train", "val") for text in read_documents(undisturbed, split)}
+
+
+def split_of(source: Path, out: Path, share="0.1", **limits) -> dict[str, str]:
+    data.prepare(f"jsonl:{source}", out, "bytes", val_split=f"hash:{share}", workers=1, **limits)
+    return {text: split for split in ("train", "val") for text in read_documents(out, split)}
+
+
+def test_hash_split_knows_neither_order_nor_limits(documents, many, splits, tmp_path):
+    shuffled = random.Random(1).sample(documents, len(documents))
+    assert split_of(write_jsonl(tmp_path / "a.jsonl", shuffled), tmp_path / "a") == splits
+    first = split_of(many, tmp_path / "b", max_samples=45)
+    assert first == {text: splits[text] for text in documents[:45]} and "val" in first.values()
+    assert split_of(many, tmp_path / "c", "0.5", max_samples=45) != first
+
+
+def test_tail_split_is_the_last_tenth(corpus, shards):
+    text = corpus.read_bytes()
+    cut = len(text) * 9 // 10
+    while text[cut] & 0xC0 == 0x80:
+        cut += 1
+    assert bytes(read_split(shards, "val")[1:]) == text[cut:]
+
+
+@pytest.mark.parametrize("alphabet", ["a", "é", "日", "😀", "aé日😀"])
+def test_tail_split_never_cuts_a_character(alphabet, tmp_path):
+    """Very short texts too, where the last tenth begins inside the last character."""
+    cuts_inside = 0
+    for length in range(1, 40):
+        text = "".join(itertools.islice(itertools.cycle(alphabet), length))
+        (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+        source = data.Source(f"text:{tmp_path}/text.txt", "text", "tail:0.1")
+        parts = [("".join(blocks), split) for blocks, split in source.documents(0)]
+        assert "".join(part for part, _ in parts) == text
+        val = "".join(part for part, split in parts if split == "val").encode()
+        assert 0 <= len(text.encode()) * 0.1 - len(val) + 1 < 5  # at most 3 bytes moved to the training side
+        raw = text.encode()
+        cuts_inside += raw[int(len(raw) * 0.9)] & 0xC0 == 0x80
+    assert cuts_inside or alphabet == "a", "no cut that would have to be moved"
+
+
+def test_tail_split_over_several_files(tmp_path):
+    for n, text in enumerate(["a" * 40, "b" * 40, "c" * 20]):
+        (tmp_path / f"{n}.txt").write_text(text)
+    data.prepare(f"text:{tmp_path}/*.txt", tmp_path / "out", "bytes", val_split="tail:0.3", workers=1)
+    assert read_documents(tmp_path / "out", "train") == ["a" * 40, "b" * 30]
+    assert read_documents(tmp_path / "out", "val") == ["b" * 10, "c" * 20]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Sources
+
+
+def every_form(texts: list[str], folder: Path) -> dict[str, str]:
+    """The same documents as every kind of source."""
+    import pyarrow
+    import pyarrow.parquet
+    half = len(texts) // 2
+    for name in ("text", "jsonl", "gz", "parquet", "hub"):
+        (folder / name).mkdir()
+    for n, text in enumerate(texts):
+        (folder / "text" / f"{n:04}.txt").write_bytes(text.encode())
+    for n, part in enumerate([texts[:half], texts[half:]]):
+        lines = write_jsonl(folder / "jsonl" / f"{n}.jsonl", part).read_bytes()
+        (folder / "gz" / f"{n}.jsonl.gz").write_bytes(gzip.compress(lines))
+        pyarrow.parquet.write_table(pyarrow.table({"text": part, "n": [0] * len(part)}),
+                                    folder / "parquet" / f"{n}.parquet", row_group_size=7)
+    write_jsonl(folder / "hub" / "train.jsonl", texts)
+    return {"text": f"text:{folder}/text/*", "jsonl": f"jsonl:{folder}/jsonl/*", "gz": f"jsonl:{folder}/gz/*",
+            "parquet": f"parquet:{folder}/parquet/*", "hub": f"hf:{folder}/hub"}
+
+
+def test_every_source_gives_the_same_documents(tmp_path):
+    texts = [f"{n} line\nünï 😀 {'x' * n}\r\n" for n in range(45)]
+    shards = {}
+    for kind, source in every_form(texts, tmp_path).items():
+        out = data.prepare(source, tmp_path / "out" / kind, "bytes", val_split="hash:0.2", workers=1)
+        shards[kind] = bins(out)
+        found = data.Source(source, "text", "hash:0.2")
+        everything = [("".join(blocks), split) for blocks, split in found.documents(0)]
+        assert [text for text, _ in everything] == texts
+        for skip in (1, 22, 23, 44, 45):  # as a resumed prepare does
+            rest = data.Source(source, "text", "hash:0.2").documents(skip)
+            assert [("".join(blocks), split) for blocks, split in rest] == everything[skip:], (kind, skip)
+    assert read_documents(out, "train") == [t for t in texts if t in read_documents(out, "train")]
+    assert all(content == shards["text"] for content in shards.values())
+    assert len(shards["text"]) == 2
+
+
+def test_stdlib_is_what_this_python_has(tmp_path, monkeypatch):
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    files = {"b.py": b"b = 2\n", "a.py": b"a = 1\n", "latin.py": b"\xe9", "site-packages/c.py": b"c = 3\n"}
+    for name, raw in files.items():
+        (tmp_path / "lib" / name).write_bytes(raw)
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    data.prepare("stdlib", tmp_path / "out", "bytes", workers=1)
+    assert read_documents(tmp_path / "out", "train") == ["a = 1\n", "b = 2\n"]
+
+
+def test_wikitext_lines_become_articles(tmp_path, monkeypatch):
+    lines = ["", " = One = \n", " = = Part = = \n", " text\n", " = Two = \n", " a = b \n"]
+    (tmp_path / "wiki").mkdir()
+    write_jsonl(tmp_path / "wiki" / "train.jsonl", lines)
+    monkeypatch.setitem(data.SHORT_NAMES, "wikitext", (str(tmp_path / "wiki"), None))
+    articles = ["".join(lines[:1]), "".join(lines[1:4]), "".join(lines[4:])]
+    for skip in range(3):
+        found = data.Source("wikitext", "text", "hash:0.1").documents(skip)
+        assert ["".join(blocks) for blocks, _ in found] == articles[skip:]
+
+
+def test_pieces_cut_at_lines_or_words_and_lose_nothing():
+    chance = random.Random(2)
+    for separator in ("\n", " ", ""):
+        blocks = [separator.join("x" * chance.randrange(1, 400_000) for _ in range(9)) for _ in range(5)]
+        cut = list(data.pieces(blocks))
+        assert "".join(cut) == "".join(blocks) and len(cut) > 5
+        assert max(map(len, cut)) < 2 * data.BLOCK
+        if separator:
+            assert all(a.endswith("\n") or b.startswith(" ") for a, b in itertools.pairwise(cut))
+
+
+def test_limits(documents, many, tmp_path):
+    out = data.prepare(f"jsonl:{many}", tmp_path / "a", "bytes", max_tokens=100_000, workers=1)
+    longest = max(len(text.encode()) for text in documents[:60])
+    assert 100_000 <= len(read_split(out, "train")) < 100_000 + longest
+    out = data.prepare(f"jsonl:{many}", tmp_path / "b", "bytes", min_words=20, max_samples=40, workers=1)
+    kept = [text for text in documents if len(text.split()) >= 20][:40]
+    assert sorted(read_documents(out, "train") + read_documents(out, "val")) == sorted(kept)
+
+
+def test_locate(corpus, shards, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert data.locate(str(shards), None, 0, 0) == shards
+    found = []
+
+    def second():  # another process of the node, which must wait for the first
+        found.append(data.locate(f"text:{corpus}", "bytes", 0, 1))
+
+    waiting = threading.Thread(target=second, daemon=True)
+    waiting.start()
+    first = data.locate(f"text:{corpus}", "bytes", 0, 0)
+    waiting.join(10)
+    assert found == [first] and first == Path("shards/corpus-bytes")
+    assert bins(first) == bins(shards)
+
+
+@pytest.mark.parametrize("text, count", [("5000", 5000), ("500k", 500_000), ("32.3k", 32_300),
+                                         ("2.01k", 2010), ("20M", 20_000_000), (" 1.5b ", 1_500_000_000)])
+def test_parse_count(text, count):
+    assert data.parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "-5", "5kk", "1e6", "5 k", "0x10"])
+def test_parse_count_refuses(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="not a count"):
+        data.parse_count(text)
+
+
+@pytest.mark.parametrize("dataset, tokenizer, expected", [
+    ("stdlib", "bpe:4096", "stdlib-bpe4096"), ("text:books/quijote.txt", "gpt2", "quijote-gpt2"),
+    ("text:books/*.txt", "gpt2", "books-gpt2"), ("text:/data/es/**/*.txt", "bytes", "es-bytes"),
+    ("text:*.txt", "bytes", "text-bytes"), ("hf:allenai/c4:es", "gpt2", "allenai-c4-es-gpt2")])
+def test_default_directory(dataset, tokenizer, expected):
+    assert data.default_directory(dataset, tokenizer) == Path("shards", expected)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+TRICKY = [
+    "", " ", "\n", "Hello world", "  two  spaces   three\t\ttabs \n \n\n x  ",
+    "line\r\nline\r\n\r\n  end\r", "  def f(x):\n\t\treturn x  # done\n",
+    "I'm you're he'll we've it's they'd I'M YOU'RE HE'LL IT'\u017f 'tis o'clock 's 'S", "don\u2019t",
+    "1 12 123 1234 12345 1,234.56 ½ ² \u0661\u0662\u0663 Ⅷ", "!!! ... ?!?! --- #### _snake_case_ $x^{2}$",
+    "mañana façade naïve Ångström e\u0301 straße", "日本語 한국어 русский עברית",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1ea\U0001f1f8 \u2764\ufe0f",
+    "a\u00a0b\u3000c\u2003d\u2028e\u0085f\u200bg\ufeffh\x1ci\x0bj\x00k",
+    f"a {EOT} b{EOT}{EOT}[MASK] [MASK]", "x" * 5000, "\n" * 300 + " " * 300 + "a",
+]
+ATOMS = [*" \n\r\t'!.7aZñ中한½²", "  ", "\r\n", "'s", "'LL", "2024", "e\u0301", "<|", "|>", EOT, "[MASK]",
+         *"\u00a0\u3000\u2028\u0085\x1c\x00\u200b\ufeff\u017f\u212a\u2019\u05d0\u0661\u200d\ufffd",
+         "\U0001f600", "\U00010fff"]
+
+
+@pytest.fixture(scope="module", params=["gpt2", "bpe:700", "bytes"])
+def tokenizer(request, corpus) -> data.Tokenizer:
+    if request.param == "gpt2" and not (SHARED / "tiktoken").is_dir():
+        pytest.skip("the vocabulary of gpt2 is not in the cache")
+    if request.param == "bpe:700":
+        return data.train_bpe([corpus.read_text(encoding="utf-8"), *TRICKY], 700)
+    return data.load_tokenizer(request.param)
+
+
+@pytest.fixture(scope="module")
+def package(tokenizer):
+    """The same tokenizer, run by Hugging Face's `tokenizers`."""
+    return run_by_the_package(tokenizer.to_json())
+
+
+def run_by_the_package(text: str):
+    import tokenizers
+    package = tokenizers.Tokenizer.from_str(text)
+    package.encode_special_tokens = True  # <|endoftext|> inside a text is text like any other
+    return package
+
+
+def ids(package, text: str) -> list[int]:
+    return package.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("text", TRICKY, ids=[repr(text[:12]) for text in TRICKY])
+def test_our_encoding_is_that_of_the_package(tokenizer, package, text):
+    ours = tokenizer.encode(text).tolist()
+    assert ours == ids(package, text)
+    assert tokenizer.decode(ours) == text == package.decode(ours, skip_special_tokens=False)
+    assert max(ours, default=0) < min(tokenizer.specials.values()), "text became a special id"
+
+
+def test_our_encoding_of_random_texts_is_that_of_the_package(tokenizer, package):
+    chance = random.Random(3)
+    for _ in range(2000):
+        text = "".join(chance.choices(ATOMS, k=chance.randrange(1, 25)))
+        assert tokenizer.encode(text).tolist() == ids(package, text), repr(text)
+
+
+def test_our_encoding_of_real_texts_is_that_of_the_package(tokenizer, package, corpus):
+    for path in (corpus, SHARED / "quijote.txt", SHARED / "shakespeare.txt"):
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")[:300_000]
+            assert tokenizer.encode(text).tolist() == ids(package, text)
+
+
+def test_another_pattern_or_special_tokens_give_another_encoding(tokenizer):
+    """Shows that the texts above tell such differences."""
+    spec = json.loads(tokenizer.to_json())
+    if tokenizer.pattern:
+        other = data.PATTERNS["cl100k_base" if tokenizer.name == "gpt2" else "gpt2"]
+        spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = other
+        wrong = run_by_the_package(json.dumps(spec))
+        assert any(tokenizer.encode(text).tolist() != ids(wrong, text) for text in TRICKY)
+    wrong = run_by_the_package(tokenizer.to_json())
+    wrong.encode_special_tokens = False
+    assert any(tokenizer.encode(text).tolist() != ids(wrong, text) for text in TRICKY)
+
+
+def test_tokenizer_json_round_trip(tokenizer):
+    text = tokenizer.to_json()
+    again = data.parse_tokenizer_json(tokenizer.name, text)
+    assert type(again) is data.Tokenizer and again.to_json() == text
+    for field in ("ranks", "pattern", "specials", "eot", "mask", "vocab_size"):
+        assert getattr(again, field) == getattr(tokenizer, field)
+    assert all(again.encode(t).tolist() == tokenizer.encode(t).tolist() for t in TRICKY)
+    assert tokenizer.vocab_size == tokenizer.mask == tokenizer.eot + 1
+    bare = data.parse_tokenizer_json("without mask", tokenizer.to_json(with_mask=False))
+    assert (bare.vocab_size, bare.mask) == (tokenizer.vocab_size, tokenizer.mask)
+
+
+def test_a_changed_tokenizer_json_does_not_pass_for_ours(tokenizer):
+    """Ids out of the order of the merges, or a normalizer: the package must run these."""
+    spec = json.loads(tokenizer.to_json())
+    for change in ({"normalizer": {"type": "Lowercase"}},
+                   {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}):
+        other = data.parse_tokenizer_json("other", json.dumps(spec | change))
+        assert type(other) is data.HuggingFaceTokenizer
+        wrong = run_by_the_package(json.dumps(spec | change))
+        assert all(other.encode(text).tolist() == ids(wrong, text) for text in TRICKY)
+
+
+def test_the_older_form_of_gpt2s_tokenizer_json(tokenizer):
+    """The file on the hub leaves the pattern to ByteLevel and writes merges as strings."""
+    if tokenizer.name != "gpt2":
+        pytest.skip("only gpt2 has it")
+    spec = json.loads(tokenizer.to_json())
+    spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
+    older = data.parse_tokenizer_json("older", json.dumps(spec))
+    assert type(older) is data.Tokenizer
+    assert (older.pattern, older.ranks) == (tokenizer.pattern, tokenizer.ranks)
+
+
+@pytest.mark.parametrize("part", [" ", "\n", " \n", "a", "7", "!"])
+def test_a_million_of_anything(tokenizer, part):
+    text = part * (1_000_000 // len(part))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_lone_surrogate_becomes_a_question_mark(tokenizer):
+    for text in ("a\ud800b", "\udc00", "\ud800" + " " * 100_000 + "x"):
+        assert tokenizer.decode(tokenizer.encode(text)) == re.sub("[\ud800-\udfff]", "?", text)
+
+
+def test_bpe_learns_from_texts_with_lone_surrogates(tmp_path):
+    """JSON can spell them; such lines exist in web crawls."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["\ud83d half an emoji", "more text"])
+    data.prepare(f"jsonl:{path}", tmp_path / "out", "bpe:300", workers=1)
+    assert read_documents(tmp_path / "out", "train") == ["? half an emoji", "more text"]
+
+
+def test_stream_text_gives_whole_characters(tokenizer):
+    for text in TRICKY:
+        tokens = tokenizer.encode(text)
+        chunks = list(data.stream_text(tokenizer, tokens[:600]))
+        assert "".join(chunks) == tokenizer.decode(tokens[:600])
+        assert not any("\ufffd" in chunk for chunk in chunks)
+    tokens = tokenizer.encode("\U0001f9ff")
+    assert len(tokens) > 1, "one token: nothing to hold back"
+    assert any("\ufffd" in tokenizer.decode([i]) for i in tokens), "a naive stream would show halves"
+    assert "".join(data.stream_text(tokenizer, tokens[:-1])) == tokenizer.decode(tokens[:-1])
+    special = [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
+    assert "".join(data.stream_text(tokenizer, special)) == f"a{EOT}b"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The order of samples
+
+
+def global_batches(shards, world_size, batch, grad_accum, steps, samples=0, seed=7, ranks=None) -> list[list]:
+    """For each step the sorted rows of all ranks and micro-batches, with their targets."""
+    loaders = [data.Loader(shards, batch, rank, world_size, seed, "cpu", samples)
+               for rank in ranks or range(world_size)]
+    try:
+        return [sorted(row for _ in range(grad_accum) for loader in loaders
+                       for row in torch.stack(next(loader), 1).tolist()) for _ in range(steps)]
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+SPLITS = [(1, 4), (2, None), (2, 2), (4, None), (4, 1), (8, None), (8, 1)]
+
+
+@pytest.fixture(scope="module")
+def one_rank(shards) -> tuple[data.Shards, list]:
+    """Rows of 256 tokens, and their global batches of 16 as one rank sees them, into the second epoch."""
+    rows = data.Dataset(shards, 256).train
+    return rows, global_batches(rows, 1, 16, 1, rows.rows // 16 + 3)
+
+
+@pytest.mark.parametrize("world_size, batch", SPLITS)
+def test_the_global_batch_is_the_same_on_any_number_of_ranks(one_rank, world_size, batch):
+    shards, expected = one_rank
+    _, batch, grad_accum = data.plan_batch(world_size, 16, batch, None, 16, 16)
+    assert world_size * batch * grad_accum == 16
+    assert global_batches(shards, world_size, batch, grad_accum, len(expected)) == expected
+    assert global_batches(shards, world_size, batch, grad_accum, 3, samples=5 * 16) == expected[5:8]
+    broken = [{"seed": 8}, {"samples": 1}] + [{"ranks": [0] * world_size}] * (world_size > 1)
+    for change in broken:
+        assert global_batches(shards, world_size, batch, grad_accum, 3, **change) != expected[:3]
+
+
+def test_batches_are_the_rows_of_the_order(dataset):
+    """Each row is 64 tokens as they lie in the shard, its targets the same one token on."""
+    shards = dataset.train
+    (tokens,) = [mapped.tolist() for mapped in shards.tokens]  # one shard: row r begins at token r · 64
+    for step, found in enumerate(global_batches(shards, 2, 8, 1, 4)):
+        rows = data.sample_rows(step * 16, 16, shards.rows, 7)
+        expected = [[tokens[r * 64:r * 64 + 64], tokens[r * 64 + 1:r * 64 + 65]] for r in rows.tolist()]
+        assert found == sorted(expected)
+
+
+def test_rows_of_many_shards(undisturbed):
+    """No row crosses from one shard to the next, and none is lost but the rest at the end of each."""
+    shards = data.Dataset(undisturbed, 100).train
+    expected = []
+    for path in sorted(undisturbed.glob("train_*.bin")):
+        tokens = read_like_llmc(path).tolist()
+        expected += [[tokens[a:a + 100], tokens[a + 1:a + 101]] for a in range(0, len(tokens) - 100, 100)]
+    assert shards.rows == len(expected) > 5000
+    x = np.empty((len(expected), 100), shards.dtype)
+    y = np.empty_like(x)
+    shards.take(np.arange(len(expected)), x, y)
+    assert np.stack([x, y], 1).tolist() == expected
+    some = np.sort(data.sample_rows(0, 500, shards.rows, 1))
+    shards.take(some, x[:500], y[:500])
+    assert np.stack([x, y], 1)[:500].tolist() == [expected[row] for row in some]
+
+
+def each_once(rows: np.ndarray, n: int) -> bool:
+    return rows.dtype == np.int64 and np.array_equal(np.sort(rows), np.arange(n))
+
+
+SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 64, 65, 255, 256, 257, 1000, 4097,
+         *(random.Random(4).randrange(1, 50_000) for _ in range(30))]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345, -1])
+def test_an_epoch_visits_every_row_once(seed):
+    for n in SIZES:
+        for epoch in (0, 1, 10**6):
+            assert each_once(data.sample_rows(epoch * n, n, n, seed), n), (n, epoch)
+
+
+def test_an_order_that_repeats_rows_is_noticed():
+    """What the permutation would be without cycle walking: folded into the range."""
+    domain = data.permute(np.arange(1024), 1024, 0, 0)
+    assert each_once(domain, 1024) and not each_once(domain[:1000] % 1000, 1000)
+
+
+@pytest.mark.parametrize("n", [20, 1000, 31_337])
+def test_epochs_and_seeds_differ(n):
+    orders = [data.sample_rows(epoch * n, n, n, seed).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert all(a != b for a, b in itertools.combinations([*orders, list(range(n))], 2))
+
+
+def test_the_order_does_not_depend_on_how_it_is_asked_for():
+    n, chance, at = 777, random.Random(5), 0
+    whole = data.sample_rows(0, 5 * n, n, 3).tolist()
+    while at < 4 * n:
+        count = chance.randrange(1, 300)
+        assert data.sample_rows(at, count, n, 3).tolist() == whole[at:at + count]
+        at += count
+
+
+def test_the_order_is_not_only_locally_shuffled():
+    """The mean distance between neighbours of a random order of n rows is n/3."""
+    n = 100_000
+    steps = np.abs(np.diff(data.permute(np.arange(n), n, 0, 0)))
+    assert 0.32 < steps.mean() / n < 0.345
+
+
+def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
+    shards, seconds = data.Dataset(undisturbed, 64).train, []
+    for _ in range(7):
+        begin = time.perf_counter()
+        loader = data.Loader(shards, 64, 3, 8, 1, "cpu", samples=10**6 * 512)
+        x, _ = next(loader)
+        seconds.append(time.perf_counter() - begin)
+        loader.close()
+    assert min(seconds) < 0.05
+    rows = np.sort(data.sample_rows(10**6 * 512 + 3 * 64, 64, shards.rows, 1))
+    expected = np.empty((64, 64), shards.dtype)
+    shards.take(rows, expected, np.empty_like(expected))
+    assert x.tolist() == expected.tolist()
+
+
+def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch):
+    def fail(*arguments):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(dataset.train, "take", fail)
+    loader = data.Loader(dataset.train, 4, 0, 1, 0, "cpu")
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(loader)
+    loader.close()
+
+
+def test_plan_batch_always_divides_or_says_what_does():
+    for world_size, wanted, batch, grad_accum in itertools.product(
+            range(1, 10), [None, *range(1, 40), 512], [None, 1, 3, 4, 8], [None, 1, 2, 5]):
+        try:
+            plan = data.plan_batch(world_size, wanted, batch, grad_accum, 48, 8)
+        except data.UserError as error:
+            advice = dict(re.findall(r"--([a-z-]+) (\d+)", str(error).split(": ")[-1]))
+            said = [int(advice.get(name, 0)) or None for name in ("global-batch", "batch", "grad-accum")]
+            plan = data.plan_batch(world_size, said[0] or wanted or 48, *said[1:], 48, 8)
+        else:
+            assert (batch or plan[1], grad_accum or plan[2]) == plan[1:]
+            assert plan[0] == (wanted or (world_size * batch * grad_accum if batch and grad_accum else 48))
+        assert plan[0] == world_size * plan[1] * plan[2] and min(plan) > 0
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Validation
+
+
+def validated(shards, batch: int, world_size: int, limit=None) -> tuple[Counter, int, set]:
+    """The rows that count, the sum of their targets, and how many batches each rank had."""
+    rows, total, lengths = Counter(), 0, set()
+    for rank in range(world_size):
+        batches = list(data.validation_batches(shards, batch, rank, world_size, "cpu", limit))
+        lengths.add(len(batches))
+        for x, y in batches:
+            assert x.shape == y.shape == (batch, shards.seq_len) and x.dtype == y.dtype == torch.int64
+            padding = (y == -1).any(1)
+            assert (y[padding] == -1).all()
+            rows.update(map(tuple, x[~padding].tolist()))
+            total += y[~padding].sum().item()
+    return rows, total, lengths
+
+
+@pytest.mark.parametrize("limit", [None, 1, 13])
+def test_validation_counts_every_row_once_on_any_number_of_ranks(dataset, limit):
+    shards = dataset.val
+    tokens = shards.tokens[0].tolist()
+    count = limit or shards.rows
+    rows = Counter(tuple(tokens[r * 64:r * 64 + 64]) for r in range(count))
+    total = sum(tokens[1:count * 64 + 1])
+    for world_size, batch in itertools.product((1, 2, 3, 5, 8), (1, 4, 7, 500)):
+        found, found_total, lengths = validated(shards, batch, world_size, limit)
+        assert found == rows and found_total == total, (world_size, batch)
+        assert len(lengths) == 1, "a rank with fewer batches would leave the others waiting"
+
+
+def test_without_padding_rows_would_count_twice(dataset):
+    """Shows that the check above needs the targets of −1: the inputs alone repeat the last row."""
+    shards, seen = dataset.val, 0
+    for rank in range(3):
+        seen += sum(len(x) for x, _ in data.validation_batches(shards, 7, rank, 3, "cpu"))
+    assert seen > shards.rows
+
+
+# -----------------------------------------------------------------------------------------------------------
+# info, verify, peek
+
+
+def test_info(corpus, shards, dataset):
+    result = run(0, "data.py", "info", shards)
+    counts = Counter(itertools.chain.from_iterable(t.tolist() for t in dataset.train.tokens))
+    share = np.array(list(counts.values())) / sum(counts.values())
+    assert result.code == 0, result.out
+    train, val = dataset.train.num_tokens, dataset.val.num_tokens
+    for part in (f"text:{corpus}: {train:,} training and {val:,} validation tokens of bytes, 2 documents",
+                 "val_split tail:0.1", f"unigram entropy {-(share * np.log(share)).sum():.4f} nats",
+                 "tokenizer: bytes, 257 ids, end of text is 256, [MASK] is 257",
+                 f"fingerprint: {dataset.fingerprint}"):
+        assert part in result.out
+    assert train + val == corpus.stat().st_size + 2
+
+
+def test_verify(undisturbed):
+    result = run(0, "data.py", "verify", undisturbed)
+    lines = result.out.splitlines()
+    assert result.code == 0 and lines[-1] == f"{undisturbed}: OK"
+    assert {line.split(":")[0] for line in lines[:-1]} == {p.name for p in undisturbed.glob("*.bin")}
+    assert all(line.endswith("tokens, checksum OK") for line in lines[:-1])
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_peek(shards, dataset, split):
+    result = run(0, "data.py", "peek", shards, *f"--rows 4 --split {split} --seq-len 96 --seed 5".split())
+    tokens = getattr(dataset, split).tokens[0]
+    rows = sorted(data.sample_rows(0, 4, (len(tokens) - 1) // 96, 5).tolist())
+    texts = [dataset.tokenizer.decode(tokens[row * 96:row * 96 + 96]) for row in rows]
+    expected = [f"--- {split} row {row}\n{text}\n" for row, text in zip(rows, texts, strict=True)]
+    assert result.code == 0 and result.out == "".join(expected)
+
+
+def test_prepared_data_is_not_prepared_again(corpus, shards):
+    before = tree(shards)
+    command = f"prepare --dataset text:{corpus} --tokenizer bytes --out {shards}"
+    result = run(0, "data.py", *command.split())
+    assert result.code == 0 and "is prepared already" in result.out and tree(shards) == before
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch) -> Path:
+    """A working directory with one example of everything that can be wrong, and without a network."""
+    import pyarrow
+    import pyarrow.parquet
+    good = b"good text\n" * 100
+    files = {
+        "good.txt": good, "empty.txt": b"", "spaces.txt": b" \n\t\n", "zeros.txt": bytes(5000),
+        "random.txt": random.Random(6).randbytes(5000), "latin.txt": "mañana\n".encode("latin-1"),
+        "bad.jsonl": b'{"text": "a"}\n{"text": "b"\n', "list.jsonl": b'["text", 1]\n', "number.jsonl": b"5\n",
+        "nofield.jsonl": b'{"body": "a", "title": "b"}\n', "fake.jsonl.gz": b'{"text": "a"}\n',
+        "cut.jsonl.gz": gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "fake.parquet": b"PAR1 not at all",
+        "strangers/notes.txt": b"mine", "bare/nothing.txt": b"", "short/train_000000.bin": b"\x08\x00",
+        "other/train_000000.bin": bytes(5000), "model/tokenizer.json": b'{"model": 5}',
+        "list/tokenizer.json": b"[]", "changed.txt": good + b"more"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "nofield.parquet")
+    monkeypatch.chdir(tmp_path)
+    ready = data.prepare("text:good.txt", tmp_path / "ready", "bytes", workers=1)
+    for name in ("truncated", "header", "first", "last", "damaged", "elsewhere", "pattern", "unfinished",
+                 "missing", "changed", "nomanifest", "noshard"):
+        shutil.copytree(ready, tmp_path / name)
+    shard, size = "train_000000.bin", (ready / "train_000000.bin").stat().st_size
+    os.truncate(tmp_path / "truncated" / shard, size - 2)
+    for name, offset in {"header": 2, "first": 1024, "last": size - 1}.items():
+        flip(tmp_path / name / shard, offset)
+    manifest = (ready / "manifest.json").read_text()
+    for name, text in {"damaged": manifest[:-100], "elsewhere": manifest.replace(shard, "../" + shard),
+                       "pattern": manifest.replace('"train"', '".*"').replace(shard, "../x_000000.bin"),
+                       "unfinished": manifest.replace('"complete": true', '"complete": false')}.items():
+        assert text != manifest
+        (tmp_path / name / "manifest.json").write_text(text)
+    (tmp_path / "missing" / "tokenizer.json").unlink()
+    flip(tmp_path / "changed" / "tokenizer.json", 300)
+    (tmp_path / "nomanifest" / "manifest.json").unlink()
+    (tmp_path / "noshard" / shard).unlink()
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+# What a command says that begins with "prepare". Arguments that follow override these; new/ is not compared.
+USUAL = "prepare --dataset text:good.txt --out new --tokenizer bytes --workers 1"
+MISTAKES = {  # command: words of the message
+    "prepare --dataset nonsense": "unknown data set 'nonsense'",
+    "prepare --dataset hf:": "unknown data set",
+    "prepare --dataset text:none/*.txt": "no file matches 'none/*.txt'",
+    "prepare --dataset text:empty.txt": "holds no text",
+    "prepare --dataset text:spaces.txt": "holds no text",
+    "prepare --dataset text:zeros.txt": "zeros.txt holds zero bytes",
+    "prepare --dataset text:random.txt": "random.txt is not UTF-8",
+    "prepare --dataset text:latin.txt": "latin.txt is not UTF-8",
+    "prepare --dataset jsonl:bad.jsonl": "bad.jsonl, line 2, is not JSON",
+    "prepare --dataset jsonl:list.jsonl": "list.jsonl, line 1, is not JSON",
+    "prepare --dataset jsonl:number.jsonl": "number.jsonl, line 1, is not JSON",
+    "prepare --dataset jsonl:random.txt": "random.txt, line 1, is not JSON",
+    "prepare --dataset jsonl:nofield.jsonl": "no field 'text' but body, title",
+    "prepare --dataset jsonl:cut.jsonl.gz": "cut.jsonl.gz cannot be read to its end",
+    "prepare --dataset jsonl:fake.jsonl.gz": "fake.jsonl.gz cannot be read to its end",
+    "prepare --dataset parquet:fake.parquet": "fake.parquet is not a parquet file",
+    "prepare --dataset parquet:nofield.parquet": "no field 'text' but body",
+    "prepare --dataset imdb": "no network, so stanfordnlp/imdb cannot be read",
+    "prepare --dataset hf:nobody/nothing": "no network, so nobody/nothing cannot be read",
+    "prepare --tokenizer cl100k_base": "cannot be downloaded",
+    "prepare --tokenizer gpt3": "unknown tokenizer 'gpt3'",
+    "prepare --tokenizer bpe:100": "bpe:100 is out of range",
+    "prepare --tokenizer model": "model/tokenizer.json is not a Hugging Face",
+    "prepare --tokenizer list": "list/tokenizer.json is not a Hugging Face",
+    "prepare --max-samples 0 --val-split hash": "limits must be 1 or more",
+    "prepare --shard-tokens 0": "--shard-tokens must lie between",
+    "prepare --workers 0": "limits must be 1 or more",
+    "prepare --max-tokens 5": "tail:F reads the text to its end",
+    "prepare --dataset jsonl:bad.jsonl --val-split tail:0.1": "tail:F needs a text: source",
+    "prepare --out ready --tokenizer bpe:300": "another tokenizer (bytes, now bpe:300)",
+    "prepare --dataset text:changed.txt --out ready": "ready was prepared with another source",
+    "prepare --out ready --shard-tokens 9": "another shard_tokens",
+    "prepare --out damaged": "manifest.json is damaged",
+    "prepare --out strangers": "strangers holds notes.txt but no manifest",
+    "prepare --out nomanifest": "holds train_000000.bin but no manifest",
+    "prepare --out good.txt": "good.txt cannot be written",
+    "prepare --out good.txt/below": "good.txt/below cannot be written",
+    "verify truncated": "truncated/train_000000.bin has",
+    "info truncated": "truncated/train_000000.bin has",
+    "peek truncated": "truncated/train_000000.bin has",
+    "verify header": "header/train_000000.bin is not a shard",
+    "info header": "header/train_000000.bin is not a shard",
+    "verify first": "first/train_000000.bin has changed",
+    "verify last": "last/train_000000.bin has changed",
+    "verify missing": "missing/tokenizer.json is missing or has changed",
+    "verify changed": "changed/tokenizer.json is missing or has changed",
+    "verify noshard": "noshard/train_000000.bin cannot be read: No such file",
+    "verify nomanifest": "nomanifest has no manifest.json",
+    "info damaged": "damaged/manifest.json is damaged",
+    "info elsewhere": "elsewhere/manifest.json is damaged",
+    "info pattern": "pattern/manifest.json is damaged",
+    "info unfinished": "unfinished is not complete",
+    "info changed": "changed/tokenizer.json is missing or has changed",
+    "info ready --tokenizer bpe:300": "made with the tokenizer bytes, not with bpe:300",
+    "info nomanifest": "nomanifest has no manifest: name its tokenizer",
+    "info nowhere": "nowhere holds no data",
+    "info bare": "bare holds no data",
+    "info good.txt": "good.txt holds no data",
+    "info short --tokenizer bytes": "short/train_000000.bin cannot be read: too short",
+    "info other --tokenizer bytes": "other/train_000000.bin is not a shard",
+    "peek ready --seq-len 100000000": "is too small",
+    "peek ready --rows 0": "must be 1 or more",
+    "peek ready --seq-len 0": "must be 1 or more",
+}
+AS_PROCESSES = ("nonsense", "random.txt", "bad.jsonl", "below", "verify last", "info damaged", "out ready")
+
+
+def arguments(command: str) -> list[str]:
+    return re.sub("^prepare", USUAL, command).split()
+
+
+def check_message(message: str, words: str) -> None:
+    assert words in message and message.count("\n") == 0 and message.rstrip().endswith(".")
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_sentence(scene, command, monkeypatch):
+    before = tree(scene, without="new")
+    monkeypatch.setattr(sys, "argv", ["data.py", *arguments(command)])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # the progress bar
+    with pytest.raises(data.UserError) as raised:
+        data.main()
+    check_message(str(raised.value), MISTAKES[command])
+    assert tree(scene, without="new") == before
+
+
+@pytest.mark.parametrize("command", [
+    pytest.param(command, marks=[] if any(part in command for part in AS_PROCESSES) else pytest.mark.long)
+    for command in MISTAKES])
+def test_a_mistake_ends_with_exit_code_2(scene, command):
+    before = tree(scene, without="new")
+    result = run(0, "data.py", *arguments(command), cwd=scene)
+    assert result.code == 2 and "Traceback" not in result.out, result.out
+    (message,) = [line for line in re.split("[\r\n]", result.out) if "error" in line.lower()]
+    assert message.startswith("error: ") and result.out.endswith(f"{message}\n")
+    check_message(message, MISTAKES[command])
+    assert tree(scene, without="new") == before
+
+
+def test_the_scene_is_wrong_in_nothing_else(scene):
+    """Shows that the commands above fail for the reason they are meant to."""
+    for command in ("prepare", "info ready", "verify ready", "peek ready",
+                    "info nomanifest --tokenizer bytes", "info first", "verify unfinished"):
+        result = run(0, "data.py", *arguments(command), cwd=scene)
+        assert result.code == 0, result.out
+
+
+def test_the_hub_without_a_network_fails_within_a_second(scene, monkeypatch):
+    """The hub's own client tries for 23 seconds. The first command measures how long Python takes."""
+    monkeypatch.delenv("HTTPS_PROXY")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    seconds = []
+    for dataset in ("nonsense", "imdb", "fineweb-edu"):
+        begin = time.perf_counter()
+        result = run(0, "data.py", *arguments(f"prepare --dataset {dataset}"), cwd=scene)
+        seconds.append(time.perf_counter() - begin)
+        assert result.code == 2 and ("no network" in result.out) == (dataset != "nonsense"), result.out
+    assert max(seconds[1:]) < seconds[0] + 1.5
+
+
+def test_a_host_that_never_answers_counts_as_unreachable():
+    """A full queue of connections, as behind a firewall that drops packets."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert data.reachable(address)
+        full = [socket.socket() for _ in range(4)]
+        for client in full:
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        begin = time.perf_counter()
+        assert not data.reachable(address, 0.3)
+        assert time.perf_counter() - begin < 1
+        for client in full:
+            client.close()
+
+
+def test_ids_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
+    shutil.copy(undisturbed / "train_000000.bin", tmp_path)
+    with pytest.raises(data.UserError, match="holds the id 5[0-9][0-9], but bytes has 258"):
+        data.Dataset(tmp_path, 64, "bytes")

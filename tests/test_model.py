@@ -1,0 +1,912 @@
+"""What model.py claims, measured on tiny models on a CPU.
+
+Exactness: activation checkpointing, truncated backpropagation, causality and early halting change no bit,
+and each check is shown to fail when the thing is broken on purpose. Then the KV cache and sampling, the files
+that Hugging Face transformers reads and writes, the loss, optimizers and schedules, and the counts of
+parameters and FLOPs. `--long` adds the full matrices and compiled blocks.
+"""
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import data
+from data import UserError
+from model import (
+    EMA,
+    HRM,
+    Block,
+    HRMBlock,
+    HRMConfig,
+    Linear,
+    Stack,
+    from_hf,
+    generate,
+    learning_rate,
+    linear_cross_entropy,
+    make_optimizers,
+    num_params,
+    rms_norm,
+    sample,
+    to_hf,
+)
+
+VOCAB, PADDED, SEQ_LEN = 60, 64, 16  # padded, so that every test has ids that must not matter
+MODES = ("block", "selective")
+# A halting bias for each number of H-cycles, of at most 4: p is 1.00, 0.73 (twice that is above 1) or 0.00.
+HALT_BIAS = {1: 10.0, 2: 1.0, 4: -20.0}
+# Which stack calls keep a graph, in the order L L L H L L L H: written out, as model.py computes it.
+KEPT = {2: "......LH", 3: "...H..LH", 4: "...H.LLH", 5: "...HLLLH", 6: "..LHLLLH", 7: ".LLHLLLH",
+        8: "LLLHLLLH"}
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def hrm(checkpointing: str = "none", dtype=torch.float32, depth: int | None = None, **config) -> HRM:
+    """A tiny HRM, always with the same weights. `depth` makes it halt after so many H-cycles."""
+    torch.manual_seed(0)
+    settings = {"vocab_size": VOCAB, "padded_vocab": PADDED, "seq_len": SEQ_LEN, "n_layer": 2, "n_head": 2,
+                "d_model": 32, "ff": 48, "halt": depth is not None}
+    model = HRM(HRMConfig(**(settings | config)))
+    model.compute_dtype = dtype
+    if depth is not None:
+        nn.init.constant_(model.halt.bias, HALT_BIAS[depth])
+        nn.init.normal_(model.halt.weight, std=0.01)  # from its initial 0 no gradient would reach z_H
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.checkpointing = checkpointing
+    return model
+
+
+def tokens(batch: int = 2, length: int = SEQ_LEN, seed: int = 7) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> dict:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def step(model: HRM, **settings) -> tuple[dict, dict]:
+    """One forward and backward pass: the objective and every gradient by name, and the statistics."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)  # for dropout
+    idx = tokens(length=SEQ_LEN + 1)
+    objective, statistics = model(idx[:, :-1], idx[:, 1:], ponder_weight=0.01, **settings)
+    objective.backward()
+    return {"objective": objective.detach(), **gradients(model)}, statistics
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    """The names whose tensors differ in any bit, or exist on one side only."""
+    assert a.keys() == b.keys()
+    return [name for name in a if (a[name] is None) != (b[name] is None)
+            or a[name] is not None and not torch.equal(a[name], b[name])]
+
+
+def largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Activation checkpointing is exact
+
+
+def check_checkpointing(bp_steps, depth, dropout, dtype):
+    build = {"depth": depth, "dropout": dropout, "dtype": dtype}
+    expected, statistics = step(hrm("none", **build), bp_steps=bp_steps)
+    assert statistics["cycles"] == (depth or 2)
+    assert expected["objective"].isfinite()
+    for mode in MODES:
+        assert differing(expected, step(hrm(mode, **build), bp_steps=bp_steps)[0]) == [], mode
+
+
+@pytest.mark.parametrize("bp_steps, depth, dropout, dtype", [
+    (2, None, 0.0, torch.float32), (5, None, 0.1, torch.float32), (8, None, 0.1, torch.bfloat16),
+    (5, None, 0.0, torch.bfloat16), (2, 1, 0.1, torch.float32), (5, 2, 0.0, torch.bfloat16),
+    (8, 4, 0.1, torch.float32), (5, 4, 0.1, torch.bfloat16)])
+def test_checkpointing_changes_no_bit(bp_steps, depth, dropout, dtype):
+    check_checkpointing(bp_steps, depth, dropout, dtype)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("depth", [None, *HALT_BIAS])
+@pytest.mark.parametrize("bp_steps", [2, 5, 8])
+def test_checkpointing_changes_no_bit_in_any_combination(bp_steps, depth, dropout, dtype):
+    check_checkpointing(bp_steps, depth, dropout, dtype)
+
+
+def test_checkpointing_recomputes_what_it_says(monkeypatch):
+    """Without this, a mode that is ignored would pass the tests above."""
+    runs = []
+    plain = HRMBlock.block
+    monkeypatch.setattr(HRMBlock, "block", lambda self, *args: runs.append(self) or plain(self, *args))
+    flops, calls = {}, {}
+    for mode in ("none", *MODES):
+        runs.clear()
+        with FlopCounterMode(display=False) as counter:
+            step(hrm(mode), bp_steps=5)
+        flops[mode], calls[mode] = counter.get_total_flops(), len(runs)
+    assert calls == {"none": 16, "block": 16 + 10, "selective": 16 + 10}  # 2 blocks in each of 8 and 5 calls
+    assert flops["none"] == flops["selective"] < flops["block"]  # selective repeats no matrix product
+
+
+def test_control_checkpoint_around_a_late_bound_closure(monkeypatch):
+    """Recomputed in the backward pass, `block` is the last one for all: no error, and wrong gradients."""
+    def late_bound(self, x, rope, cache=None):
+        for block in self.blocks:
+            x = checkpoint(lambda x: block.block(x, rope), x, use_reentrant=False)  # noqa: B023
+        return rms_norm(x, self.eps)
+
+    expected, _ = step(hrm(), bp_steps=5)
+    monkeypatch.setattr(Stack, "forward", late_bound)
+    wrong = differing(expected, step(hrm(), bp_steps=5)[0])
+    assert "objective" not in wrong
+    assert any(name.startswith("H.blocks.0.") for name in wrong)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_control_random_state_not_preserved(monkeypatch, dropout):
+    """Recomputed with other dropout masks, the gradients are wrong; without dropout nothing is lost."""
+    def forgetful(*args, **kwargs):
+        return checkpoint(*args, **(kwargs | {"preserve_rng_state": False}))
+
+    expected, _ = step(hrm(dropout=dropout), bp_steps=5)
+    monkeypatch.setattr("model.checkpoint", forgetful)
+    wrong = differing(expected, step(hrm("block", dropout=dropout), bp_steps=5)[0])
+    assert "objective" not in wrong
+    assert bool(wrong) == (dropout > 0)
+
+
+def autocast_step(cache_enabled: bool, mode: str = "none", bp_steps: int = 5) -> dict:
+    """A step in bfloat16 by autocast instead of our Linear; the backward pass lies outside, as is usual."""
+    model, idx = hrm(mode), tokens(length=SEQ_LEN + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Linear, "forward", lambda self, x: F.linear(x, self.weight, self.bias))
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+            objective, _ = model(idx[:, :-1], idx[:, 1:], bp_steps=bp_steps)
+        objective.backward()
+    return {"objective": objective.detach(), **gradients(model)}
+
+
+def test_control_weight_cache_of_autocast_breaks_checkpointing():
+    """The forward pass finds the cast weight in the cache where the recomputation has to cast it again. In
+    older releases of torch a copy made under no_grad also has no graph, and later uses lose their gradient.
+    """
+    def breaks(cache_enabled):
+        try:
+            plain = autocast_step(cache_enabled)
+            lost = [name for name, grad in plain.items() if grad is None]
+            return bool(lost or any(differing(plain, autocast_step(cache_enabled, mode)) for mode in MODES))
+        except RuntimeError:
+            return True
+
+    assert breaks(cache_enabled=True)
+    assert not breaks(cache_enabled=False)
+
+
+def test_gradients_of_a_shared_weight_are_summed_in_float32():
+    """And not rounded to bfloat16 again after each of its uses, as behind the weight cache of autocast."""
+    def rounded(grads):
+        return [torch.equal(grad, grad.bfloat16().float())
+                for name, grad in grads.items() if ".blocks." in name]
+
+    assert not any(rounded(step(hrm(dtype=torch.bfloat16), bp_steps=8)[0]))
+    assert all(rounded(autocast_step(cache_enabled=True, bp_steps=8)))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Truncated backpropagation
+
+
+def reference(model: HRM, kept: str) -> dict:
+    """The recurrence of a fixed-depth HRM written out; calls whose letter `kept` leaves out are detached."""
+    model.zero_grad(set_to_none=True)
+    idx = tokens(length=SEQ_LEN + 1)
+    x = model.embed(idx[:, :-1]) * 32**0.5
+    rope = model.rope[:, :SEQ_LEN]
+    z_h, z_l = x, model.z_l_init.expand_as(x)
+    for name, keep in zip("LLLHLLLH", kept, strict=True):
+        z = (model.L if name == "L" else model.H)(z_h + z_l, rope)
+        z = z if keep == name else z.detach()
+        z_h, z_l = (z_h, z) if name == "L" else (z, z_l)
+    loss = linear_cross_entropy(z_h, model.head_weight, idx[:, 1:], VOCAB)
+    loss.backward()
+    return {"objective": loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("bp_steps", KEPT)
+def test_truncated_backprop_equals_explicit_detach(bp_steps, tie):
+    expected = reference(hrm(tie=tie), KEPT[bp_steps])
+    assert differing(expected, step(hrm(tie=tie), bp_steps=bp_steps)[0]) == []
+
+
+def test_largest_bp_steps_is_full_backprop():
+    model = hrm()
+    full = reference(model, "LLLHLLLH")
+    for bp_steps in (model.config.max_bp_steps, 99, None):
+        assert differing(full, step(model, bp_steps=bp_steps)[0]) == []
+
+
+def test_control_one_call_more_or_less_is_noticed():
+    actual, _ = step(hrm(), bp_steps=5)
+    assert differing(actual, reference(hrm(), KEPT[8]))
+    assert differing(actual, reference(hrm(), KEPT[4]))
+
+
+@pytest.mark.parametrize("bp_steps, cycle", [(2, "..LH"), (3, ".LLH"), (4, "LLLH"), (5, "LLLH"), (8, "LLLH")])
+def test_with_halt_every_cycle_keeps_what_a_last_one_would(monkeypatch, bp_steps, cycle):
+    model, kept = hrm(depth=4), []
+    plain = Stack.forward
+
+    def recorded(self, *args):
+        kept.append(("L" if self is model.L else "H") if torch.is_grad_enabled() else ".")
+        return plain(self, *args)
+
+    monkeypatch.setattr(Stack, "forward", recorded)
+    step(model, bp_steps=bp_steps)
+    assert "".join(kept) == 4 * cycle
+
+
+def without_gradient(grads: dict) -> list[str]:
+    return [name for name, grad in grads.items() if grad is None or not grad.any()]
+
+
+@pytest.mark.parametrize("tie, bp_steps", [(True, 2), (True, 3), (True, 4), (True, 5),
+                                           (False, 3), (False, 4), (False, 5)])
+@pytest.mark.parametrize("extra", [{}, {"halt": True}, {"depth": 2}, {"inject_input": True}], ids=str)
+def test_every_parameter_has_a_gradient_on_the_ramp(tie, bp_steps, extra):
+    """With halt as initialized, and stopping at half the cycles."""
+    assert without_gradient(step(hrm(tie=tie, **extra), bp_steps=bp_steps)[0]) == []
+
+
+def test_control_untied_embedding_has_no_gradient_at_two_bp_steps():
+    assert without_gradient(step(hrm(tie=False), bp_steps=2)[0]) == ["embed.weight"]
+
+
+def test_gradients_of_a_bfloat16_pass_are_float32_and_close():
+    exact, rough = step(hrm())[0], step(hrm(dtype=torch.bfloat16))[0]
+    for name in exact:
+        assert rough[name].dtype == torch.float32
+        assert torch.cosine_similarity(exact[name].flatten(), rough[name].flatten(), dim=0) > 0.99, name
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Adaptive depth
+
+
+def halting_weights(model: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights that think() gives to its cycles (cycles, B, T), and the ponder cost."""
+    weights, plain = [], model.halting_weight
+
+    def recorded(*args):
+        weight, remaining = plain(*args)
+        weights.append(weight)
+        return weight, remaining
+
+    model.halting_weight = recorded
+    _, ponder, _ = model.think(idx)
+    return torch.stack(weights), ponder
+
+
+def undecided(**config) -> HRM:
+    """A model whose tokens stop at different depths."""
+    model = hrm(halt=True, **config)
+    nn.init.normal_(model.halt.weight)
+    nn.init.zeros_(model.halt.bias)
+    return model
+
+
+@pytest.mark.parametrize("build", [undecided, *(lambda depth=depth: hrm(depth=depth) for depth in HALT_BIAS)])
+def test_halting_weights_sum_to_one(build):
+    weights, _ = halting_weights(build(), tokens())
+    assert (weights >= 0).all()
+    assert largest_error(weights.sum(0), torch.ones(2, SEQ_LEN)) <= 1e-6
+
+
+def test_control_weights_without_the_remainder_do_not_sum_to_one():
+    weights, _ = halting_weights(undecided(), tokens())
+    assert len((weights > 0).sum(0).unique()) > 1  # several depths in one batch
+    assert largest_error(weights[:-1].sum(0), torch.ones(2, SEQ_LEN)) > 1e-2
+
+
+def test_ponder_cost_moves_the_halting_layer():
+    model = undecided()
+    weights, ponder = halting_weights(model, tokens())
+    ponder.backward(retain_graph=True)
+    assert model.halt.bias.grad.item() < 0  # a larger bias stops sooner and costs less
+    assert model.halt.weight.grad.any()
+    # control: the sum of the weights is a cost too, but it is always 1 and teaches nothing
+    model.zero_grad()
+    weights.sum().backward()
+    assert model.halt.bias.grad.abs().item() < 1e-6
+
+
+def test_ponder_cost_counts_cycles_beyond_the_first():
+    assert hrm(depth=1).think(tokens())[1].item() == 0
+    assert hrm(depth=4).think(tokens())[1].item() == pytest.approx(3, abs=1e-4)
+
+
+@pytest.mark.parametrize("depth", HALT_BIAS)
+def test_bias_sets_the_depth(depth):
+    assert hrm(depth=depth).think(tokens())[2] == depth
+    assert hrm(depth=depth).think(tokens(), fixed_depth=True)[2] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_cycle_too_many_changes_nothing(monkeypatch, depth, dtype):
+    model = hrm(depth=depth, dtype=dtype)
+    idx = tokens()
+    stopped, all_cycles = model.think(idx), model.think(idx, fixed_depth=True)
+    assert (stopped[2], all_cycles[2]) == (depth, 4)
+    assert torch.equal(stopped[0], all_cycles[0])
+    assert torch.equal(stopped[1], all_cycles[1])
+    assert differing(step(model)[0], step(model, fixed_depth=True)[0]) == []
+
+    # another rank that wants more cycles gets them, and changes nothing here
+    monkeypatch.setattr("model.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("model.dist.all_reduce", lambda left, op: left.fill_(1.0))
+    agreed = model.think(idx)
+    assert agreed[2] == 4 and torch.equal(stopped[0], agreed[0])
+
+
+def test_control_a_late_cycle_with_some_weight_is_noticed(monkeypatch):
+    model, plain = hrm(depth=2), HRM.halting_weight
+
+    def leaking(self, *args):
+        weight, remaining = plain(self, *args)
+        return weight + 1e-5, remaining
+
+    monkeypatch.setattr(HRM, "halting_weight", leaking)
+    assert not torch.equal(model.think(tokens())[0], model.think(tokens(), fixed_depth=True)[0])
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Causality, the KV cache, sampling
+
+
+def prefixes(model: HRM, fixed_depth: bool = False, cut: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the first `cut` tokens, with two different futures."""
+    idx, other = tokens(), tokens()
+    other[:, cut:] = (other[:, cut:] + 1) % VOCAB
+    with torch.no_grad():
+        z, changed = (model.think(i, fixed_depth=fixed_depth)[0] @ model.head_weight.T.to(model.compute_dtype)
+                      for i in (idx, other))
+    assert not torch.equal(z[:, cut:], changed[:, cut:])  # the future itself does change
+    return z[:, :cut], changed[:, :cut]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [{}, {"inject_input": True}, {"depth": 4}, {"depth": 2, "tie": False}],
+                         ids=str)
+def test_the_future_never_changes_the_past(config, dtype):
+    assert torch.equal(*prefixes(hrm(dtype=dtype, **config), fixed_depth=True))
+    assert torch.equal(*prefixes(hrm(dtype=dtype, **config)))
+
+
+def test_control_attention_that_is_not_causal(monkeypatch):
+    attention = F.scaled_dot_product_attention
+    monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v))
+    assert not torch.equal(*prefixes(hrm()))
+
+
+SHAPES = [{}, {"inject_input": True}, {"depth": 2}, {"halt": True},
+          {"tie": False, "h_cycles": 1, "l_cycles": 2}]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [1, 6])
+@pytest.mark.parametrize("config", SHAPES, ids=str)
+def test_decoding_with_the_cache_equals_the_full_pass(config, prompt):
+    model, idx = hrm(**config).eval(), tokens(batch=3)
+    full, cache = model(idx), model.new_cache(3)
+    parts = [idx[:, :prompt], *idx[:, prompt:].split(1, dim=1)]
+    for end, part in enumerate(parts, prompt):
+        logits = model.decode(part, cache)
+        assert cache.length == end
+        assert largest_error(logits, full[:, end - 1]) <= 1e-5
+        assert torch.equal(logits.argmax(-1), full[:, end - 1].argmax(-1))
+
+
+@torch.no_grad()
+def test_control_a_cache_with_two_slots_exchanged_is_noticed():
+    model, idx = hrm(), tokens()
+    cache = model.new_cache(2)
+    model.decode(idx[:, :-1], cache)
+    cache.memory[[0, 2]] = cache.memory[[2, 0]]
+    assert largest_error(model.decode(idx[:, -1:], cache), model(idx)[:, -1]) > 1e-4
+
+
+@torch.no_grad()
+def test_a_filled_cache_refuses_several_tokens():
+    """is_causal aligns queries with the first keys, so they would silently see too little."""
+    model, idx = hrm(), tokens()
+    cache = model.new_cache(2)
+    model.decode(idx[:, :4], cache)
+    with pytest.raises(AssertionError, match="one token at a time"):
+        model.decode(idx[:, 4:6], cache)
+
+
+def ids_of(model: HRM, prompt: torch.Tensor, count: int, **settings) -> torch.Tensor:
+    return torch.stack(list(generate(model, prompt, count, **settings)), dim=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", SHAPES, ids=str)
+def test_greedy_generation_equals_a_loop_over_full_passes(config):
+    """Also past the end of the context, where the later half is read again."""
+    model = hrm(**config).eval()
+    idx = context = tokens(batch=2, length=5)
+    for _ in range(2 * SEQ_LEN):
+        if context.size(1) > SEQ_LEN:
+            context = context[:, -(SEQ_LEN // 2):]
+        new = model(context)[:, -1, :VOCAB].argmax(-1, keepdim=True)
+        idx, context = torch.cat((idx, new), 1), torch.cat((context, new), 1)
+    assert torch.equal(ids_of(model, tokens(batch=2, length=5), 2 * SEQ_LEN, temperature=0), idx[:, 5:])
+
+
+def test_generation_continues_after_a_prompt_that_fills_the_context():
+    for length in (SEQ_LEN, SEQ_LEN + 3):
+        assert ids_of(hrm(), tokens(length=length), 4).shape == (2, 4)
+
+
+def test_the_seed_decides_what_is_sampled():
+    model, prompt = hrm(), tokens(length=3)
+    settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    first = ids_of(model, prompt, 12, seed=5, **settings)
+    torch.rand(9)  # the global random state plays no part
+    assert torch.equal(first, ids_of(model, prompt, 12, seed=5, **settings))
+    assert not torch.equal(first, ids_of(model, prompt, 12, seed=6, **settings))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_ids_that_only_pad_the_table_are_never_sampled(temperature):
+    model, prompt = hrm(), tokens(batch=4, length=3)
+    direction = 1000 * torch.randn(2, 32)
+    model.embed.weight[VOCAB:] = torch.cat((direction, -direction))  # whatever z is, one of these wins
+    assert (model(prompt).argmax(-1) >= VOCAB).all()
+    assert (ids_of(model, prompt, 30, temperature=temperature) < VOCAB).all()
+
+
+def test_the_stop_id_stops_a_single_sequence():
+    model, prompt = hrm(), tokens(batch=1, length=3)
+    free = ids_of(model, prompt, 10, seed=2)[0].tolist()
+    stop = free[4]
+    assert ids_of(model, prompt, 10, seed=2, stop=stop)[0].tolist() == free[:free.index(stop) + 1]
+    assert ids_of(model, prompt.repeat(2, 1), 10, seed=2, stop=stop).size(1) == 10  # a batch goes on
+
+
+def test_generation_leaves_the_training_mode_as_it_was():
+    model = hrm(dropout=0.5).train()
+    greedy = ids_of(model, tokens(length=3), 5, temperature=0)
+    assert model.training
+    assert torch.equal(greedy, ids_of(model, tokens(length=3), 5, temperature=0))  # no dropout
+    stream = generate(model.eval(), tokens(length=3), 5)
+    next(stream)
+    stream.close()
+    assert not model.training
+
+
+def test_sampling_follows_the_probabilities():
+    logits = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def frequencies(temperature=1.0, top_k=None, top_p=None):
+        ids = sample(logits.expand(50_000, -1), temperature, top_k, top_p, generator)
+        return ids.bincount(minlength=5) / 50_000
+
+    for settings, expected in [
+            ({}, [0.5, 0.2, 0.15, 0.1, 0.05]),
+            ({"temperature": 0}, [1, 0, 0, 0, 0]),
+            ({"temperature": 0.5}, [0.769, 0.123, 0.069, 0.031, 0.008]),  # p², normalized
+            ({"top_k": 1}, [1, 0, 0, 0, 0]),
+            ({"top_k": 2}, [5 / 7, 2 / 7, 0, 0, 0]),
+            ({"top_k": 99}, [0.5, 0.2, 0.15, 0.1, 0.05]),
+            ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
+            ({"top_p": 0.6}, [5 / 7, 2 / 7, 0, 0, 0]),  # the smallest set that reaches 0.6
+            ({"top_p": 1.0}, [0.5, 0.2, 0.15, 0.1, 0.05]),
+            ({"top_k": 3, "top_p": 0.7}, [5 / 7, 2 / 7, 0, 0, 0])]:  # 0.82 of the three that top-k keeps
+        found = frequencies(**settings)
+        assert largest_error(found, torch.tensor(expected)) < 0.01, settings
+        assert ((found > 0) == (torch.tensor(expected) > 0)).all(), settings
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Hugging Face
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", minversion="5.23")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.load_tokenizer("bytes")  # 257 ids, in a table of 320 rows
+
+
+def random_shape(seed: int) -> dict:
+    pick = random.Random(seed)
+    n_head = pick.choice((1, 2, 3))
+    return {"n_head": n_head, "d_model": n_head * pick.choice((4, 8, 16)), "ff": pick.choice((24, 40)),
+            "n_layer": pick.choice((1, 2, 3)), "h_cycles": pick.choice((1, 2, 3)),
+            "l_cycles": pick.choice((1, 2, 3)), "rope_theta": pick.choice((500.0, 10000.0)),
+            "norm_eps": pick.choice((1e-6, 1e-3)), "embed_scale": pick.choice((None, 3.0))}
+
+
+SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))]
+
+
+def export(model: HRM, tokenizer, directory):
+    to_hf(model.eval(), directory, tokenizer)
+    return directory
+
+
+def logits_of(theirs, idx: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return theirs.eval()(idx).logits
+
+
+@torch.no_grad()
+def check_export(shape, tie, transformers, tokenizer, directory):
+    ours = hrm(vocab_size=257, padded_vocab=320, tie=tie, **shape)
+    export(ours, tokenizer, directory)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    assert type(theirs).__name__ == "HrmTextForCausalLM" and theirs.dtype == torch.float32
+    idx = torch.randint(257, (2, SEQ_LEN))
+    logits = logits_of(theirs, idx)
+    assert logits.size(-1) == 257  # the rows that pad the table stay here
+    assert largest_error(ours(idx)[..., :257], logits) <= 1e-5
+    back = from_hf(HRM, directory)
+    assert back.config == ours.config
+    state = back.state_dict()
+    for name, tensor in ours.state_dict().items():
+        rows = 257 if tensor.size(0) == 320 and name in ("embed.weight", "head.weight") else None
+        assert torch.equal(tensor[:rows], state[name][:rows]), name
+    return ours, theirs, idx
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_transformers_reads_what_we_write(seed, tie, transformers, tokenizer, tmp_path):
+    check_export(random_shape(seed), tie, transformers, tokenizer, tmp_path)
+
+
+def test_padding_is_cut_from_the_vocabulary_alone(transformers, tokenizer, tmp_path):
+    """4 · d_model = 320: the matrix of gate, query, key and value is as tall as the padded vocabulary."""
+    check_export({"d_model": 80, "n_head": 5}, True, transformers, tokenizer, tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["H.blocks.0.gqkv.weight", "L.blocks.1.gate_up.weight", "z_l_init"])
+def test_control_one_wrong_tensor_is_noticed(name, transformers, tokenizer, tmp_path):
+    ours, theirs, idx = check_export({}, True, transformers, tokenizer, tmp_path)
+    tensor = ours.state_dict()[name]
+    tensor.copy_(tensor.roll(1, 0))
+    assert largest_error(ours(idx)[..., :257], logits_of(theirs, idx)) > 1e-3
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_we_read_what_transformers_writes(seed, tie, transformers, tmp_path):
+    shape, pick = random_shape(seed), random.Random(seed)
+    torch.manual_seed(seed)
+    vocab_size = pick.choice((100, 128, 257))
+    theirs = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(
+        vocab_size=vocab_size, hidden_size=shape["d_model"], num_attention_heads=shape["n_head"],
+        head_dim=shape["d_model"] // shape["n_head"], intermediate_size=shape["ff"],
+        num_hidden_layers=shape["n_layer"], H_cycles=shape["h_cycles"], L_cycles=shape["l_cycles"],
+        rms_norm_eps=shape["norm_eps"], max_position_embeddings=SEQ_LEN, tie_word_embeddings=tie,
+        rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
+        initializer_range=pick.choice((0.02, 0.1)), embedding_scale=shape["embed_scale"],
+        prefix_lm=pick.random() < 0.5))
+    nn.init.normal_(theirs.model.z_L_init)  # transformers starts it at 0, which would hide a lost tensor
+    theirs.save_pretrained(tmp_path)
+    ours, idx = from_hf(HRM, tmp_path), torch.randint(vocab_size, (2, SEQ_LEN))
+    assert ours.config.tie == tie and ours.config.padded_vocab % 64 == 0
+    with torch.no_grad():
+        assert largest_error(ours(idx)[..., :vocab_size], logits_of(theirs, idx)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_path):
+    text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
+    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else data.train_bpe([text] * 20, 290)
+    ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
+    export(ours, tokenizer, tmp_path)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode(text).astype(int).tolist()
+    assert their_tokenizer.encode(text, add_special_tokens=False) == ids
+    assert their_tokenizer.eos_token_id == tokenizer.eot
+    prompt = torch.tensor([ids[:20]])
+    written = torch.stack(list(generate(ours, prompt, 40, temperature=0, stop=tokenizer.eot)), dim=1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    generated = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 20:]
+    assert torch.equal(written[0], generated)
+    assert their_tokenizer.decode(generated) == tokenizer.decode(written[0])
+
+
+@pytest.mark.parametrize("option", ["halt", "inject_input"])
+def test_models_without_a_counterpart_are_not_exported(option, tokenizer, tmp_path):
+    with pytest.raises(UserError, match="--" + option.replace("_", "-")):
+        export(hrm(vocab_size=257, padded_vocab=320, **{option: True}), tokenizer, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "gpt2"}, "holds a model of type 'gpt2'"),
+    ({"intermediate_size": 64}, r"no tensor model.H_module.*gate_up_proj.weight of shape \(128, 32\)"),
+    ({"vocab_size": 300}, r"no tensor model.embed_tokens.weight of shape \(300, 32\)"),
+    ({"num_layers_per_stack": 3}, "no tensor model.H_module.layers.2"),
+    ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
+    ({"attention_bias": True}, "attention_bias to True"),
+    ({"head_dim": 8}, "head_dim to 8"),
+    ({"hidden_act": "gelu"}, "hidden_act to gelu"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters")], ids=str)
+def test_another_model_is_refused(change, message, tokenizer, tmp_path):
+    path = export(hrm(vocab_size=257, padded_vocab=320), tokenizer, tmp_path) / "config.json"
+    assert from_hf(HRM, str(tmp_path)).config.ff == 48
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message):
+        from_hf(HRM, str(tmp_path))
+
+
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
+def test_an_incomplete_directory_is_refused(broken, tokenizer, tmp_path):
+    (export(hrm(vocab_size=257, padded_vocab=320), tokenizer, tmp_path) / broken).unlink()
+    with pytest.raises(UserError, match="no readable config.json with"):
+        from_hf(HRM, str(tmp_path))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The loss
+
+
+@pytest.mark.parametrize("n", [1, 511, 512, 513, 1300])
+def test_linear_cross_entropy_equals_the_plain_one(n):
+    """Around the chunk of 512 rows, with ignored targets and rows that pad the table."""
+    hidden, weight = torch.randn(n, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
+    targets = torch.randint(VOCAB, (n,))
+    targets[1::3] = -1
+    targets[2::7] = -100
+    logits = (hidden @ weight.T)[:, :VOCAB]
+    expected = F.cross_entropy(logits, targets.clamp(min=-1), ignore_index=-1)
+    found = linear_cross_entropy(hidden, weight, targets, VOCAB)
+    assert found.dtype == torch.float32 and found.ndim == 0
+    assert abs(found.item() - expected.item()) <= 1e-5
+    # times 3, because an upstream gradient other than 1 has to arrive too
+    for a, b in zip(torch.autograd.grad(3 * found, (hidden, weight)),
+                    torch.autograd.grad(3 * expected, (hidden, weight)), strict=True):
+        assert largest_error(a, b) <= 1e-5
+
+
+def test_linear_cross_entropy_of_a_batch_in_bfloat16():
+    hidden, weight = torch.randn(3, 200, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
+    targets = torch.randint(VOCAB, (3, 200))
+    exact = linear_cross_entropy(hidden, weight, targets, VOCAB)
+    rough = linear_cross_entropy(hidden.bfloat16(), weight, targets, VOCAB)
+    assert rough.dtype == torch.float32 and rough.item() == pytest.approx(exact.item(), rel=1e-2)
+    for a, b in zip(torch.autograd.grad(exact, (hidden, weight)),
+                    torch.autograd.grad(rough, (hidden, weight)), strict=True):
+        assert b.dtype == torch.float32
+        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
+
+
+def test_linear_cross_entropy_without_any_target_is_zero():
+    hidden, weight = torch.randn(9, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.full((9,), -1), VOCAB)
+    loss.backward()
+    assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+    assert F.cross_entropy(hidden @ weight.T, torch.full((9,), -1), ignore_index=-1).isnan()  # the plain one
+
+
+def test_evaluation_does_not_pay_for_gradients():
+    hidden, weight = torch.randn(600, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
+    targets = torch.randint(VOCAB, (600,))
+
+    def flops():
+        with FlopCounterMode(display=False) as counter:
+            linear_cross_entropy(hidden, weight, targets, VOCAB)
+        return counter.get_total_flops()
+
+    product = 2 * 600 * 24 * PADDED
+    assert flops() == 3 * product
+    with torch.no_grad():
+        assert flops() == product
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Optimizers, schedules, averaging
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("config", [{}, {"tie": False}, {"halt": True}], ids=str)
+def test_every_parameter_has_one_optimizer(kind, config):
+    model = hrm(**config)
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizers = make_optimizers(model, kind, 1e-3, (0.9, 0.95), 0.1)
+    groups = [(type(o).__name__, group) for o in optimizers for group in o.param_groups]
+    placed = [(names[id(p)], kind_, group) for kind_, group in groups for p in group["params"]]
+    assert sorted(name for name, _, _ in placed) == sorted(names.values())
+    for name, optimizer, group in placed:
+        assert group["weight_decay"] == (0.0 if name == "halt.bias" else 0.1), name
+        assert optimizer == ("Muon" if kind == "muon" and ".blocks." in name else "AdamW"), name
+        assert group["lr"] == 1e-3
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first, _ = step(model)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert differing(before, dict(model.named_parameters())) == list(before)  # a step moves each of them
+    assert step(model)[0]["objective"] < first["objective"]
+
+
+def test_a_frozen_parameter_has_no_optimizer():
+    model = hrm(halt=True)
+    model.embed.weight.requires_grad_(False)
+    for kind in ("adamw", "muon"):
+        placed = [p for o in make_optimizers(model, kind, 1e-3, (0.9, 0.95), 0.1) for g in o.param_groups
+                  for p in g["params"]]
+        assert len(placed) == len(list(model.parameters())) - 1
+
+
+def rates(schedule: str, steps: int = 100, warmup: int = 10) -> list[float]:
+    return [learning_rate(s, steps, 2.0, warmup, schedule, 0.1) for s in range(steps)]
+
+
+def test_learning_rate_schedules():
+    for schedule in ("cosine", "wsd", "constant"):
+        found = rates(schedule)
+        assert found[:10] == pytest.approx([0.2 * (s + 1) for s in range(10)])  # never 0, and full at the end
+        assert found[10] == pytest.approx(2.0)
+        assert all(a >= b for a, b in itertools.pairwise(found[10:]))
+        assert learning_rate(0, 100, 2.0, 0, schedule, 0.1) == pytest.approx(2.0)  # no warm-up
+        # a pure function: the order of the calls plays no part
+        assert [learning_rate(s, 100, 2.0, 10, schedule, 0.1) for s in reversed(range(100))] == found[::-1]
+    cosine, wsd, constant = rates("cosine", 101), rates("wsd", 101), rates("constant", 101)
+    assert cosine[55] == pytest.approx(1.1)  # half-way between 2.0 and 0.2
+    assert cosine[-1] == pytest.approx(0.2)
+    assert wsd[10:83] == pytest.approx([2.0] * 73)  # four fifths of the 90 steps after the warm-up: to 82
+    assert wsd[91] == pytest.approx(1.1)  # half-way down
+    assert wsd[-1] == pytest.approx(0.2)
+    assert constant[10:] == [2.0] * 91
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_learning_rate_at_the_edges(schedule):
+    """One step, warm-up to the end, and steps past the end neither fail nor leave the range."""
+    for steps, warmup in ((1, 0), (1, 1), (5, 5), (5, 9), (2, 1)):
+        for s in range(steps + 3):
+            assert 0.2 - 1e-12 <= learning_rate(s, steps, 2.0, warmup, schedule, 0.1) <= 2.0 + 1e-12
+
+
+def test_ema_follows_its_formula():
+    model = hrm()
+    ema = EMA(model, 0.9)
+    expected = {name: p.detach().double() for name, p in model.named_parameters()}
+    for _ in range(3):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(torch.randn_like(p))
+                expected[name] = 0.9 * expected[name] + 0.1 * p.double()
+        ema.update()
+    for name, average in ema.average.items():
+        assert largest_error(average.double(), expected[name]) < 1e-6
+
+
+def test_ema_swaps_back_bit_for_bit():
+    model = hrm()
+    ema = EMA(model, 0.9)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    ema.update()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average = {name: a.clone() for name, a in ema.average.items()}
+    ema.swap()
+    assert differing(dict(model.named_parameters()), average) == []
+    assert differing(dict(model.named_parameters()), weights) == list(weights)  # control: they do differ
+    ema.swap()
+    assert differing(dict(model.named_parameters()), weights) == []
+    assert differing(ema.average, average) == []
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Counts, configuration, compilation
+
+SIZES = {"25m": (320, 5, 3, 1024, 25e6), "100m": (640, 10, 6, 1792, 100e6),
+         "350m": (1024, 8, 11, 2816, 350e6), "1b": (1536, 12, 16, 4096, 1e9)}
+
+
+def full_size(size: str, seq_len: int = 1024) -> HRM:
+    d_model, n_head, n_layer, ff, _ = SIZES[size]
+    with torch.device("meta"):
+        return HRM(HRMConfig(seq_len=seq_len, d_model=d_model, n_head=n_head, n_layer=n_layer, ff=ff))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_have_the_parameters_of_their_names(size):
+    model = full_size(size)
+    assert (model.config.vocab_size, model.config.padded_vocab, model.config.tie) == (50257, 50304, True)
+    assert num_params(model) == pytest.approx(SIZES[size][-1], rel=0.06)
+
+
+def counted_flops(model: HRM, bp_steps: int) -> float:
+    """Per token of a training step, with attention as plain products: the counter sees no flash attention."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        step(model, bp_steps=bp_steps)
+    return counter.get_total_flops() / tokens().numel()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("bp_steps", [2, 3, 5, 8])
+def test_flops_are_those_that_torch_counts(bp_steps, tie):
+    model = hrm(tie=tie, n_layer=3)
+    # With 2 bp_steps the first kept call starts from a constant: its first product needs one gradient less.
+    spared = 2 * 4 * 32**2 if bp_steps == 2 else 0
+    assert model.flops_per_token(bp_steps) == counted_flops(model, bp_steps) + spared
+    # control: one call more is noticed
+    assert bp_steps == 8 or model.flops_per_token(bp_steps + 1) != counted_flops(model, bp_steps) + spared
+
+
+@pytest.mark.parametrize("bp_steps", [2, 3, 5])
+def test_flops_with_halt_are_those_that_torch_counts(bp_steps):
+    model = hrm(depth=4)
+    assert model.flops_per_token(bp_steps) == pytest.approx(counted_flops(model, bp_steps), rel=0.01)
+
+
+def test_flops_of_the_largest_size():
+    with_attention = full_size("1b").flops_per_token(5)
+    at_half_the_length = full_size("1b", seq_len=512).flops_per_token(5)
+    products = 2 * at_half_the_length - with_attention  # linear in the length: what is left at length 0
+    assert with_attention == pytest.approx(19.9e9, rel=0.005)  # this is what the function returns
+    assert products == pytest.approx(18.1e9, rel=0.005)
+
+
+@pytest.mark.parametrize("config, message", [
+    ({"d_model": 33}, "--d-model 33"), ({"d_model": 30}, "times an even number"),
+    ({"vocab_size": 65}, "--vocab-size 64")], ids=str)
+def test_impossible_shapes_are_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        hrm(**config)
+
+
+@pytest.mark.long
+def test_compiled_blocks_compute_the_same():
+    """Loss and gradients in each mode of checkpointing; and generation compiles nothing for its lengths."""
+    expected = {bp_steps: step(hrm(), bp_steps=bp_steps)[0] for bp_steps in (2, 5)}
+    model = hrm()
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.compile()
+    for mode, bp_steps in (("none", 2), ("none", 5), ("block", 5), ("selective", 5)):
+        for block in blocks:
+            block.checkpointing = mode
+        found, _ = step(model, bp_steps=bp_steps)
+        for name, value in expected[bp_steps].items():
+            assert largest_error(found[name], value) <= 1e-4, (mode, name)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    greedy = ids_of(hrm(), tokens(length=3), SEQ_LEN, temperature=0)
+    assert torch.equal(ids_of(model, tokens(length=3), SEQ_LEN, temperature=0), greedy)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled

@@ -1,0 +1,432 @@
+"""Trains a Hierarchical Reasoning Model for text (arXiv 2605.20613), on one process or on many.
+
+    torchrun --nproc_per_node=2 train_hrm.py                       # a laptop: tiny, Python's own source, minutes
+    torchrun --nproc_per_node=8 train_hrm.py --size 1b             # eight GPUs, FineWeb-Edu
+    torchrun --nproc_per_node=2 train_hrm.py --data 'text:books/*.txt' --tokenizer bpe:4096
+
+Run the same command again and it goes on where it stopped. Without torchrun it is one process:
+
+    python train_hrm.py --prompt "def main("                       # the newest checkpoint continues a text
+    python train_hrm.py --export                                   # and becomes a directory for transformers
+"""
+
+import argparse
+import json
+import math
+import re
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import data
+import monitor
+from data import UserError
+from ddp_utils import (ArgumentParser, Checkpoints, StopVote, World, add_common_flags, add_sampling_flags,
+                       assert_in_sync, assert_same, broadcast, claim, clip_gradients, compute_dtype, init,
+                       load_checkpoint, load_to_resume, no_sync, number, on_main, optimizer_step, positive,
+                       reduce_sum, restore, run, seed_step, share, use_defaults, warm_up, wrap)
+from model import (EMA, HRM, Block, HRMConfig, from_hf, generate, learning_rate, make_optimizers, num_params,
+                   pad_vocab, to_hf)
+
+# Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate and batch of the paper.
+COLUMNS = ("d_model", "n_head", "n_layer", "ff", "seq_len", "global_batch", "batch", "lr", "warmup", "steps",
+           "eval_every", "save_every", "eval_batches", "checkpoint_activations", "data")
+SIZES = {name: dict(zip(COLUMNS, row)) for name, row in {
+    "tiny": (128, 2, 2, 384, 256, 16, 8, 3e-3, 30, 300, 100, 100, 0, "none", "stdlib"),
+    "25m": (320, 5, 3, 1024, 1024, 256, 32, 1e-3, 200, 2000, 250, 250, 20, "none", "fineweb-edu"),
+    "100m": (640, 10, 6, 1792, 1024, 1024, 64, 6e-4, 200, 2000, 250, 250, 10, "none", "fineweb-edu"),
+    "350m": (1024, 8, 11, 2816, 1024, 1024, 32, 3e-4, 500, 7000, 500, 500, 10, "block", "fineweb-edu"),
+    "1b": (1536, 12, 16, 4096, 1024, 768, 24, 2.2e-4, 1000, 27000, 500, 500, 10, "block", "fineweb-edu"),
+}.items()}
+MODEL_FLAGS = ("n_layer", "n_head", "d_model", "ff", "seq_len", "h_cycles", "l_cycles", "tie", "dropout",
+               "inject_input", "halt", "max_cycles")
+NOT_SETTINGS = {"out", "resume", "prompt", "export", "sample_prompt", "max_new_tokens", "temperature", "top_k", "top_p",
+                "epochs", "timeout"}
+RAMP = 0.2  # share of the run over which bp_steps and the ponder cost grow
+
+# -----------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def bp_range(text: str) -> tuple[int, int]:
+    """'2:5' → (2, 5), and '5' → (5, 5)."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if not match or not 2 <= int(match[1]) <= int(match[2] or match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 2 on nor a ramp such as 2:5")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def table(sizes: dict) -> str:
+    """The table of sizes for --help."""
+    rows = [("--size", *COLUMNS)] + [(name, *map(str, size.values())) for name, size in sizes.items()]
+    rows = list(zip(*rows))  # one line for each flag reads better than one for each size
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__, epilog=f"defaults of each size:\n{table(SIZES)}")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="the row of defaults below (tiny)")
+    add_common_flags(parser)
+    g = parser.add_argument_group("model")
+    g.add_argument("--n-layer", type=positive, help="blocks in each of the two stacks")
+    g.add_argument("--n-head", type=positive, help="attention heads")
+    g.add_argument("--d-model", type=positive, help="channels")
+    g.add_argument("--ff", type=positive, help="hidden units of the MLP")
+    g.add_argument("--vocab-size", type=positive, help="rows of the embedding table (default: the ids of the "
+                   "tokenizer, rounded up to a multiple of 64)")
+    g.add_argument("--h-cycles", type=positive, default=2, help="calls of the slow stack H (2)")
+    g.add_argument("--l-cycles", type=positive, default=3, help="calls of the fast stack L for each of H (3)")
+    g.add_argument("--bp-steps", type=bp_range, help="last stack calls that backpropagation goes through: a number, or "
+                   "a ramp A:B over the first fifth of the run (2:5; 3:5 with --untie)")
+    g.add_argument("--tie", action="store_true", default=True, help="output head = embedding table (the default)")
+    g.add_argument("--untie", dest="tie", action="store_false", help="give the output head weights of its own")
+    g.add_argument("--dropout", type=share, default=0.0, help="(0)")
+    g.add_argument("--inject-input", action="store_true", help="add the embedded input to every input of L, as the "
+                   "first HRM paper does")
+    g.add_argument("--halt", action="store_true", help="let each token choose its number of H-cycles")
+    g.add_argument("--max-cycles", type=positive, default=4, help="most H-cycles with --halt (4)")
+    g.add_argument("--ponder-cost", type=number(0), default=0.01, help="weight of the cost of cycles with --halt, after "
+                   "a warm-up from 0 over the first fifth of the run (0.01)")
+    add_sampling_flags(parser)
+    args = parser.parse_args()
+    use_defaults(args, {k: v for k, v in SIZES[args.size].items() if k not in ("global_batch", "batch")})
+    args.bp_steps = args.bp_steps or ((2, 5) if args.tie else (3, 5))
+    return args
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Pieces of a run
+
+
+def bp_steps_at(step: int, steps: int, bp_range: tuple[int, int]) -> int:
+    low, high = bp_range
+    return low + int(min(1.0, step / (RAMP * steps)) * (high - low))
+
+
+def load_model(source: str, world: World, say, **changes) -> tuple[HRM, dict | None]:
+    """A trained model, on all ranks, and its checkpoint: from hf:DIR_OR_ID, a run directory or a checkpoint file.
+
+    `changes` replaces fields of its configuration that do not change its parameters.
+    """
+    saved = read = None
+
+    def read_hf():
+        nonlocal read
+        read = from_hf(HRM, source[3:])
+        return asdict(read.config)
+
+    if source.startswith("hf:"):
+        config = on_main(world, read_hf)
+    else:
+        saved = load_checkpoint(source, world, say)
+        if saved is None:
+            raise UserError(f"{source} holds no checkpoint: train first, or name another run with --out.")
+        config = saved["model_config"]
+    model = HRM(HRMConfig(**config | changes)).to(world.device)
+    if saved:
+        restore(saved, world, model, averaged=True)
+    else:
+        if world.main:
+            model.load_state_dict(read.state_dict())
+        broadcast(model.state_dict().values())
+    return model, saved
+
+
+def make_model(args, tokenizer, world: World, saved: dict | None, say) -> HRM:
+    """The model to train: random, from --init-from, or as a checkpoint needs it. The same on all ranks."""
+    ids = tokenizer.vocab_size
+    if args.init_from and not saved:
+        model, _ = load_model(args.init_from, world, say, seq_len=args.seq_len, dropout=args.dropout)
+        if model.config.vocab_size < ids:
+            raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has {ids}: "
+                            "prepare the data with the tokenizer of that model.")
+        return model
+    config = HRMConfig(vocab_size=ids, padded_vocab=args.vocab_size or pad_vocab(ids),
+                       **{flag: getattr(args, flag) for flag in MODEL_FLAGS})
+    if args.init_from:  # that decided the shape when the run began
+        config = HRMConfig(**saved["model_config"] | {"seq_len": args.seq_len, "dropout": args.dropout})
+    torch.manual_seed(args.seed)
+    model = HRM(config).to(world.device)
+    broadcast(model.state_dict().values())  # other kinds of processors round differently
+    return model
+
+
+def check_resumable(saved: dict, now: dict, say) -> None:
+    """Raises UserError if the checkpoint belongs to another model, tokenizer or data; prints other differences."""
+    for what in ("model_config", "tokenizer", "data", "seed"):
+        was, is_ = saved[what], now[what]
+        if what == "model_config":
+            was, is_ = ({k: v for k, v in config.items() if k != "dropout"} for config in (was, is_))
+            key = next((k for k in is_ if was.get(k) != is_[k]), None)
+            was, is_, what = was.get(key), is_.get(key), key
+        if was != is_:
+            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was}, now {is_}): give that run's "
+                            "flags, or start a new one with another --out.")
+    for flag, value in now["settings"].items():
+        if saved["settings"].get(flag) != value:
+            say(f"resuming with --{flag.replace('_', '-')} {value} (was {saved['settings'].get(flag)})")
+
+
+@torch.no_grad()
+def evaluate(model: HRM, ema: EMA | None, dataset, batch: int, world: World, rows: int | None,
+             vote: StopVote) -> tuple[float | None, int]:
+    """Mean loss per token over the first `rows` of the validation split (None: all), computed by all ranks.
+
+    (None, signal) if a stop signal came in between.
+    """
+    if ema:
+        ema.swap()
+    model.eval()
+    sums, stopping = torch.zeros(2, dtype=torch.float64, device=world.device), 0  # of losses, of tokens
+    for x, y in data.validation_batches(dataset.val, batch, world.rank, world.world_size, world.device, rows):
+        _, stats = model(x, y)
+        tokens = (y >= 0).sum()
+        sums += torch.stack((stats["loss"] * tokens, tokens))
+        if stopping := vote.read():
+            break
+        vote.start()
+    model.train()
+    if ema:
+        ema.swap()
+    loss, tokens = reduce_sum([*sums], world)
+    return (None, stopping) if stopping else (loss / tokens, 0)
+
+
+def continue_text(model: HRM, tokenizer, prompt: str, args):
+    """Yields pieces of text that follow a prompt, which may be empty."""
+    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
+    new = generate(model, torch.tensor([ids], device=model.embed.weight.device), args.max_new_tokens,
+                   args.temperature, args.top_k, args.top_p, args.seed, stop=tokenizer.eot)
+    with torch.compiler.set_stance("force_eager"):  # lengths change with every token
+        yield from data.stream_text(tokenizer, (int(i) for i in new if int(i) != tokenizer.eot))
+
+
+def use_run(args, world: World, out: Path) -> None:
+    """--prompt and --export: acts on the newest checkpoint of a run."""
+    model, saved = load_model(str(out), world, print)
+    model.compute_dtype = compute_dtype(args.precision, world.device)
+    if not world.main:
+        return
+    tokenizer = data.load_tokenizer(str(out))
+    print(f"step {saved['step']} of {out}", flush=True)
+    if args.export:
+        to_hf(model, out / "hf", tokenizer)
+        print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
+    if args.prompt is not None:
+        print(args.prompt, end="")
+        for piece in continue_text(model, tokenizer, args.prompt, args):
+            print(piece, end="", flush=True)
+        print()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The run
+
+
+def main() -> None:
+    args = parse_args()
+    world = init(args.backend, args.device, args.timeout)
+    directory = data.directory_of(args.data, args.tokenizer)
+    out = args.out or Path("runs", f"hrm-{args.size}-{directory.name}")
+    if args.export or args.prompt is not None:
+        return use_run(args, world, out)
+
+    # ------------------------------------------------------------------------------------------------- data
+    with torch.device("meta"):
+        nominal = num_params(HRM(HRMConfig(**{flag: getattr(args, flag) for flag in MODEL_FLAGS})))
+    data.locate(args.data, args.tokenizer, 20 * nominal, world.local_rank)  # 20 tokens for each parameter
+    dataset = data.Dataset(directory, args.seq_len, args.tokenizer)
+    tokenizer, rows = dataset.tokenizer, dataset.train.rows
+    assert_same(world, {"the data": dataset.fingerprint})
+    preset = SIZES[args.size]
+    global_batch, batch, grad_accum = data.plan_batch(world.world_size, args.global_batch, args.batch,
+                                                      args.grad_accum, preset["global_batch"], preset["batch"])
+    steps = math.ceil(args.epochs * rows / global_batch) if args.epochs else args.steps
+    eval_rows = args.eval_batches * global_batch or None
+
+    # ------------------------------------------------------------------- model, optimizer, state to resume
+    claim(out, world)
+    log = monitor.RunLog(out, world.main, world.prefix, steps)
+    saved = load_to_resume(out, args.resume, world, log.say)
+    model = make_model(args, tokenizer, world, saved, log.say)
+    dtype = model.compute_dtype = compute_dtype(args.precision, world.device)
+    optimizers = make_optimizers(model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    ema = EMA(model, args.ema) if args.ema else None
+
+    settings = {k: v for k, v in vars(args).items() if k not in NOT_SETTINGS} | {
+        "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
+        "world_size": world.world_size, "precision": str(dtype).removeprefix("torch."), "bp_steps": list(args.bp_steps)}
+    identity = {"model_config": asdict(model.config), "tokenizer": tokenizer.name, "data": dataset.fingerprint,
+                "seed": args.seed, "settings": settings}
+    step = samples = 0
+    epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
+    if saved:
+        check_resumable(saved, identity, log.say)
+        restore(saved, world, model, optimizers, ema, scaler)
+        step, samples, epoch = saved["step"], saved["samples"], saved["epoch"]
+    logged = log.begin(step, settings)
+    if world.main:
+        data.write_atomically(out / "config.json", json.dumps(identity, indent=2).encode())
+        data.write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
+
+    compiled = world.device.type == "cuda" if args.compile is None else args.compile
+    for block in (m for m in model.modules() if isinstance(m, Block)):
+        block.checkpointing = args.checkpoint_activations
+        if compiled:
+            block.compile()  # one graph serves every depth
+    wrapped = wrap(model, world)
+
+    # -------------------------------------------------------------------------- say what is going to happen
+    c = model.config
+    entropy = data.unigram_entropy(dataset.val or dataset.train)
+    log.say(f"HRM {args.size}: {num_params(model):,} parameters; d_model {c.d_model}, {c.n_head} heads, {c.n_layer} "
+            f"blocks in each of 2 stacks, {c.cycles} x {c.l_cycles} cycles{' at most' if c.halt else ''}, bp_steps "
+            f"{args.bp_steps[0]} to {args.bp_steps[1]}, {c.vocab_size} ids in {c.padded_vocab} rows")
+    log.say(f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} ({world.backend_reason}), "
+            f"device {world.device.type} with {torch.get_num_threads()} threads; activations {settings['precision']}, no "
+            f"autocast, GradScaler {'on' if scaler.is_enabled() else 'off'}, compile {'on' if compiled else 'off'}, "
+            f"activation checkpointing {args.checkpoint_activations}")
+    log.say(f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of {args.seq_len}; "
+            f"{dataset.val.num_tokens if dataset.val else 0:,} validation tokens of unigram entropy {entropy:.4f}")
+    log.say(f"batch {batch} x accumulation {grad_accum} x {world.world_size} processes = {global_batch} sequences, "
+            f"{global_batch * args.seq_len:,} tokens a step; {steps} steps, {rows / global_batch:.1f} an epoch")
+    log.say(f"run directory {out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
+
+    # --------------------------------------------------------------------------------------------- get going
+    example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
+    warm_up(wrapped, *(lambda bp=bp: wrapped(example, example, bp_steps=bp, ponder_weight=1.0, fixed_depth=True)[0]
+                       for bp in args.bp_steps))
+    loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if saved else None)
+    best = min((r["val_loss"] for r in log.records if r["val_loss"] is not None), default=math.inf)
+    peak = monitor.peak_flops(world.device)
+
+    def is_logged():
+        return step == 1 or step % args.log_every == 0 or step == steps or ends_epoch
+
+    def evaluates():
+        return dataset.val is not None and (step % args.eval_every == 0 or step == steps or ends_epoch)
+
+    def save():
+        checkpoints.save(step, record["loss"], identity | {"samples": samples, "record": record, "epoch": epoch,
+                                                           "ends_epoch": ends_epoch}, model, optimizers, ema, scaler)
+
+    # `record` describes the last step as long as something is to be done about it: after a step that is due, and
+    # after a resume unless it was done before the run was stopped.
+    ends_epoch = saved["ends_epoch"] if saved else False
+    done = on_main(world, lambda: logged is not None and (logged["val_loss"] is not None or not evaluates()))
+    record = None if done or not saved else saved["record"]
+    if step >= steps and record is None:
+        log.say(f"this run is complete after {step} steps: raise --steps to go on, or try --prompt or --export")
+        loader.close()
+        return log.close()
+    if done and ends_epoch:
+        epoch = dict.fromkeys(epoch, 0)
+    epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
+    epoch_begun = time.perf_counter() - epoch["seconds"]
+
+    # ---------------------------------------------------------------------------------------------- training
+    vote, stopping = StopVote(world), 0
+    assert_in_sync(model.state_dict())
+    checked, first, begun = step, step, time.perf_counter()
+    window = begun, step  # tokens per second are counted from here to the next record
+    while True:
+        if record:  # save before evaluating, which can take long
+            saves = step % args.save_every == 0 or step == steps or stopping
+            if saves or evaluates() or step - checked >= 200:
+                assert_in_sync(model.state_dict())
+                checked = step
+            if saves and checkpoints.saved_step != step:
+                save()
+            if evaluates() and not stopping:
+                record["val_loss"], stopping = evaluate(model, ema, dataset, batch, world, eval_rows, vote)
+                if stopping and checkpoints.saved_step != step:
+                    save()
+            if is_logged() and not (evaluates() and record["val_loss"] is None):  # else after a resume
+                log.write(record)
+                log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
+            if record["val_loss"] is not None:
+                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy {entropy:.4f}")
+                if record["val_loss"] < best and checkpoints.saved_step == step:
+                    best = record["val_loss"]
+                    checkpoints.mark_best()
+                log.save_history()
+            if ends_epoch and not stopping:
+                log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | validation loss "
+                        f"{record['val_loss'] or math.nan:.4f} | {monitor.human_time(epoch['seconds'])}")
+                epoch = dict.fromkeys(epoch, 0)
+                epoch_loss.zero_()
+                epoch_begun = time.perf_counter()
+            record, window = None, (time.perf_counter(), step)
+        if step == steps or stopping:
+            break
+
+        seed_step(args.seed, step, world.rank)
+        lr = learning_rate(step, steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
+        bp_steps = bp_steps_at(step, steps, args.bp_steps)
+        ponder_weight = args.ponder_cost * min(1.0, step / (RAMP * steps))
+        sums = torch.zeros(3, device=world.device)  # loss, cycles and ponder cost of this rank
+        for micro_batch in range(grad_accum):
+            x, y = next(loader)  # (B, T) each
+            with no_sync(wrapped, micro_batch < grad_accum - 1):
+                objective, stats = wrapped(x, y, bp_steps=bp_steps, ponder_weight=ponder_weight)
+                scaler.scale(objective / grad_accum).backward()
+            sums += torch.stack((stats["loss"], stats["cycles"], stats["ponder"]))
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        norm = clip_gradients(model.parameters(), args.grad_clip)
+        optimizer_step(optimizers, scaler, norm)
+        wrapped.zero_grad(set_to_none=True)
+        if ema:
+            ema.update()
+
+        ends_epoch = (samples + global_batch) // rows > samples // rows
+        step, samples = step + 1, samples + global_batch
+        sums /= grad_accum * world.world_size
+        epoch_loss += sums[0]
+        epoch["steps"] += 1
+        vote.count(norm, scaler)
+        stopping = vote.read()
+        vote.start()
+        log.tick(step)
+
+        if is_logged() or evaluates() or step % args.save_every == 0 or stopping:
+            loss, cycles, ponder, epoch["loss"] = reduce_sum([*sums, epoch_loss], world)
+            now = time.perf_counter()
+            epoch["seconds"] = now - epoch_begun
+            tokens_per_sec = (step - window[1]) * global_batch * args.seq_len / (now - window[0])
+            flops = tokens_per_sec * model.flops_per_token(bp_steps, cycles)
+            record = {"step": step, "loss": loss, "val_loss": None, "lr": lr, "grad_norm": norm.item(),
+                      "tokens": samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
+                      "mfu": flops / (peak * world.world_size) if peak else None,
+                      "mem_gb": round(monitor.memory_gb(world.device), 3), "bp_steps": bp_steps, "cycles": cycles,
+                      "time": round(time.time(), 3)} | ({"ponder": ponder} if args.halt else {})
+
+    # ----------------------------------------------------------------------------------------------- the end
+    vote.read()
+    loader.close()
+    checkpoints.close()
+    if stopping and step < steps:
+        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint there: the same "
+                "command goes on")
+        return log.close()
+    if world.main:
+        if ema:
+            ema.swap()
+        text = args.sample_prompt + "".join(continue_text(model, tokenizer, args.sample_prompt, args))
+        log.say(f"a sample at temperature {args.temperature}:\n{text}\n")
+        log.add_text("sample", text, step)
+    log.close()
+    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all ranks were in "
+            f"sync; the run lies in {out}")
+
+
+if __name__ == "__main__":
+    run(main)
