@@ -1,5 +1,6 @@
 """What all tests share: the `--long` option, real processes under torchrun, and a small corpus as shards."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -38,13 +39,33 @@ def start(command, cwd=None, **env) -> subprocess.Popen:
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started; torchrun gives each of its workers a session of its own."""
+    found = []
+    for task in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        if parent == pid:
+            found.append(int(task.name))
+    return found
+
+
+def kill(process: subprocess.Popen) -> str:
+    """Kills a process and all that it started with SIGKILL. Returns what they had printed."""
+    for pid in [process.pid, *children(process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return process.communicate()[0]
+
+
 def finish(process: subprocess.Popen, timeout: float = 90) -> Finished:
-    """Waits for the end. After `timeout` seconds the whole process group is killed and the test fails."""
+    """Waits for the end. After `timeout` seconds all its processes are killed and the test fails."""
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
+        out = kill(process)
         pytest.fail(f"still running after {timeout} s: {process.args}\n{out}")
     return Finished(process.returncode, out)
 

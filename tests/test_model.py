@@ -224,7 +224,8 @@ def reference(model: HRM, kept: str) -> dict:
     rope = model.rope[:, :SEQ_LEN]
     z_h, z_l = x, model.z_l_init.expand_as(x)
     for name, keep in zip("LLLHLLLH", kept, strict=True):
-        z = (model.L if name == "L" else model.H)(z_h + z_l, rope)
+        injected = name == "L" and model.config.inject_input
+        z = (model.L if name == "L" else model.H)(z_h + z_l + x if injected else z_h + z_l, rope)
         z = z if keep == name else z.detach()
         z_h, z_l = (z_h, z) if name == "L" else (z, z_l)
     loss = linear_cross_entropy(z_h, model.head_weight, idx[:, 1:], VOCAB)
@@ -232,11 +233,11 @@ def reference(model: HRM, kept: str) -> dict:
     return {"objective": loss.detach(), **gradients(model)}
 
 
-@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("config", [{}, {"tie": False}, {"inject_input": True}], ids=str)
 @pytest.mark.parametrize("bp_steps", KEPT)
-def test_truncated_backprop_equals_explicit_detach(bp_steps, tie):
-    expected = reference(hrm(tie=tie), KEPT[bp_steps])
-    assert differing(expected, step(hrm(tie=tie), bp_steps=bp_steps)[0]) == []
+def test_truncated_backprop_equals_explicit_detach(bp_steps, config):
+    expected = reference(hrm(**config), KEPT[bp_steps])
+    assert differing(expected, step(hrm(**config), bp_steps=bp_steps)[0]) == []
 
 
 def test_largest_bp_steps_is_full_backprop():
@@ -293,18 +294,19 @@ def test_gradients_of_a_bfloat16_pass_are_float32_and_close():
 # Adaptive depth
 
 
-def halting_weights(model: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights that think() gives to its cycles (cycles, B, T), and the ponder cost."""
-    weights, plain = [], model.halting_weight
+def cycles_of(model: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What think() saw in each cycle, weights (cycles, B, T) and z_H (cycles, B, T, C); its output; the cost."""
+    weights, states, plain = [], [], model.halting_weight
 
-    def recorded(*args):
-        weight, remaining = plain(*args)
+    def recorded(z_h, *args):
+        weight, remaining = plain(z_h, *args)
         weights.append(weight)
+        states.append(z_h)
         return weight, remaining
 
     model.halting_weight = recorded
-    _, ponder, _ = model.think(idx)
-    return torch.stack(weights), ponder
+    z, ponder, _ = model.think(idx)
+    return torch.stack(weights), torch.stack(states), z, ponder
 
 
 def undecided(**config) -> HRM:
@@ -317,20 +319,22 @@ def undecided(**config) -> HRM:
 
 @pytest.mark.parametrize("build", [undecided, *(lambda depth=depth: hrm(depth=depth) for depth in HALT_BIAS)])
 def test_halting_weights_sum_to_one(build):
-    weights, _ = halting_weights(build(), tokens())
+    weights, states, z, ponder = cycles_of(build(), tokens())
     assert (weights >= 0).all()
     assert largest_error(weights.sum(0), torch.ones(2, SEQ_LEN)) <= 1e-6
+    assert largest_error((weights.unsqueeze(-1) * states).sum(0), z) <= 1e-6
+    assert ponder.item() == pytest.approx((1 - weights.cumsum(0)).sum(0).mean().item(), abs=1e-5)
 
 
 def test_control_weights_without_the_remainder_do_not_sum_to_one():
-    weights, _ = halting_weights(undecided(), tokens())
+    weights, _, _, _ = cycles_of(undecided(), tokens())
     assert len((weights > 0).sum(0).unique()) > 1  # several depths in one batch
     assert largest_error(weights[:-1].sum(0), torch.ones(2, SEQ_LEN)) > 1e-2
 
 
 def test_ponder_cost_moves_the_halting_layer():
     model = undecided()
-    weights, ponder = halting_weights(model, tokens())
+    weights, _, _, ponder = cycles_of(model, tokens())
     ponder.backward(retain_graph=True)
     assert model.halt.bias.grad.item() < 0  # a larger bias stops sooner and costs less
     assert model.halt.weight.grad.any()
@@ -454,13 +458,14 @@ def ids_of(model: HRM, prompt: torch.Tensor, count: int, **settings) -> torch.Te
 @pytest.mark.parametrize("config", SHAPES, ids=str)
 def test_greedy_generation_equals_a_loop_over_full_passes(config):
     """Also past the end of the context, where the later half is read again."""
-    model = hrm(**config).eval()
+    model = hrm(**(config | {"tie": False})).eval()  # tied and untrained, it only repeats the last token
     idx = context = tokens(batch=2, length=5)
     for _ in range(2 * SEQ_LEN):
         if context.size(1) > SEQ_LEN:
             context = context[:, -(SEQ_LEN // 2):]
         new = model(context)[:, -1, :VOCAB].argmax(-1, keepdim=True)
         idx, context = torch.cat((idx, new), 1), torch.cat((context, new), 1)
+    assert len(idx[:, 5:].unique()) > 5
     assert torch.equal(ids_of(model, tokens(batch=2, length=5), 2 * SEQ_LEN, temperature=0), idx[:, 5:])
 
 
@@ -632,7 +637,7 @@ def test_we_read_what_transformers_writes(seed, tie, transformers, tmp_path):
 def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_path):
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
     tokenizer = data.load_tokenizer("bytes") if name == "bytes" else data.train_bpe([text] * 20, 290)
-    ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
+    ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128, tie=False).eval()
     export(ours, tokenizer, tmp_path)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer.encode(text).astype(int).tolist()
@@ -642,6 +647,7 @@ def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_
     written = torch.stack(list(generate(ours, prompt, 40, temperature=0, stop=tokenizer.eot)), dim=1)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     generated = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 20:]
+    assert len(generated.unique()) > 5
     assert torch.equal(written[0], generated)
     assert their_tokenizer.decode(generated) == tokenizer.decode(written[0])
 

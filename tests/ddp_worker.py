@@ -1,0 +1,149 @@
+"""Checks that need several processes: test_ddp_utils.py runs this file under torchrun. Each check runs on all
+ranks, and raises AssertionError there if it fails."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import ddp_utils
+from data import UserError
+from ddp_utils import RunError, StopVote, World
+from model import HRM, HRMConfig, make_optimizers
+
+TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
+
+
+def make(seed=0, **changes) -> HRM:
+    torch.manual_seed(seed)
+    return HRM(HRMConfig(**TINY | changes))
+
+
+def batch(seed) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(60, (2, 17), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def raises(kind, function) -> str:
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def check_agreement(world: World) -> None:
+    assert ddp_utils.reduce_sum([world.rank, torch.tensor(0.5)], world) == [1.0, 1.0]
+    assert ddp_utils.on_main(world, lambda: world.rank) == 0
+
+    def fail():
+        raise UserError("only rank 0 knows this")
+    assert raises(UserError, lambda: ddp_utils.on_main(world, fail)) == "only rank 0 knows this"
+    ddp_utils.assert_same(world, {"the data": "ab" * 16, "the tokenizer": "cd" * 16})
+    message = raises(UserError, lambda: ddp_utils.assert_same(
+        world, {"the data": "ab" * 16, "the tokenizer": ("cd" if world.rank == 0 else "ce") * 16}))
+    assert message.startswith("the tokenizer on rank 1")
+
+
+def check_sync(world: World) -> None:
+    model = make()
+    ddp_utils.assert_in_sync(model.state_dict())
+    if world.rank == 1:  # one bit of one number
+        model.L.blocks[0].down.weight.data.view(-1).view(torch.int32)[3] ^= 1
+    message = raises(RunError, lambda: ddp_utils.assert_in_sync(model.state_dict()))
+    assert message.startswith("L.blocks.0.down.weight on rank 1"), message
+    ddp_utils.broadcast(model.state_dict().values())
+    ddp_utils.assert_in_sync(model.state_dict())
+
+
+def check_gradients(world: World) -> None:
+    """Every parameter has a gradient at each depth that the ramp visits; the mean over ranks is that of one
+    process with all samples; and untied with two steps is refused."""
+    for changes, lowest in (({}, 2), ({"tie": False}, 3), ({"halt": True}, 2)):
+        model = make(**changes)
+        if changes.get("halt"):
+            torch.nn.init.normal_(model.halt.weight, std=0.1)
+        wrapped = ddp_utils.wrap(model, world)
+        x, y = batch(world.rank)
+        for bp_steps in range(lowest, 6):
+            model.zero_grad()
+            wrapped(x, y, bp_steps=bp_steps, ponder_weight=0.1)[0].backward()
+            zero = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+            assert not zero, (changes, bp_steps, zero)
+        alone = make(**changes)
+        alone.load_state_dict(model.state_dict())
+        xs, ys = zip(batch(0), batch(1))
+        alone(torch.cat(xs), torch.cat(ys), bp_steps=5, ponder_weight=0.1)[0].backward()
+        for p, q in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    untied = ddp_utils.wrap(make(tie=False), world)
+    message = raises(RunError, lambda: ddp_utils.warm_up(untied, lambda: untied(*batch(0), bp_steps=2)[0], None))
+    assert message.startswith("embed.weight gets no gradient")
+
+
+def check_depth(world: World) -> None:
+    """Rank 0 wants one cycle, rank 1 all four: both run four; when both want one, both run one."""
+    for biases, depth in (((9.0, -9.0), 4), ((9.0, 9.0), 1), ((-9.0, -9.0), 4)):
+        model = make(halt=True)
+        model.halt.bias.data.fill_(biases[world.rank])
+        with torch.no_grad():
+            assert model(*batch(world.rank))[1]["cycles"] == depth
+
+
+def check_skipped_updates(world: World) -> None:
+    for kind in ("adamw", "muon"):
+        model = make()
+        optimizers = make_optimizers(model, kind, 1e-2, (0.9, 0.95), 0.1)
+        wrapped, scaler, vote = ddp_utils.wrap(model, world), torch.amp.GradScaler("cpu", enabled=False), StopVote(world)
+
+        def step(poison):
+            model.zero_grad()
+            objective, _ = wrapped(*batch(world.rank))
+            (objective * (float("inf") if poison and world.rank == 1 else 1)).backward()
+            norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
+            ddp_utils.optimizer_step(optimizers, scaler, norm)
+            vote.count(norm, scaler)
+
+        step(False)
+        before = {n: p.clone() for n, p in model.state_dict().items()}
+        state = {n: t.clone() for n, t in ddp_utils.optimizer_tensors(model, optimizers).items()}
+        for _ in range(StopVote.PATIENCE - 1):  # not finite on one rank only
+            step(True)
+        assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+        assert all(torch.equal(t, state[n]) for n, t in ddp_utils.optimizer_tensors(model, optimizers).items())
+        assert vote.ask() == 0
+        step(True)
+        assert "10 times in a row" in raises(RunError, vote.ask)
+        step(False)
+        assert not torch.equal(model.embed.weight, before["embed.weight"]) and vote.ask() == 0
+        ddp_utils.assert_in_sync(model.state_dict())
+
+
+def check_stop(world: World) -> None:
+    vote = StopVote(world)
+    assert vote.read() == 0
+    vote.start()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.1)
+    assert vote.read() == 0  # sent off before the signal
+    vote.start()
+    assert vote.read() == signal.SIGUSR1
+
+
+def main() -> None:
+    world = ddp_utils.init(timeout=30)
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            check(world)
+            if world.main:
+                print(f"{name} OK", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["fail"]:
+        main = lambda: 1 / 0  # noqa: E731
+    ddp_utils.run(main)

@@ -1,0 +1,229 @@
+"""ddp_utils.py: agreement of several processes, and checkpoints on disk."""
+
+import os
+import random
+
+import pytest
+import torch
+from conftest import run
+
+import ddp_utils
+from data import UserError
+from ddp_utils import Checkpoints, Damaged, World, finished, load_checkpoint, read_checkpoint, restore
+from model import EMA, HRM, HRMConfig, make_optimizers
+
+CHECKS = ["agreement", "sync", "gradients", "depth", "skipped_updates", "stop"]
+
+
+def test_two_processes():
+    done = run(2, "tests/ddp_worker.py")
+    assert done.code == 0, done.out
+    assert [line for line in done.out.splitlines() if line.endswith("OK")] == [f"check_{c} OK" for c in CHECKS]
+
+
+def test_a_failing_check_fails_the_process():
+    done = run(2, "tests/ddp_worker.py", "fail")
+    assert done.code == 1 and "ZeroDivisionError" in done.out
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = ddp_utils.init("gloo", "cpu")
+    yield world
+    torch.distributed.destroy_process_group()
+
+
+def make_state(seed=0, kind="adamw"):
+    torch.manual_seed(seed)
+    model = HRM(HRMConfig(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32))
+    optimizers, ema = make_optimizers(model, kind, 1e-2, (0.9, 0.95), 0.1), EMA(model, 0.9)
+    x = torch.randint(60, (2, 16))
+    for _ in range(2):
+        model(x, x)[0].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        ema.update()
+    return model, optimizers, ema
+
+
+def all_tensors(model, optimizers, ema):
+    named = {"model": model.state_dict(), "ema": ema.average,
+             "optimizer": ddp_utils.optimizer_tensors(model, optimizers)}
+    return {f"{group}/{name}": t.clone() for group, tensors in named.items() for name, t in tensors.items()}
+
+
+def save(out, world, state, steps=(1,), said=None, keep_last=3):
+    (out / "checkpoints").mkdir(exist_ok=True)
+    checkpoints = Checkpoints(out, world, keep_last, (said if said is not None else []).append)
+    for step in steps:
+        checkpoints.save(step, 2.5, {"samples": 7}, *state)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_is_saved_is_restored(tmp_path, world, kind):
+    state = make_state(0, kind)
+    before = all_tensors(*state)
+    save(tmp_path, world, state)
+    model, optimizers, ema = other = make_state(1, kind)
+    assert not torch.equal(model.embed.weight, state[0].embed.weight)
+    saved = load_checkpoint(tmp_path, world, print)
+    assert saved["step"] == 1 and saved["samples"] == 7
+    restore(saved, world, *other)
+    after = all_tensors(*other)
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    restore(saved, world, model, averaged=True)
+    assert torch.equal(model.embed.weight, before["ema/embed.weight"])
+    assert not torch.equal(before["ema/embed.weight"], before["model/embed.weight"])
+
+
+def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
+    """The file holds the state at the time of the call."""
+    state = make_state()
+    before = all_tensors(*state)
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints = Checkpoints(tmp_path, world, 3, print)
+    checkpoints.save(1, 2.5, {}, *state)
+    with torch.no_grad():
+        for p in state[0].parameters():
+            p.add_(1)
+    checkpoints.close()
+    tensors = read_checkpoint(finished(tmp_path)[0])["tensors"]
+    assert all(torch.equal(before[f"model/{name}"], t) for name, t in tensors["model"].items())
+
+
+def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints = Checkpoints(tmp_path, world, 2, print)
+    for step in range(1, 6):
+        checkpoints.save(step, 2.5, {}, *make_state())
+        if step == 2:
+            checkpoints.mark_best()
+    checkpoints.close()
+    assert [int(p.name[5:13]) for p in finished(tmp_path)] == [5, 4]
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
+    assert not list((tmp_path / "checkpoints").glob(".tmp*"))
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_damage_is_found_or_harmless(tmp_path, world, count):
+    """Bit flips, truncations and zeroed blocks anywhere: refused, or every tensor is what was saved."""
+    save(tmp_path, world, make_state())
+    path = finished(tmp_path)[0]
+    whole, original = path.read_bytes(), read_checkpoint(path)
+    rng, refused = random.Random(0), 0
+    for _ in range(count):
+        content = bytearray(whole)
+        at = rng.randrange(len(content))
+        match rng.randrange(3):
+            case 0: content[at] ^= 1 << rng.randrange(8)
+            case 1: del content[at:]
+            case 2: content[at:at + 512] = bytes(len(content[at:at + 512]))
+        path.write_bytes(content)
+        try:
+            found = read_checkpoint(path)
+        except Damaged:
+            refused += 1
+        else:
+            assert found["step"] == original["step"] and found["sums"] == original["sums"]
+            for group, named in original["tensors"].items():
+                assert all(torch.equal(t, found["tensors"][group][name]) for name, t in named.items())
+    assert refused > count / 2
+
+
+def test_torch_load_alone_would_not_find_a_flipped_bit(tmp_path, world):
+    """Why read_checkpoint does more than torch.load."""
+    model, optimizers, ema = make_state()
+    save(tmp_path, world, (model, optimizers, ema))
+    path = finished(tmp_path)[0]
+    content = bytearray(path.read_bytes())
+    at = content.index(model.embed.weight.detach().numpy().tobytes())
+    content[at + 5] ^= 1
+    path.write_bytes(content)
+    loaded = torch.load(path, weights_only=True)["tensors"]["model"]["embed.weight"]
+    assert not torch.equal(loaded, model.embed.weight)
+    with pytest.raises(Damaged):
+        read_checkpoint(path)
+
+
+def test_the_newest_whole_checkpoint_is_taken(tmp_path, world):
+    save(tmp_path, world, make_state(), steps=(1, 2, 3))
+    newest = finished(tmp_path)[0]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    said = []
+    assert load_checkpoint(tmp_path, world, said.append)["step"] == 2
+    assert len(said) == 1 and newest.name in said[0]
+    for path in finished(tmp_path):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="nor any older"):
+        load_checkpoint(tmp_path, world, said.append)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+    torch.save({"format": 1, "tensors": {}, "sums": {}, "x": Malicious()}, tmp_path / "bad.pt")
+    with pytest.raises(Damaged):
+        read_checkpoint(tmp_path / "bad.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypatch):
+    state, said = make_state(), []
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints = Checkpoints(tmp_path, world, 3, said.append)
+    checkpoints.save(1, 2.5, {}, *state)
+    checkpoints._jobs.join()
+    real = torch.save
+
+    def fail(content, file):
+        file.write(b"half of it")
+        raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
+    monkeypatch.setattr(torch, "save", fail)
+    checkpoints.save(2, 2.4, {}, *state)
+    checkpoints.mark_best()
+    checkpoints._jobs.join()
+    assert len(said) == 1 and "No space left" in said[0]
+    assert not list((tmp_path / "checkpoints").glob(".tmp*")) and not (tmp_path / "checkpoints" / "best.pt").exists()
+    monkeypatch.setattr(torch, "save", real)
+    checkpoints.save(3, 2.3, {}, *state)
+    checkpoints.close()
+    assert [int(p.name[5:13]) for p in finished(tmp_path)] == [3, 1]
+
+
+def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(TypeError):
+        Checkpoints(tmp_path, world, 3, print).save(1, 2.5, {"path": tmp_path}, *make_state())
+
+
+def test_seeds_of_steps_and_ranks_differ():
+    drawn = set()
+    for seed in range(3):
+        for step in range(20):
+            for rank in range(4):
+                ddp_utils.seed_step(seed, step, rank)
+                drawn.add(torch.rand(4).sum().item())
+    assert len(drawn) == 3 * 20 * 4
+
+
+def test_a_bit_sum_sees_every_single_bit():
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        t = torch.arange(6).to(dtype)
+        before = ddp_utils.bit_sum(t)
+        for bit in range(8):
+            changed = t.clone()
+            changed.view(torch.uint8)[9] ^= 1 << bit
+            assert ddp_utils.bit_sum(changed) != before
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision(precision, dtype):
+    assert ddp_utils.compute_dtype(precision, torch.device("cpu")) == dtype
+
+
+def test_world_describes_a_single_process(world):
+    assert isinstance(world, World) and world.main and world.world_size == 1
+    assert world.prefix == "[Rank 0/1 | Node node0 | Device cpu]"

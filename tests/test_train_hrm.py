@@ -1,0 +1,316 @@
+"""train_hrm.py as a user runs it: real processes under torchrun that learn, are killed, resume, stop and refuse.
+
+Two runs are the same if their logs agree in every digit and the tensors of their last checkpoints, weights,
+averages and optimizer state, are torch.equal.
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SHARED, children, finish, kill, run, start, torchrun
+
+from ddp_utils import finished
+
+TIMES = ("time", "tokens_per_sec", "mem_gb")  # what may differ between two runs
+
+
+def flags(shards, out, **changes) -> list[str]:
+    """A model so small that starting Python is the longest part of a run."""
+    settings = {"data": shards, "out": out, "seq_len": 32, "d_model": 32, "n_head": 2, "n_layer": 1, "ff": 64,
+                "global_batch": 12, "batch": None, "steps": 60, "save_every": 4, "eval_every": 20, "log_every": 1,
+                "eval_batches": 2, "lr": 1e-3, "warmup": 5, "max_new_tokens": 5, "precision": "fp32"} | changes
+    listed = []
+    for key, value in settings.items():
+        if value is True:
+            listed += [f"--{key.replace('_', '-')}"]
+        elif value is not None:
+            listed += [f"--{key.replace('_', '-')}", str(value)]
+    return listed
+
+
+def train(ranks, shards, out, timeout=90, **changes):
+    return run(ranks, "train_hrm.py", *flags(shards, out, **changes), timeout=timeout)
+
+
+def log_of(out: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def tensors_of(out: Path) -> dict[str, torch.Tensor]:
+    saved = torch.load(finished(out)[0], weights_only=True)
+    return {f"{group}/{name}": t for group, named in saved["tensors"].items() for name, t in named.items()}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert log_of(a) == log_of(b)
+    ours, theirs = tensors_of(a), tensors_of(b)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def kill_after(step: int, ranks, shards, out, **changes) -> str:
+    """Starts a run and kills all its processes with SIGKILL once the checkpoint of a step is there."""
+    process = start(torchrun(ranks, "train_hrm.py", *flags(shards, out, **changes)))
+    deadline = time.monotonic() + 60
+    while not any(int(p.name[5:13]) >= step for p in finished(out)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return kill(process)
+
+
+def run_killed_run(tmp_path, ranks, shards, **changes) -> None:
+    whole = train(ranks, shards, tmp_path / "whole", **changes)
+    assert whole.code == 0, whole.out
+    kill_after(8, ranks, shards, tmp_path / "killed", **changes)
+    assert log_of(tmp_path / "killed")[-1]["step"] < 60, "the run was over before it could be killed"
+    resumed = train(ranks, shards, tmp_path / "killed", **changes)
+    assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert [line["step"] for line in log_of(tmp_path / "killed")] == list(range(1, 61))
+
+
+EVERYTHING = {"batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1, "precision": "bf16"}
+
+
+@pytest.mark.parametrize("ranks, changes", [(0, {"ema": 0.9}), (2, EVERYTHING), (3, {})])
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
+    run_killed_run(tmp_path, ranks, shards, **changes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("changes", [
+    {}, {"precision": "bf16"}, {"batch": 1}, {"ema": 0.9}, {"halt": True}, {"halt": True, "precision": "bf16"},
+    {"dropout": 0.1, "checkpoint_activations": "selective"}, {"optimizer": "muon"}, EVERYTHING], ids=str)
+def test_a_killed_run_resumes_bit_for_bit_in_every_variant(tmp_path, shards, ranks, changes):
+    run_killed_run(tmp_path, ranks, shards, **changes)
+
+
+def test_another_seed_is_another_run(tmp_path, shards):
+    """Shows that assert_same_run can fail."""
+    for seed in (0, 1):
+        assert train(0, shards, tmp_path / str(seed), seed=seed, steps=4, eval_every=4).code == 0
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "0", tmp_path / "1")
+
+
+def close(a: list[dict], b: list[dict], bound=1e-5) -> None:
+    assert [r["step"] for r in a] == [r["step"] for r in b]
+    assert max(abs(x["loss"] - y["loss"]) for x, y in zip(a, b)) <= bound
+    assert [x["tokens"] for x in a] == [y["tokens"] for y in b]
+
+
+def test_the_number_of_processes_changes_nothing_but_rounding(tmp_path, shards):
+    common = {"steps": 20, "save_every": 20, "eval_every": 20}
+    train(0, shards, tmp_path / "one", **common)
+    for name, ranks, batch in (("two", 2, None), ("accumulated", 2, 2)):
+        assert train(ranks, shards, tmp_path / name, batch=batch, **common).code == 0
+        close(log_of(tmp_path / "one"), log_of(tmp_path / name))
+        a, b = (log_of(tmp_path / n)[-1]["val_loss"] for n in ("one", name))
+        assert abs(a - b) <= 1e-5
+
+
+def change_ranks(tmp_path, shards, order) -> None:
+    common = {"schedule": "constant", "bp_steps": 4, "save_every": 100, "eval_every": 100}
+    train(order[0], shards, tmp_path / "same", steps=18, **common)
+    for i, ranks in enumerate(order):
+        done = train(ranks, shards, tmp_path / "changing", steps=6 * (i + 1), **common)
+        assert done.code == 0, done.out
+    close(log_of(tmp_path / "same"), log_of(tmp_path / "changing"))
+
+
+def test_a_run_resumes_on_another_number_of_processes(tmp_path, shards):
+    change_ranks(tmp_path, shards, (2, 1, 2))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_four_two_four(tmp_path, shards):
+    change_ranks(tmp_path, shards, (4, 2, 4))
+
+
+def worker(torchrun_pid: int, rank: int) -> int:
+    """The process id of one worker of a torchrun."""
+    return next(pid for pid in children(torchrun_pid)
+                if b"\0RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, number):
+    out = tmp_path / "run"
+    changes = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
+    process = start(torchrun(2, "train_hrm.py", *flags(shards, out, **changes)))
+    while not (out / "metrics.jsonl").exists() or len(log_of(out)) < 5:
+        time.sleep(0.01)
+    os.kill(worker(process.pid, 1), number)
+    done = finish(process)
+    assert done.code == 0, done.out
+    step = int(re.search(rf"stopped by {number.name} after step (\d+)", done.out)[1])
+    assert int(finished(out)[0].name[5:13]) == step == log_of(out)[-1]["step"]
+
+
+def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_path, shards):
+    out = tmp_path / "run"
+    first = train(2, shards, out, steps=20, ema=0.9)
+    assert first.code == 0 and "training complete" in first.out and "sample at temperature" in first.out
+    before = sorted(p.name for p in out.rglob("*"))
+    again = train(2, shards, out, steps=20, ema=0.9)
+    assert again.code == 0 and "is complete after 20 steps" in again.out
+    names = {p.name for p in out.iterdir()}
+    assert {"config.json", "checkpoints", "metrics.jsonl", "history.json", "tokenizer.json", "train.log"} <= names
+    assert {n for n in before if n.endswith(".pt")} == {n.name for n in out.rglob("*.pt")}
+    assert len(finished(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
+    record = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert list(record) == ["step", "loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_sec", "mfu", "mem_gb",
+                            "bp_steps", "cycles", "time"]
+
+    used = run(0, "train_hrm.py", "--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
+               "--temperature", "0")
+    assert used.code == 0, used.out
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
+    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer("def ")["input_ids"]]])
+    text = tokenizer.decode(model.generate(prompt, do_sample=False, max_new_tokens=20)[0, 1:], skip_special_tokens=True)
+    assert text in used.out
+    # the export holds the moving average, and a new run starts from it
+    average = torch.load(finished(out)[0], weights_only=True)["tensors"]["ema"]["embed.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, average[:len(model.get_input_embeddings().weight)])
+    for source in (f"hf:{out / 'hf'}", out):
+        begun = train(0, shards, tmp_path / f"from{str(source)[:2]}", steps=1, lr=0, init_from=source, eval_every=1)
+        assert begun.code == 0, begun.out
+        assert abs(log_of(tmp_path / f"from{str(source)[:2]}")[0]["val_loss"] - log_of(out)[-1]["val_loss"]) < 1e-5
+
+
+def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
+    """The way of the default command, with a smaller corpus: below the unigram entropy within a minute."""
+    done = run(2, "train_hrm.py", "--data", f"text:{corpus}", "--tokenizer", "bpe:512", "--steps", "120", "--seq-len",
+               "64", "--eval-every", "60", "--max-new-tokens", "20", cwd=tmp_path)
+    assert done.code == 0, done.out
+    losses = re.findall(r"validation loss ([\d.]+) \| unigram entropy ([\d.]+)", done.out)
+    assert float(losses[-1][0]) < float(losses[-1][1]) - 0.3
+    assert done.out.count("is ready:") == 1 and (tmp_path / "runs/hrm-tiny-corpus-bpe512/tokenizer.json").exists()
+
+
+def test_a_directory_of_plain_shards_trains(tmp_path, shards):
+    for shard in shards.glob("*.bin"):
+        (tmp_path / shard.name).symlink_to(shard)
+    done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2)
+    assert done.code == 0, done.out
+    assert log_of(tmp_path / "run")[-1]["val_loss"] is not None
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_left_out(tmp_path, shards):
+    out, other = tmp_path / "run", tmp_path / "whole"
+    for directory in (out, other):
+        assert train(0, shards, directory, steps=12, eval_every=4, save_every=4).code == 0
+    damage(finished(out)[0])
+    done = train(0, shards, out, steps=12, eval_every=4, save_every=4)
+    assert done.code == 0 and "damaged and left out" in done.out and "after step 8" in done.out
+    assert_same_run(out, other)
+    for path in finished(out):
+        damage(path)
+    done = train(0, shards, out, steps=12, eval_every=4, save_every=4)
+    assert done.code == 2 and done.out.count("left out") == 3 and "error: " in done.out
+
+
+@pytest.fixture(scope="module")
+def existing(shards, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("existing") / "run"
+    assert train(0, shards, out, steps=8).code == 0
+    return out
+
+
+REFUSED = {  # what is wrong: (changes to the flags, part of the sentence)
+    "no such data": ({"data": "/nowhere/at/all"}, "holds no data"),
+    "no such file": ({"data": "text:/nowhere/*.txt"}, "no file matches"),
+    "binary as text": ({"data": "text:{shards}/train_000000.bin", "tokenizer": "bytes"}, "binary|UTF-8"),
+    "another tokenizer": ({"tokenizer": "cl100k_base"}, "tokenizer|vocabulary"),
+    "indivisible batch": ({"global_batch": 12, "batch": 5}, "--batch"),
+    "context too long": ({"seq_len": 10_000_000}, "too small"),
+    "out is a file": ({"out": "{shards}/manifest.json"}, "cannot be written"),
+    "out below a file": ({"out": "{shards}/manifest.json/run"}, "cannot be written"),
+    "another model": ({"out": "{existing}", "d_model": 64}, "d_model"),
+    "another context": ({"out": "{existing}", "seq_len": 64}, "seq_len"),
+    "another seed": ({"out": "{existing}", "seed": 7}, "seed"),
+    "new run in an old place": ({"out": "{existing}", "resume": "none"}, "choose another --out"),
+    "resume from nothing": ({"resume": "/nowhere.pt"}, "cannot be read"),
+    "weights from nothing": ({"init_from": "hf:/nowhere"}, "hf:/nowhere"),
+    "unknown flag": ({"learning_rate": 1}, "--help"),
+    "bad number": ({"lr": "fast"}, "--lr"),
+    "bad ramp": ({"bp_steps": "5:2"}, "ramp"),
+    "odd heads": ({"n_head": 3}, "--n-head"),
+    "nccl without a GPU": ({"backend": "nccl", "device": "cpu"}, "nccl"),
+    "no prompt without a run": ({"out": "/nowhere/run", "prompt": "x"}, "no checkpoint"),
+}
+
+
+def test_bad_input_gets_one_sentence_and_exit_code_2(tmp_path, shards, existing):
+    names, before = list(REFUSED), {p: p.stat().st_mtime_ns for p in [*shards.rglob("*"), *existing.rglob("*.pt")]}
+
+    def begin(name):
+        changes, _ = REFUSED[name]
+        changes = {k: str(v).format(shards=shards, existing=existing) for k, v in changes.items()}
+        return start(torchrun(0, "train_hrm.py", *flags(shards, changes.pop("out", tmp_path / name), **changes)),
+                     cwd=tmp_path)
+
+    for pair in (names[i:i + 2] for i in range(0, len(names), 2)):
+        for name, process in [(name, begin(name)) for name in pair]:
+            done = finish(process)
+            assert done.code == 2, (name, done.out)
+            last = done.out.strip().splitlines()[-1]
+            assert last.startswith("error: ") and re.search(REFUSED[name][1], last), (name, done.out)
+            assert "Traceback" not in done.out, (name, done.out)
+    assert before == {p: p.stat().st_mtime_ns for p in [*shards.rglob("*"), *existing.rglob("*.pt")]}
+
+
+def test_two_runs_in_one_directory(tmp_path, shards):
+    out = tmp_path / "run"
+    process = start(torchrun(0, "train_hrm.py", *flags(shards, out, steps=100_000)))
+    while not (out / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    second = train(0, shards, out)
+    assert second.code == 2 and f"in use by process {process.pid}" in second.out
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 0
+
+
+def test_more_local_ranks_than_gpus(tmp_path, shards):
+    gpus = torch.cuda.device_count()
+    done = train(gpus + 1, shards, tmp_path / "run", device="cuda")
+    assert done.code != 0 and ("no GPU is visible" in done.out if gpus == 0 else f"with {gpus} GPUs" in done.out)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_twenty_clean_runs_end_with_exit_code_0(tmp_path, shards):
+    codes = [train(2, shards, tmp_path / str(i), steps=3, eval_every=3).code for i in range(20)]
+    assert codes == [0] * 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("text, tokenizer", [("quijote.txt", "bpe:4096"), ("shakespeare.txt", "gpt2")])
+def test_real_texts(tmp_path, text, tokenizer):
+    if not (SHARED / text).exists():
+        pytest.skip("the texts are not on this machine")
+    done = run(2, "train_hrm.py", "--data", f"text:{SHARED / text}", "--tokenizer", tokenizer, cwd=tmp_path,
+               timeout=800, TIKTOKEN_CACHE_DIR=SHARED / "tiktoken")
+    assert done.code == 0, done.out
+    loss, entropy = map(float, re.findall(r"validation loss ([\d.]+) \| unigram entropy ([\d.]+)", done.out)[-1])
+    assert loss < entropy - 0.5
