@@ -4,7 +4,7 @@ Every trainer calls these in this order:
 
     world = init(...)                          # process group, device, threads
     wrapped = wrap(model, world)               # DistributedDataParallel
-    warm_up(wrapped, ...)                      # settles DDP's buckets, checks that every parameter has a gradient
+    warm_up(wrapped, ...)                      # settles DDP's buckets, finds parameters without a gradient
     stop = StopVote(world)                     # signals, agreed across ranks
     checkpoints = Checkpoints(directory, ...)  # written behind the training, verified when read
 
@@ -49,7 +49,7 @@ class RunError(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse for many processes: a mistake is one sentence, and only the first process of a node prints help."""
+    """argparse for many processes: a mistake is one sentence; the first process of a node prints help."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
@@ -145,16 +145,17 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
     if device == "cuda":
         gpus = torch.cuda.device_count()
         if local_world_size > gpus:
-            raise UserError(f"{local_world_size} processes on a machine with {gpus} GPUs: start torchrun with "
-                            f"--nproc_per_node={gpus}, or use --device cpu." if gpus else
+            raise UserError(f"{local_world_size} processes on a machine with {gpus} GPUs: start torchrun "
+                            f"with --nproc_per_node={gpus}, or use --device cpu." if gpus else
                             "no GPU is visible here: leave --device out, or use --device cpu.")
         where = torch.device("cuda", local_rank())  # never the global rank: GPUs are numbered on each node
         torch.cuda.set_device(where)
     else:
         where = torch.device("cpu")
-        if env.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1, which leaves most cores idle
+        # torchrun sets OMP_NUM_THREADS=1 where nobody has chosen, which leaves most cores idle
+        if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
             torch.set_num_threads(max(1, cpu_count() // local_world_size))
-    if backend == "auto":  # chosen before init: a failed init leaves keys in the store that spoil the next one
+    if backend == "auto":  # chosen before init: a failed init leaves keys in the store that spoil the next
         nccl = device == "cuda" and dist.is_nccl_available()
         backend = "nccl" if nccl else "gloo"
         reason = "GPUs" if nccl else "no GPU is used" if device == "cpu" else "this torch has no NCCL"
@@ -172,7 +173,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """auto is bf16 where the hardware computes in it (CUDA from sm80 on, a CPU with avx512_bf16), else fp32."""
+    """auto is bf16 where the hardware computes in it (CUDA from sm80, a CPU with avx512_bf16), else fp32."""
     if precision == "auto":
         if device.type == "cuda":
             fast = torch.cuda.get_device_capability(device) >= (8, 0)
@@ -191,7 +192,8 @@ def number(low: float, high: float = float("inf"), kind=float, open_end: bool = 
     def parse(text: str):
         value = kind(text)
         if not low <= value <= high or open_end and value == high:
-            limit = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}{')' if open_end else ']'}"
+            limit = f"in [{low:g}, {high:g}{')' if open_end else ']'}"
+            limit = f"at least {low:g}" if high == float("inf") else limit
             raise argparse.ArgumentTypeError(f"{text} is not {limit}")
         return value
     parse.__name__ = "whole number" if kind is int else "number"
@@ -205,58 +207,61 @@ share = number(0, 1, open_end=True)
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for data, batch, optimizer, run and checkpoints to a trainer's parser."""
     g = parser.add_argument_group("data")
-    g.add_argument("--data", help="a prepared directory, or a source for `data.py prepare` such as stdlib, text:GLOB or "
-                   "fineweb-edu, which is prepared first if need be")
-    g.add_argument("--tokenizer", help="gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a tokenizer.json "
-                   "(default: that of the prepared data; bpe:4096 for stdlib, else gpt2)")
+    g.add_argument("--data", help="a prepared directory, or a source for `data.py prepare` such as stdlib, "
+                   "text:GLOB or fineweb-edu, which is prepared first if need be")
+    g.add_argument("--tokenizer", help="gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
+                   "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, else gpt2)")
     g.add_argument("--seq-len", type=positive, help="tokens in a row, the context of the model")
-    g.add_argument("--seed", type=number(0, 2**31, int), default=0, help="of initialisation, order and dropout (0)")
+    g.add_argument("--seed", type=number(0, 2**31, int), default=0, help="of weights, order and dropout (0)")
 
     g = parser.add_argument_group("steps and batches")
     g.add_argument("--steps", type=positive, help="optimizer steps of the whole run")
     g.add_argument("--epochs", type=number(0), help="passes over the data, instead of --steps")
     g.add_argument("--global-batch", type=positive, help="sequences in a step, over all processes")
-    g.add_argument("--batch", type=positive, help="sequences in a micro-batch of one process; how many micro-batches a "
-                   "step accumulates follows from it (default: the largest that divides, up to the table's)")
-    g.add_argument("--grad-accum", type=positive, help="micro-batches that a step accumulates, instead of --batch")
+    g.add_argument("--batch", type=positive, help="sequences in a micro-batch of one process; how many a "
+                   "step accumulates follows (default: the largest that divides, up to the table's)")
+    g.add_argument("--grad-accum", type=positive, help="micro-batches in a step, instead of --batch")
 
     g = parser.add_argument_group("optimization")
-    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices of the "
-                   "blocks, with AdamW for the rest (adamw)")
+    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw",
+                   help="muon: for the matrices of the blocks, with AdamW for the rest (adamw)")
     g.add_argument("--lr", type=number(0), help="peak learning rate")
-    g.add_argument("--schedule", choices=("cosine", "wsd", "constant"), default="cosine", help="after the warm-up; wsd "
-                   "stays constant and falls over the last fifth (cosine)")
+    g.add_argument("--schedule", choices=("cosine", "wsd", "constant"), default="cosine",
+                   help="after the warm-up; wsd stays constant and falls over the last fifth (cosine)")
     g.add_argument("--warmup", type=number(0, kind=int), help="steps of linear warm-up")
     g.add_argument("--min-lr-ratio", type=number(0, 1), default=0.1, help="last learning rate / peak (0.1)")
     g.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices (0.1)")
     g.add_argument("--beta1", type=share, default=0.9, help="of AdamW (0.9)")
     g.add_argument("--beta2", type=share, default=0.95, help="of AdamW (0.95)")
-    g.add_argument("--grad-clip", type=number(0), default=1.0, help="largest gradient norm; 0 is no limit (1.0)")
-    g.add_argument("--ema", type=share, default=0.0, help="decay of a moving average of the weights, which evaluation, "
-                   "--prompt and --export then use; 0 keeps none (0)")
+    g.add_argument("--grad-clip", type=number(0), default=1.0, help="largest gradient norm; 0: any (1.0)")
+    g.add_argument("--ema", type=share, default=0.0, help="decay of a moving average of the weights, which "
+                   "evaluation, --prompt and --export then use; 0 keeps none (0)")
 
     g = parser.add_argument_group("running")
-    g.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of activations; auto "
-                   "is bf16 where the hardware has it, else fp32; parameters are always fp32 (auto)")
-    g.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile each block (default: on GPUs)")
-    g.add_argument("--checkpoint-activations", choices=("none", "block", "selective"), help="recompute in the "
-                   "backward pass, exactly: block keeps only the input of a block, selective the matrix products too")
-    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if there is one)")
+    g.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
+                   help="of activations; auto is bf16 where the hardware has it, else fp32; parameters are "
+                   "always fp32 (auto)")
+    g.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                   help="compile each block (default: on GPUs)")
+    g.add_argument("--checkpoint-activations", choices=("none", "block", "selective"),
+                   help="recompute in the backward pass, exactly: block keeps only the input of a block, "
+                   "selective the matrix products too")
+    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if any)")
     g.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="(auto: nccl on GPUs)")
-    g.add_argument("--timeout", type=positive, default=600, help="seconds after which a missing process is an error")
+    g.add_argument("--timeout", type=positive, default=600, help="seconds to wait for a lost process (600)")
 
     g = parser.add_argument_group("output")
     g.add_argument("--out", type=Path, help="directory of the run (default: runs/<model>-<size>-<data>)")
     g.add_argument("--log-every", type=positive, default=10, help="steps between log lines (10)")
-    g.add_argument("--eval-every", type=positive, help="steps between evaluations; an epoch ends with one too")
-    g.add_argument("--eval-batches", type=number(0, kind=int), help="global batches in an evaluation; 0 is the whole "
-                   "validation split")
+    g.add_argument("--eval-every", type=positive, help="steps between evaluations; epochs end with one too")
+    g.add_argument("--eval-batches", type=number(0, kind=int), help="global batches in an evaluation; "
+                   "0 is the whole validation split")
     g.add_argument("--save-every", type=positive, help="steps between checkpoints")
     g.add_argument("--keep-last", type=positive, default=3, help="checkpoints to keep, beside the best (3)")
-    g.add_argument("--resume", default="auto", metavar="auto|none|PATH", help="auto: from the newest checkpoint in --out "
-                   "that is whole; none: start anew, which needs an --out without checkpoints (auto)")
-    g.add_argument("--init-from", metavar="PATH", help="start from the weights of hf:DIR_OR_ID, of a checkpoint "
-                   "file, or of a run directory")
+    g.add_argument("--resume", default="auto", metavar="auto|none|PATH", help="auto: from the newest whole "
+                   "checkpoint in --out; none: start anew, which needs an --out without checkpoints (auto)")
+    g.add_argument("--init-from", metavar="PATH", help="start from the weights of hf:DIR_OR_ID, of a "
+                   "checkpoint file, or of a run directory")
 
     g = parser.add_argument_group("using a run: acts on the newest checkpoint in --out, without training")
     g.add_argument("--export", action="store_true", help="write hf/ for transformers")
@@ -265,12 +270,13 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of text generation."""
     g = parser.add_argument_group("sampling")
-    g.add_argument("--prompt", help="continue this text with the newest checkpoint in --out, without training")
-    g.add_argument("--sample-prompt", default="", help="text that the sample at the end of training continues")
+    g.add_argument("--prompt", help="continue this text with the newest checkpoint, without training")
+    g.add_argument("--sample-prompt", default="", help="the sample at the end of training continues this")
     g.add_argument("--max-new-tokens", type=positive, default=200, help="(200)")
-    g.add_argument("--temperature", type=number(0), default=0.8, help="0 takes the likeliest token always (0.8)")
-    g.add_argument("--top-k", type=number(0, kind=int), default=50, help="sample from so many tokens; 0: all (50)")
-    g.add_argument("--top-p", type=number(0, 1), default=1.0, help="sample from the smallest set with this mass (1.0)")
+    g.add_argument("--temperature", type=number(0), default=0.8, help="0: always the likeliest token (0.8)")
+    g.add_argument("--top-k", type=number(0, kind=int), default=50, help="likeliest ids to keep; 0: all (50)")
+    g.add_argument("--top-p", type=number(0, 1), default=1.0,
+                   help="sample from the smallest set with this mass (1.0)")
 
 
 def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
@@ -325,11 +331,11 @@ def differing_rank(numbers: Tensor) -> tuple[int, int] | None:
 
 
 def assert_same(world: World, what: dict[str, str]) -> None:
-    """Raises UserError naming the first entry, hexadecimal digests, on which one rank differs from the others."""
+    """Raises UserError naming the first entry, a hexadecimal digest, on which a rank differs from others."""
     numbers = torch.tensor([int(digest[:15], 16) for digest in what.values()], device=world.device)
     if odd := differing_rank(numbers):
-        raise UserError(f"{list(what)[odd[0]]} on rank {odd[1]} differs from the other ranks: copy the same files to "
-                        "every node, or prepare them there with the same command and versions.")
+        raise UserError(f"{list(what)[odd[0]]} on rank {odd[1]} differs from the other ranks: copy the same "
+                        "files to every node, or prepare them there with the same command and versions.")
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
@@ -341,9 +347,9 @@ def bit_sum(tensor: Tensor) -> Tensor:
 def assert_in_sync(tensors: dict[str, Tensor]) -> None:
     """Compares replicated tensors bit for bit across all ranks. Raises RunError at a difference."""
     if odd := differing_rank(torch.stack([bit_sum(t) for t in tensors.values()])):
-        raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks, so the run stops "
-                       "(Sync=FAILED): check the memory and the libraries of that node; the last checkpoint was "
-                       "compared before it was written.")
+        raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks, so the run "
+                       "stops (Sync=FAILED): check the memory and the libraries of that node; the last "
+                       "checkpoint was compared before it was written.")
 
 
 def broadcast(tensors) -> None:
@@ -357,7 +363,7 @@ def broadcast(tensors) -> None:
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:
-    """DistributedDataParallel around the model if there is more than one process. Parameters must agree already."""
+    """DistributedDataParallel around the model if there are more processes. Parameters must agree already."""
     if world.world_size == 1:
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
@@ -367,21 +373,22 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
 
 def no_sync(wrapped: nn.Module, really: bool):
     """A context in which DDP keeps gradients local, for every micro-batch but the last of a step."""
-    return wrapped.no_sync() if really and isinstance(wrapped, DistributedDataParallel) else contextlib.nullcontext()
+    ddp = isinstance(wrapped, DistributedDataParallel)
+    return wrapped.no_sync() if really and ddp else contextlib.nullcontext()
 
 
 def warm_up(wrapped: nn.Module, first, settled) -> None:
     """Throw-away backward passes: one of first(), then two of settled(), functions that return a scalar.
 
-    The first, without communication, shows that every parameter gets a gradient when training starts; RunError
-    if not. The others settle DDP's buckets, which it rearranges after its first step: that changes the order of
-    sums, and without them a resumed run would drift from an uninterrupted one.
+    The first, without communication, shows that every parameter gets a gradient when training starts;
+    RunError if not. The others settle DDP's buckets, which it rearranges after its first step: that changes
+    the order of sums, and without them a resumed run would drift from an uninterrupted one.
     """
     with no_sync(wrapped, True):
         first().backward()
     missing = [name for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
-        raise RunError(f"{missing[0].removeprefix('module.')} gets no gradient, so it would never be trained.")
+        raise RunError(f"{missing[0].removeprefix('module.')} gets no gradient, so it would never train.")
     for _ in range(2):
         wrapped.zero_grad(set_to_none=True)
         settled().backward()
@@ -389,7 +396,7 @@ def warm_up(wrapped: nn.Module, first, settled) -> None:
 
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:
-    """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before, a scalar."""
+    """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before."""
     parameters = list(parameters)
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     if max_norm > 0:
@@ -415,8 +422,8 @@ def optimizer_step(optimizers, scaler, norm: Tensor) -> None:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds torch for one step of one rank. So the generators have no state that a checkpoint must keep, and a
-    resumed run draws the same dropout masks.
+    """Seeds torch for one step of one rank. So the generators have no state that a checkpoint must keep, and
+    a resumed run draws the same dropout masks.
     """
     mixed = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + rank) * 0x94D049BB133111EB
     torch.manual_seed((mixed ^ mixed >> 31) % 2**63)
@@ -425,8 +432,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 class StopVote:
     """Lets all ranks stop after the same step: at a signal to any of them, or when training has failed.
 
-    SIGTERM, SIGINT and SIGUSR1 set a flag. At the end of a step `start` sends it off in a small all-reduce, which
-    `read` collects a step later, when it has long arrived.
+    SIGTERM, SIGINT and SIGUSR1 set a flag. At the end of a step `start` sends it off in a small all-reduce,
+    which `read` collects a step later, when it has long arrived.
     """
 
     PATIENCE = 10  # updates skipped in a row
@@ -449,7 +456,7 @@ class StopVote:
             self.signal, self._since = number, time.monotonic()
 
     def count(self, norm: Tensor, scaler) -> None:
-        """Counts updates that were skipped in a row, on the device. fp16 first tries smaller and smaller scales."""
+        """Counts updates skipped in a row, on the device. fp16 first tries smaller and smaller scales."""
         if not scaler.is_enabled() or scaler.get_scale() < 1:
             self.skipped = (self.skipped + 1) * (1 - norm.isfinite().float())
 
@@ -463,7 +470,7 @@ class StopVote:
             self._copied.record()
 
     def read(self) -> int:
-        """The signal that some rank got before the last `start`, or 0. Raises RunError if training has failed."""
+        """The signal some rank got before the last `start`, or 0. Raises RunError if training has failed."""
         if self._work is None:
             return 0
         if self._copied:
@@ -474,8 +481,8 @@ class StopVote:
             number, skipped = self._vote.tolist()
         self._work = None
         if skipped >= self.PATIENCE:
-            raise RunError(f"the gradient was not finite {self.PATIENCE} times in a row, so the run stops: lower --lr, "
-                           "or use --precision bf16 or fp32; the last checkpoint is from before.")
+            raise RunError(f"the gradient was not finite {self.PATIENCE} times in a row, so the run stops: "
+                           "lower --lr, or use --precision bf16 or fp32; the last checkpoint is from before.")
         return int(number)
 
     def ask(self) -> int:
@@ -505,7 +512,7 @@ def restore(saved: dict, world: World, model: nn.Module, optimizers=(), ema=None
     """Copies what rank 0 has read with Checkpoints.load into the training state of all ranks.
 
     Tensors travel one at a time, so no other rank reads a file or holds a second copy. `averaged` puts the
-    moving average, if the run has one, into the model. Optimizer state of another kind of optimizer is left out.
+    moving average, if the run has one, into the model. State of another kind of optimizer is left out.
     """
     layout, parameters = saved["layout"], dict(model.named_parameters())
     targets = [("ema" if averaged and name in layout["ema"] else "model", name, tensor)
@@ -538,8 +545,8 @@ class Damaged(Exception):
 def read_checkpoint(path: Path) -> dict:
     """A checkpoint whose every byte has been checked. Raises Damaged.
 
-    torch.load does not look at the checksums in the file, so zipfile does; and mmap makes torch read by the same
-    directory of the file as zipfile. The bit sums then show that what was read is what was saved.
+    torch.load does not look at the checksums in the file, so zipfile does; and mmap makes torch read by the
+    same directory of the file as zipfile. The bit sums then show that what was read is what was saved.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -568,8 +575,8 @@ def finished(run_directory: Path) -> list[Path]:
 def load_checkpoint(where: str | Path, world: World, say) -> dict | None:
     """A checkpoint file, or the newest of a run directory that is whole; None if that has no checkpoint.
 
-    Rank 0 reads. Every rank gets step, samples and whatever else `save` was given, and `layout`, the shapes of
-    all tensors; rank 0 also the tensors, for `restore`. Raises UserError on every rank if none can be read.
+    Rank 0 reads. Every rank gets step, samples and whatever else `save` was given, and `layout`, the shapes
+    of all tensors; rank 0 also the tensors, for `restore`. Raises UserError on all ranks if none can be read.
     """
     saved = None
 
@@ -584,8 +591,8 @@ def load_checkpoint(where: str | Path, world: World, say) -> dict | None:
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
         if saved is None:
             if candidates:
-                raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one from a "
-                                "copy, or start anew in another --out.")
+                raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore "
+                                "one from a copy, or start anew in another --out.")
             return None
         layout = {group: {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
                           for name, t in saved["tensors"][group].items()} for group in GROUPS}
@@ -597,7 +604,7 @@ def load_checkpoint(where: str | Path, world: World, say) -> dict | None:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run: `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link to one.
+    """Writes the checkpoints of a run, `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link.
 
     `save` copies the state and returns; a thread writes it to a temporary file, syncs it and renames it, so a
     file that has its name is whole. Only rank 0 writes; other ranks may call everything.
@@ -632,7 +639,8 @@ class Checkpoints:
     def _copy(self, group: str, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get((group, name))
         if buffer is None or buffer.shape != tensor.shape:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.world.device.type == "cuda")
+            on_cuda = self.world.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
             self._buffers[group, name] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
@@ -665,7 +673,8 @@ class Checkpoints:
 
     def _write(self, name: str, state: dict, copies: dict) -> None:
         temporary = self.directory / f".tmp-{name}"
-        sums = {f"{group}/{key}": int(bit_sum(t)) for group, named in copies.items() for key, t in named.items()}
+        sums = {f"{group}/{key}": int(bit_sum(t)) for group, named in copies.items()
+                for key, t in named.items()}
         try:
             with open(temporary, "wb") as file:
                 torch.save({**state, "tensors": copies, "sums": sums}, file)
@@ -693,20 +702,21 @@ class Checkpoints:
 
 
 def claim(run_directory: Path, world: World) -> None:
-    """Makes a run directory and locks it until this process ends, however it ends. Raises UserError on all ranks."""
+    """Makes a run directory and locks it until this process is gone. Raises UserError on all ranks."""
     def lock():
         try:
             (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-            file = os.open(run_directory / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock it
+            file = os.open(run_directory / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock
         except OSError as error:
             raise UserError(f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{run_directory} is in use by {os.read(file, 200).decode()}: wait for it, or choose another "
-                            "--out.")
+            raise UserError(f"{run_directory} is in use by {os.read(file, 200).decode()}: wait for it, or "
+                            "choose another --out.")
         os.truncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}".encode())
+        owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
+        os.write(file, owner.encode())
         for leftover in (run_directory / "checkpoints").glob(".tmp-*"):
             leftover.unlink()
 
@@ -714,15 +724,15 @@ def claim(run_directory: Path, world: World) -> None:
 
 
 def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:
-    """The checkpoint that --resume auto, none or PATH means, None to start anew. Raises UserError on all ranks."""
+    """The checkpoint that --resume means, None to start anew. Raises UserError on all ranks."""
     newest = on_main(world, lambda: next((str(path) for path in finished(run_directory)), None))
     if resume == "none":
         if newest:
-            raise UserError(f"{run_directory} holds checkpoints ({Path(newest).name}), which a new run would mix with its "
-                            "own: choose another --out, or delete it.")
+            raise UserError(f"{run_directory} holds checkpoints ({Path(newest).name}), which a new run would "
+                            "mix with its own: choose another --out, or delete it.")
         return None
     saved = load_checkpoint(run_directory if resume == "auto" else resume, world, say)
     if resume != "auto" and newest and int(NAME.fullmatch(Path(newest).name)[1]) > saved["step"]:
-        raise UserError(f"{run_directory} has a later checkpoint ({Path(newest).name}) than {resume}: give another --out "
-                        "to branch off there, or delete the later ones.")
+        raise UserError(f"{run_directory} has a later checkpoint ({Path(newest).name}) than {resume}: give "
+                        "another --out to branch off there, or delete the later ones.")
     return saved

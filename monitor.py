@@ -6,7 +6,7 @@
     training_history.png  loss, learning rate and throughput, if matplotlib is installed
     tb/                   the same curves for TensorBoard, if that is installed
 
-A step has one line in metrics.jsonl, whatever happens: a resumed run cuts off what lies beyond its checkpoint.
+A step has one line in metrics.jsonl, whatever happens: a resumed run cuts off what is past its checkpoint.
 """
 
 import json
@@ -34,7 +34,8 @@ def memory_gb(device: torch.device) -> float:
     """The most memory so far in GB (10^9 bytes): of tensors on a GPU, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def human_count(n: float) -> str:
@@ -56,7 +57,7 @@ def human_time(seconds: float) -> str:
 
 
 class RunLog:
-    """The log of a run in directory `out`. Only rank 0 (`active`) prints and writes; others may call everything."""
+    """The log of a run in directory `out`. Only rank 0 (`active`) writes; others may call everything."""
 
     def __init__(self, out: Path, active: bool, prefix: str, total_steps: int):
         self.out, self.active, self.prefix, self.total_steps = Path(out), active, prefix, total_steps
@@ -104,7 +105,8 @@ class RunLog:
             self.say("curves for TensorBoard are not written: pip install tensorboard")
         if sys.stdout.isatty():
             from tqdm import tqdm  # comes with datasets
-            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True,
+                             smoothing=0.1)
         return self.records[-1] if self.records and self.records[-1]["step"] == step else None
 
     def tick(self, step: int) -> None:
@@ -113,13 +115,13 @@ class RunLog:
             self._bar.update(step - self._bar.n)
 
     def step_line(self, r: dict, eta: float) -> None:
-        """Prints a record as a line, or beside the progress bar. Sync=OK: a failed comparison ends the run."""
+        """Prints a record as a line or beside the progress bar. Sync=OK: a failed comparison ends the run."""
         if not self.active:
             return
         mfu = f"{r['mfu']:.1%} MFU | " if r["mfu"] is not None else ""
         line = (f"step {r['step']}/{self.total_steps} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
-                f"grad {r['grad_norm']:.2f} | {human_count(r['tokens_per_sec'])} tok/s | {mfu}{r['mem_gb']:.1f} GB | "
-                f"eta {human_time(eta)} | Sync=OK")
+                f"grad {r['grad_norm']:.2f} | {human_count(r['tokens_per_sec'])} tok/s | "
+                f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync=OK")
         if self._bar is not None:
             self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
             self._text.write(f"{self.prefix} {line}\n")
@@ -134,8 +136,9 @@ class RunLog:
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         if self._tensorboard:
-            names = {"loss": "Loss/train_step", "val_loss": "Loss/val_epoch", "lr": "LR", "grad_norm": "GradNorm",
-                     "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu", "mem_gb": "System/mem_gb",
+            names = {"loss": "Loss/train_step", "val_loss": "Loss/val_epoch", "lr": "LR",
+                     "grad_norm": "GradNorm", "tokens_per_sec": "Throughput/tokens_per_sec",
+                     "mfu": "Throughput/mfu", "mem_gb": "System/mem_gb",
                      "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder"}
             for key, name in names.items():
                 if record.get(key) is not None:

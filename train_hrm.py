@@ -1,13 +1,13 @@
 """Trains a Hierarchical Reasoning Model for text (arXiv 2605.20613), on one process or on many.
 
-    torchrun --nproc_per_node=2 train_hrm.py                       # a laptop: tiny, Python's own source, minutes
-    torchrun --nproc_per_node=8 train_hrm.py --size 1b             # eight GPUs, FineWeb-Edu
+    torchrun --nproc_per_node=2 train_hrm.py                 # tiny, Python's own source: minutes on a laptop
+    torchrun --nproc_per_node=8 train_hrm.py --size 1b       # eight GPUs, FineWeb-Edu
     torchrun --nproc_per_node=2 train_hrm.py --data 'text:books/*.txt' --tokenizer bpe:4096
 
 Run the same command again and it goes on where it stopped. Without torchrun it is one process:
 
-    python train_hrm.py --prompt "def main("                       # the newest checkpoint continues a text
-    python train_hrm.py --export                                   # and becomes a directory for transformers
+    python train_hrm.py --prompt "def main("                 # the newest checkpoint continues a text
+    python train_hrm.py --export                             # and becomes a directory for transformers
 """
 
 import argparse
@@ -43,8 +43,8 @@ SIZES = {name: dict(zip(COLUMNS, row)) for name, row in {
 }.items()}
 MODEL_FLAGS = ("n_layer", "n_head", "d_model", "ff", "seq_len", "h_cycles", "l_cycles", "tie", "dropout",
                "inject_input", "halt", "max_cycles")
-NOT_SETTINGS = {"out", "resume", "prompt", "export", "sample_prompt", "max_new_tokens", "temperature", "top_k", "top_p",
-                "epochs", "timeout"}
+NOT_SETTINGS = {"out", "resume", "prompt", "export", "sample_prompt", "max_new_tokens", "temperature",
+                "top_k", "top_p", "epochs", "timeout"}
 RAMP = 0.2  # share of the run over which bp_steps and the ponder cost grow
 
 # -----------------------------------------------------------------------------------------------------------
@@ -80,17 +80,17 @@ def parse_args() -> argparse.Namespace:
                    "tokenizer, rounded up to a multiple of 64)")
     g.add_argument("--h-cycles", type=positive, default=2, help="calls of the slow stack H (2)")
     g.add_argument("--l-cycles", type=positive, default=3, help="calls of the fast stack L for each of H (3)")
-    g.add_argument("--bp-steps", type=bp_range, help="last stack calls that backpropagation goes through: a number, or "
-                   "a ramp A:B over the first fifth of the run (2:5; 3:5 with --untie)")
-    g.add_argument("--tie", action="store_true", default=True, help="output head = embedding table (the default)")
-    g.add_argument("--untie", dest="tie", action="store_false", help="give the output head weights of its own")
+    g.add_argument("--bp-steps", type=bp_range, help="last stack calls that backpropagation goes through: a "
+                   "number, or a ramp A:B over the first fifth of the run (2:5; 3:5 with --untie)")
+    g.add_argument("--tie", action="store_true", default=True, help="output head = embedding table (default)")
+    g.add_argument("--untie", dest="tie", action="store_false", help="give the output head its own weights")
     g.add_argument("--dropout", type=share, default=0.0, help="(0)")
-    g.add_argument("--inject-input", action="store_true", help="add the embedded input to every input of L, as the "
-                   "first HRM paper does")
+    g.add_argument("--inject-input", action="store_true", help="add the embedded input to every input of L, "
+                   "as the first HRM paper does")
     g.add_argument("--halt", action="store_true", help="let each token choose its number of H-cycles")
     g.add_argument("--max-cycles", type=positive, default=4, help="most H-cycles with --halt (4)")
-    g.add_argument("--ponder-cost", type=number(0), default=0.01, help="weight of the cost of cycles with --halt, after "
-                   "a warm-up from 0 over the first fifth of the run (0.01)")
+    g.add_argument("--ponder-cost", type=number(0), default=0.01, help="weight of the cost of cycles with "
+                   "--halt, after a warm-up from 0 over the first fifth of the run (0.01)")
     add_sampling_flags(parser)
     args = parser.parse_args()
     use_defaults(args, {k: v for k, v in SIZES[args.size].items() if k not in ("global_batch", "batch")})
@@ -108,7 +108,7 @@ def bp_steps_at(step: int, steps: int, bp_range: tuple[int, int]) -> int:
 
 
 def load_model(source: str, world: World, say, **changes) -> tuple[HRM, dict | None]:
-    """A trained model, on all ranks, and its checkpoint: from hf:DIR_OR_ID, a run directory or a checkpoint file.
+    """A trained model, on all ranks, and its checkpoint: from hf:DIR_OR_ID, a run directory or a file.
 
     `changes` replaces fields of its configuration that do not change its parameters.
     """
@@ -142,8 +142,8 @@ def make_model(args, tokenizer, world: World, saved: dict | None, say) -> HRM:
     if args.init_from and not saved:
         model, _ = load_model(args.init_from, world, say, seq_len=args.seq_len, dropout=args.dropout)
         if model.config.vocab_size < ids:
-            raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has {ids}: "
-                            "prepare the data with the tokenizer of that model.")
+            raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has "
+                            f"{ids}: prepare the data with the tokenizer of that model.")
         return model
     config = HRMConfig(vocab_size=ids, padded_vocab=args.vocab_size or pad_vocab(ids),
                        **{flag: getattr(args, flag) for flag in MODEL_FLAGS})
@@ -156,7 +156,7 @@ def make_model(args, tokenizer, world: World, saved: dict | None, say) -> HRM:
 
 
 def check_resumable(saved: dict, now: dict, say) -> None:
-    """Raises UserError if the checkpoint belongs to another model, tokenizer or data; prints other differences."""
+    """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
     for what in ("model_config", "tokenizer", "data", "seed"):
         was, is_ = saved[what], now[what]
         if what == "model_config":
@@ -164,8 +164,8 @@ def check_resumable(saved: dict, now: dict, say) -> None:
             key = next((k for k in is_ if was.get(k) != is_[k]), None)
             was, is_, what = was.get(key), is_.get(key), key
         if was != is_:
-            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was}, now {is_}): give that run's "
-                            "flags, or start a new one with another --out.")
+            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was}, now {is_}): give "
+                            "that run's flags, or start a new one with another --out.")
     for flag, value in now["settings"].items():
         if saved["settings"].get(flag) != value:
             say(f"resuming with --{flag.replace('_', '-')} {value} (was {saved['settings'].get(flag)})")
@@ -196,13 +196,13 @@ def evaluate(model: HRM, ema: EMA | None, dataset, batch: int, world: World, row
     return (None, stopping) if stopping else (loss / tokens, 0)
 
 
-def continue_text(model: HRM, tokenizer, prompt: str, args):
-    """Yields pieces of text that follow a prompt, which may be empty."""
+def continue_text(model: HRM, tokenizer, prompt: str, args, stop: int | None = None):
+    """Yields pieces of text that follow a prompt, which may be empty, up to the id `stop`."""
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
     new = generate(model, torch.tensor([ids], device=model.embed.weight.device), args.max_new_tokens,
-                   args.temperature, args.top_k, args.top_p, args.seed, stop=tokenizer.eot)
+                   args.temperature, args.top_k, args.top_p, args.seed, stop)
     with torch.compiler.set_stance("force_eager"):  # lengths change with every token
-        yield from data.stream_text(tokenizer, (int(i) for i in new if int(i) != tokenizer.eot))
+        yield from data.stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
 
 
 def use_run(args, world: World, out: Path) -> None:
@@ -218,7 +218,7 @@ def use_run(args, world: World, out: Path) -> None:
         print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
     if args.prompt is not None:
         print(args.prompt, end="")
-        for piece in continue_text(model, tokenizer, args.prompt, args):
+        for piece in continue_text(model, tokenizer, args.prompt, args, stop=tokenizer.eot):
             print(piece, end="", flush=True)
         print()
 
@@ -243,8 +243,9 @@ def main() -> None:
     tokenizer, rows = dataset.tokenizer, dataset.train.rows
     assert_same(world, {"the data": dataset.fingerprint})
     preset = SIZES[args.size]
-    global_batch, batch, grad_accum = data.plan_batch(world.world_size, args.global_batch, args.batch,
-                                                      args.grad_accum, preset["global_batch"], preset["batch"])
+    global_batch, batch, grad_accum = data.plan_batch(
+        world.world_size, args.global_batch, args.batch, args.grad_accum,
+        preset["global_batch"], preset["batch"])
     steps = math.ceil(args.epochs * rows / global_batch) if args.epochs else args.steps
     eval_rows = args.eval_batches * global_batch or None
 
@@ -260,9 +261,10 @@ def main() -> None:
 
     settings = {k: v for k, v in vars(args).items() if k not in NOT_SETTINGS} | {
         "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
-        "world_size": world.world_size, "precision": str(dtype).removeprefix("torch."), "bp_steps": list(args.bp_steps)}
-    identity = {"model_config": asdict(model.config), "tokenizer": tokenizer.name, "data": dataset.fingerprint,
-                "seed": args.seed, "settings": settings}
+        "world_size": world.world_size, "precision": str(dtype).removeprefix("torch."),
+        "bp_steps": list(args.bp_steps)}
+    identity = {"model_config": asdict(model.config), "tokenizer": tokenizer.name,
+                "data": dataset.fingerprint, "seed": args.seed, "settings": settings}
     step = samples = 0
     epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
     if saved:
@@ -284,23 +286,28 @@ def main() -> None:
     # -------------------------------------------------------------------------- say what is going to happen
     c = model.config
     entropy = data.unigram_entropy(dataset.val or dataset.train)
-    log.say(f"HRM {args.size}: {num_params(model):,} parameters; d_model {c.d_model}, {c.n_head} heads, {c.n_layer} "
-            f"blocks in each of 2 stacks, {c.cycles} x {c.l_cycles} cycles{' at most' if c.halt else ''}, bp_steps "
-            f"{args.bp_steps[0]} to {args.bp_steps[1]}, {c.vocab_size} ids in {c.padded_vocab} rows")
-    log.say(f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} ({world.backend_reason}), "
-            f"device {world.device.type} with {torch.get_num_threads()} threads; activations {settings['precision']}, no "
-            f"autocast, GradScaler {'on' if scaler.is_enabled() else 'off'}, compile {'on' if compiled else 'off'}, "
+    log.say(f"HRM {args.size}: {num_params(model):,} parameters; d_model {c.d_model}, {c.n_head} heads, "
+            f"{c.n_layer} blocks in each of 2 stacks, {c.cycles} x {c.l_cycles} cycles"
+            f"{' at most' if c.halt else ''}, bp_steps {args.bp_steps[0]} to {args.bp_steps[1]}, "
+            f"{c.vocab_size} ids in {c.padded_vocab} rows")
+    log.say(f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
+            f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
+            f"activations {settings['precision']}, no autocast, GradScaler "
+            f"{'on' if scaler.is_enabled() else 'off'}, compile {'on' if compiled else 'off'}, "
             f"activation checkpointing {args.checkpoint_activations}")
-    log.say(f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of {args.seq_len}; "
-            f"{dataset.val.num_tokens if dataset.val else 0:,} validation tokens of unigram entropy {entropy:.4f}")
-    log.say(f"batch {batch} x accumulation {grad_accum} x {world.world_size} processes = {global_batch} sequences, "
-            f"{global_batch * args.seq_len:,} tokens a step; {steps} steps, {rows / global_batch:.1f} an epoch")
+    log.say(f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
+            f"{args.seq_len}; {dataset.val.num_tokens if dataset.val else 0:,} validation tokens of unigram "
+            f"entropy {entropy:.4f}")
+    log.say(f"batch {batch} x accumulation {grad_accum} x {world.world_size} processes = {global_batch} "
+            f"sequences, {global_batch * args.seq_len:,} tokens a step; {steps} steps, "
+            f"{rows / global_batch:.1f} an epoch")
     log.say(f"run directory {out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
 
     # --------------------------------------------------------------------------------------------- get going
     example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
-    warm_up(wrapped, *(lambda bp=bp: wrapped(example, example, bp_steps=bp, ponder_weight=1.0, fixed_depth=True)[0]
-                       for bp in args.bp_steps))
+    warm_up(wrapped, *(
+        lambda bp=bp: wrapped(example, example, bp_steps=bp, ponder_weight=1.0, fixed_depth=True)[0]
+        for bp in args.bp_steps))
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
     checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if saved else None)
     best = min((r["val_loss"] for r in log.records if r["val_loss"] is not None), default=math.inf)
@@ -313,16 +320,16 @@ def main() -> None:
         return dataset.val is not None and (step % args.eval_every == 0 or step == steps or ends_epoch)
 
     def save():
-        checkpoints.save(step, record["loss"], identity | {"samples": samples, "record": record, "epoch": epoch,
-                                                           "ends_epoch": ends_epoch}, model, optimizers, ema, scaler)
+        position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
+        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler)
 
-    # `record` describes the last step as long as something is to be done about it: after a step that is due, and
-    # after a resume unless it was done before the run was stopped.
+    # `record` describes the last step as long as something is to be done about it: after a step that is due,
+    # and after a resume unless it was done before the run was stopped.
     ends_epoch = saved["ends_epoch"] if saved else False
     done = on_main(world, lambda: logged is not None and (logged["val_loss"] is not None or not evaluates()))
     record = None if done or not saved else saved["record"]
     if step >= steps and record is None:
-        log.say(f"this run is complete after {step} steps: raise --steps to go on, or try --prompt or --export")
+        log.say(f"this run is complete after {step} steps: raise --steps, or try --prompt or --export")
         loader.close()
         return log.close()
     if done and ends_epoch:
@@ -351,14 +358,16 @@ def main() -> None:
                 log.write(record)
                 log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
             if record["val_loss"] is not None:
-                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy {entropy:.4f}")
+                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | "
+                        f"unigram entropy {entropy:.4f}")
                 if record["val_loss"] < best and checkpoints.saved_step == step:
                     best = record["val_loss"]
                     checkpoints.mark_best()
                 log.save_history()
             if ends_epoch and not stopping:
-                log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | validation loss "
-                        f"{record['val_loss'] or math.nan:.4f} | {monitor.human_time(epoch['seconds'])}")
+                log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | "
+                        f"validation loss {record['val_loss'] or math.nan:.4f} | "
+                        f"{monitor.human_time(epoch['seconds'])}")
                 epoch = dict.fromkeys(epoch, 0)
                 epoch_loss.zero_()
                 epoch_begun = time.perf_counter()
@@ -406,16 +415,17 @@ def main() -> None:
             record = {"step": step, "loss": loss, "val_loss": None, "lr": lr, "grad_norm": norm.item(),
                       "tokens": samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
                       "mfu": flops / (peak * world.world_size) if peak else None,
-                      "mem_gb": round(monitor.memory_gb(world.device), 3), "bp_steps": bp_steps, "cycles": cycles,
-                      "time": round(time.time(), 3)} | ({"ponder": ponder} if args.halt else {})
+                      "mem_gb": round(monitor.memory_gb(world.device), 3), "bp_steps": bp_steps,
+                      "cycles": cycles, "time": round(time.time(), 3)}
+            record |= {"ponder": ponder} if args.halt else {}
 
     # ----------------------------------------------------------------------------------------------- the end
     vote.read()
     loader.close()
     checkpoints.close()
     if stopping and step < steps:
-        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint there: the same "
-                "command goes on")
+        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint there: "
+                "the same command goes on")
         return log.close()
     if world.main:
         if ema:
@@ -424,8 +434,8 @@ def main() -> None:
         log.say(f"a sample at temperature {args.temperature}:\n{text}\n")
         log.add_text("sample", text, step)
     log.close()
-    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all ranks were in "
-            f"sync; the run lies in {out}")
+    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all "
+            f"ranks were in sync; the run lies in {out}")
 
 
 if __name__ == "__main__":

@@ -49,9 +49,10 @@ KEPT = {2: "......LH", 3: "...H..LH", 4: "...H.LLH", 5: "...HLLLH", 6: "..LHLLLH
 
 
 @pytest.fixture(autouse=True)
-def two_threads():
+def few_threads(request):
+    """One thread, because two wait for each other on a busy machine; the long matrices use two."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(2 if request.node.get_closest_marker("long") else 1)
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
@@ -294,8 +295,8 @@ def test_gradients_of_a_bfloat16_pass_are_float32_and_close():
 # Adaptive depth
 
 
-def cycles_of(model: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What think() saw in each cycle, weights (cycles, B, T) and z_H (cycles, B, T, C); its output; the cost."""
+def cycles_of(model: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each cycle the weights (cycles, B, T) and z_H (cycles, B, T, C); what think() returns; the cost."""
     weights, states, plain = [], [], model.halting_weight
 
     def recorded(z_h, *args):
