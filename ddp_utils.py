@@ -582,6 +582,8 @@ def load_checkpoint(where: str | Path, world: World, say) -> dict | None:
 
     def choose():
         nonlocal saved
+        if not Path(where).exists():
+            raise UserError(f"{where} does not exist: name a run directory or a checkpoint file.")
         candidates = finished(where) if Path(where).is_dir() else [Path(where)]
         for path in candidates:
             try:
@@ -701,26 +703,32 @@ class Checkpoints:
         fsync_directory(self.directory)
 
 
-def claim(run_directory: Path, world: World) -> None:
-    """Makes a run directory and locks it until this process is gone. Raises UserError on all ranks."""
+def claim(run_directory: Path, world: World) -> contextlib.ExitStack:
+    """Makes a run directory and locks it until the result is closed or rank 0 ends, however it ends.
+
+    Raises UserError on all ranks.
+    """
+    held = contextlib.ExitStack()
+
     def lock():
         try:
             (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-            file = os.open(run_directory / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock
+            file = held.enter_context(open(run_directory / ".lock", "a+"))
         except OSError as error:
             raise UserError(f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{run_directory} is in use by {os.read(file, 200).decode()}: wait for it, or "
-                            "choose another --out.")
-        os.truncate(file, 0)
-        owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
-        os.write(file, owner.encode())
+            file.seek(0)
+            raise UserError(f"{run_directory} is in use by {file.read()}: wait for it, or choose another --out.")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}")
+        file.flush()
         for leftover in (run_directory / "checkpoints").glob(".tmp-*"):
             leftover.unlink()
 
     on_main(world, lock)
+    return held
 
 
 def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:

@@ -168,7 +168,7 @@ def check_resumable(saved: dict, now: dict, say) -> None:
                             "that run's flags, or start a new one with another --out.")
     for flag, value in now["settings"].items():
         if saved["settings"].get(flag) != value:
-            say(f"resuming with --{flag.replace('_', '-')} {value} (was {saved['settings'].get(flag)})")
+            say(f"resuming with {flag} {value} (was {saved['settings'].get(flag)})")
 
 
 @torch.no_grad()
@@ -201,8 +201,7 @@ def continue_text(model: HRM, tokenizer, prompt: str, args, stop: int | None = N
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
     new = generate(model, torch.tensor([ids], device=model.embed.weight.device), args.max_new_tokens,
                    args.temperature, args.top_k, args.top_p, args.seed, stop)
-    with torch.compiler.set_stance("force_eager"):  # lengths change with every token
-        yield from data.stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
+    yield from data.stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
 
 
 def use_run(args, world: World, out: Path) -> None:
@@ -250,7 +249,7 @@ def main() -> None:
     eval_rows = args.eval_batches * global_batch or None
 
     # ------------------------------------------------------------------- model, optimizer, state to resume
-    claim(out, world)
+    lock = claim(out, world)
     log = monitor.RunLog(out, world.main, world.prefix, steps)
     saved = load_to_resume(out, args.resume, world, log.say)
     model = make_model(args, tokenizer, world, saved, log.say)
@@ -436,6 +435,7 @@ def main() -> None:
     log.close()
     log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all "
             f"ranks were in sync; the run lies in {out}")
+    lock.close()
 
 
 if __name__ == "__main__":

@@ -128,6 +128,16 @@ def test_workers_change_nothing(many, undisturbed, tmp_path):
     assert len(list(undisturbed.glob("train_*.bin"))) > 20, "too few shards to be a test of their order"
 
 
+def test_batches_come_back_in_order():
+    """More batches than wait at one time, of very different sizes, so that workers overtake each other."""
+    chance = random.Random(1)
+    batches = [[(n, 0, "train", chance.choice("ab") * chance.choice([10, 100, 500_000]))] for n in range(60)]
+    exported = data.load_tokenizer("bytes").to_json()
+    one, three = ([(batch, [a.tolist() for a in arrays]) for batch, arrays in
+                   data.in_order(batches, workers, "bytes", exported)] for workers in (1, 3))
+    assert [batch for batch, _ in three] == batches and three == one
+
+
 def test_another_val_split_gives_other_bytes(many, undisturbed, tmp_path):
     """Shows that the comparison above can fail."""
     finish(start(prepare_command(many, tmp_path / "out", "--workers", "1", "--val-split", "hash:0.11")))
@@ -163,15 +173,17 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def few(tmp_path) -> Path:
-    return write_jsonl(tmp_path / "few.jsonl", [f"{n} " * 80 for n in range(12)])
+def few(tmp_path, monkeypatch) -> Path:
+    """Documents of two or three pieces, so that shards end inside of some."""
+    monkeypatch.setattr(data, "BLOCK", 100)
+    return write_jsonl(tmp_path / "few.jsonl", [f"{n} " * 80 for n in range(16)])
 
 
-def prepare_few(few: Path, out: Path) -> None:
-    data.prepare(f"jsonl:{few}", out, "bytes", val_split="hash:0.3", shard_tokens=500, workers=1)
+def prepare_few(few: Path, out: Path, **limits) -> None:
+    data.prepare(f"jsonl:{few}", out, "bytes", val_split="hash:0.3", shard_tokens=500, workers=1, **limits)
 
 
-def stopped_at_rename(number: int, after: bool, few: Path, out: Path) -> bool:
+def stopped_at_rename(number: int, after: bool, few: Path, out: Path, **limits) -> bool:
     """Runs prepare and kills it before or after its rename `number`. False if it has fewer."""
     count, rename = itertools.count(), os.replace
 
@@ -186,22 +198,23 @@ def stopped_at_rename(number: int, after: bool, few: Path, out: Path) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", replace)
         try:
-            prepare_few(few, out)
+            prepare_few(few, out, **limits)
         except Killed:
             return True
     return False
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_every_rename(few, tmp_path, after):
+@pytest.mark.parametrize("limits", [{"max_samples": 15}, {"max_tokens": 1700}])
+def test_killed_at_every_rename(few, tmp_path, after, limits):
     """Every file appears by a rename, so these are all the states that a kill can leave behind."""
-    prepare_few(few, tmp_path / "undisturbed")
+    prepare_few(few, tmp_path / "undisturbed", **limits)
     expected = tree(tmp_path / "undisturbed")
     for number in itertools.count():
         out = tmp_path / f"killed-{number}"
-        if not stopped_at_rename(number, after, few, out):
+        if not stopped_at_rename(number, after, few, out, **limits):
             break
-        prepare_few(few, out)
+        prepare_few(few, out, **limits)
         assert tree(out) == expected, f"killed at rename {number}"
     assert number >= 10
 
