@@ -44,6 +44,9 @@ from data import UserError, cpu_count, fsync_directory
 # Start and end
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
 class RunError(Exception):
     """The run cannot go on, and no traceback would say why better than one sentence: exit code 1."""
 
@@ -83,7 +86,7 @@ def run(main) -> None:
         except RunError as error:
             code, text = 1, f"error: {error}"
         except KeyboardInterrupt:
-            code, text = 130, "stopped before the first step"
+            code, text = 130, "stopped"
 
     try:
         record(guarded)()
@@ -92,6 +95,8 @@ def run(main) -> None:
     except Exception:
         sys.excepthook(*sys.exc_info())
         code = 1
+    for number in STOP_SIGNALS:  # torchrun, once the first process has failed, ends the others by signal
+        signal.signal(number, signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # torchrun stops this process once the first one has spoken
         print(text, file=sys.stderr, flush=True)
@@ -330,12 +335,11 @@ def differing_rank(numbers: Tensor) -> tuple[int, int] | None:
     return index, next(rank for rank, value in enumerate(values) if value != usual)
 
 
-def assert_same(world: World, what: dict[str, str]) -> None:
-    """Raises UserError naming the first entry, a hexadecimal digest, on which a rank differs from others."""
+def assert_same(world: World, what: dict[str, str], way_out: str) -> None:
+    """Raises UserError naming the first of these hexadecimal digests on which a rank differs from others."""
     numbers = torch.tensor([int(digest[:15], 16) for digest in what.values()], device=world.device)
     if odd := differing_rank(numbers):
-        raise UserError(f"{list(what)[odd[0]]} on rank {odd[1]} differs from the other ranks: copy the same "
-                        "files to every node, or prepare them there with the same command and versions.")
+        raise UserError(f"{list(what)[odd[0]]} on rank {odd[1]} differs from the other ranks: {way_out}.")
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
@@ -350,6 +354,14 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
         raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks, so the run "
                        "stops (Sync=FAILED): check the memory and the libraries of that node; the last "
                        "checkpoint was compared before it was written.")
+
+
+def wait_for_all(world: World, what: str) -> None:
+    """Waits until every rank has come here, for days if need be, where a collective would time out."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(what, 1)
+    while store.add(what, 0) < world.world_size:
+        time.sleep(0.1)
 
 
 def broadcast(tensors) -> None:
@@ -411,14 +423,12 @@ def optimizer_step(optimizers, scaler, norm: Tensor) -> None:
     """
     skip = 1.0 - norm.isfinite().float()
     for optimizer in optimizers:
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-        elif optimizer.defaults.get("fused"):
+        if optimizer.defaults.get("fused"):
             optimizer.grad_scale, optimizer.found_inf = None, skip
             optimizer.step()
         elif not skip.item():
             optimizer.step()
-    scaler.update()
+    scaler.update()  # by what unscale_ has found
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -444,7 +454,7 @@ class StopVote:
         self.skipped = torch.zeros((), device=self.device)  # updates in a row whose gradient was not finite
         self._host = torch.zeros(2, pin_memory=on_cuda)
         self._copied = torch.cuda.Event() if on_cuda else None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number, frame):
@@ -485,10 +495,11 @@ class StopVote:
                            "lower --lr, or use --precision bf16 or fp32; the last checkpoint is from before.")
         return int(number)
 
-    def ask(self) -> int:
-        """Votes and reads at once, where waiting does not matter."""
-        self.start()
-        return self.read()
+    def close(self) -> None:
+        """Ends what is under way; from here on signals do what they do to any Python program."""
+        self.read()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -572,7 +583,7 @@ def finished(run_directory: Path) -> list[Path]:
     return [p for _, p in sorted(found, reverse=True)]
 
 
-def load_checkpoint(where: str | Path, world: World, say) -> dict | None:
+def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = False) -> dict | None:
     """A checkpoint file, or the newest of a run directory that is whole; None if that has no checkpoint.
 
     Rank 0 reads. Every rank gets step, samples and whatever else `save` was given, and `layout`, the shapes
@@ -584,18 +595,22 @@ def load_checkpoint(where: str | Path, world: World, say) -> dict | None:
         nonlocal saved
         if not Path(where).exists():
             raise UserError(f"{where} does not exist: name a run directory or a checkpoint file.")
-        candidates = finished(where) if Path(where).is_dir() else [Path(where)]
+        candidates, damaged = finished(where) if Path(where).is_dir() else [Path(where)], []
         for path in candidates:
             try:
                 saved = read_checkpoint(path)
                 break
             except Damaged as error:
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
+                damaged.append(path)
         if saved is None:
             if candidates:
                 raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore "
                                 "one from a copy, or start anew in another --out.")
             return None
+        for bad in damaged:  # out of the way: else it would count as one of the newest to keep
+            if set_aside:
+                bad.rename(bad.with_suffix(".damaged"))
         layout = {group: {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
                           for name, t in saved["tensors"][group].items()} for group in GROUPS}
         return {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
@@ -649,13 +664,20 @@ class Checkpoints:
     def mark_best(self) -> None:
         """Makes best.pt a link to the newest checkpoint, once that is written."""
         if self.world.main:
-            self._submit(self._link_best, self.saved_step)
+            self._submit(self._link_best, "best.pt", self.saved_step)
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written. Raises RunError if the last checkpoint was not."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
+        if self.world.main and self.saved_step is not None and self._newest_step() != self.saved_step:
+            raise RunError(f"the checkpoint of step {self.saved_step} could not be written: make room, and the same "
+                           "command goes on from the one before.")
+
+    def _newest_step(self) -> int | None:
+        newest = next(iter(finished(self.run_directory)), None)
+        return newest and int(NAME.fullmatch(newest.name)[1])
 
     def _submit(self, *job) -> None:
         if self._thread is None:
@@ -667,9 +689,10 @@ class Checkpoints:
         while (job := self._jobs.get()) is not None:
             try:
                 job[0](*job[1:])
-            except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-                self.say(f"WARNING: no checkpoint was written ({str(error).splitlines()[0]}): make room in "
-                         f"{self.directory}; training goes on and tries again at the next save")
+            except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
+                reason = str(error).partition("\n")[0]
+                self.say(f"WARNING: {job[1]} was not written ({reason}): make room in {self.directory}; training "
+                         "goes on, and tries again at the next save")
             finally:
                 self._jobs.task_done()
 
@@ -689,17 +712,16 @@ class Checkpoints:
         for old in finished(self.run_directory)[self.keep_last:]:
             old.unlink()
 
-    def _link_best(self, step: int) -> None:
-        newest = next(iter(finished(self.run_directory)), None)
-        if newest is None or int(NAME.fullmatch(newest.name)[1]) != step:
+    def _link_best(self, name: str, step: int) -> None:
+        if self._newest_step() != step:
             return  # that save has failed, and said so
-        temporary = self.directory / ".tmp-best.pt"
+        newest, temporary = finished(self.run_directory)[0], self.directory / f".tmp-{name}"
         temporary.unlink(missing_ok=True)
         try:
             os.link(newest, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(newest, temporary)
-        os.replace(temporary, self.directory / "best.pt")
+        os.replace(temporary, self.directory / name)
         fsync_directory(self.directory)
 
 
@@ -721,6 +743,8 @@ def claim(run_directory: Path, world: World) -> contextlib.ExitStack:
         except BlockingIOError:
             file.seek(0)
             raise UserError(f"{run_directory} is in use by {file.read()}: wait for it, or choose another --out.")
+        except OSError:
+            pass  # a file system without locks
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}")
         file.flush()
@@ -739,7 +763,9 @@ def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict 
             raise UserError(f"{run_directory} holds checkpoints ({Path(newest).name}), which a new run would "
                             "mix with its own: choose another --out, or delete it.")
         return None
-    saved = load_checkpoint(run_directory if resume == "auto" else resume, world, say)
+    saved = load_checkpoint(run_directory if resume == "auto" else resume, world, say, resume == "auto")
+    if resume != "auto" and saved is None:
+        raise UserError(f"{resume} holds no checkpoint: name a run directory that has one, or its file.")
     if resume != "auto" and newest and int(NAME.fullmatch(Path(newest).name)[1]) > saved["step"]:
         raise UserError(f"{run_directory} has a later checkpoint ({Path(newest).name}) than {resume}: give "
                         "another --out to branch off there, or delete the later ones.")

@@ -9,7 +9,9 @@
 A step has one line in metrics.jsonl, whatever happens: a resumed run cuts off what is past its checkpoint.
 """
 
+import contextlib
 import json
+import math
 import os
 import resource
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from data import write_atomically
+from data import UserError, write_atomically
 
 # Dense bf16 tensor-core peaks of the vendor's data sheets in TFLOP/s, by what the device name contains.
 PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250, "RTX 4090": 165, "RTX 3090": 71}
@@ -62,7 +64,7 @@ class RunLog:
     def __init__(self, out: Path, active: bool, prefix: str, total_steps: int):
         self.out, self.active, self.prefix, self.total_steps = Path(out), active, prefix, total_steps
         self.records: list[dict] = []
-        self._bar = self._tensorboard = None
+        self._bar = self._tensorboard = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints speaks too
         if active:
             self._text = open(self.out / "train.log", "a", encoding="utf-8")
@@ -76,16 +78,20 @@ class RunLog:
                 self._bar.write(text)
             else:
                 print(text, flush=True)
+            self._note(text)
+
+    def _note(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # on a full disk the training is worth more than its log
             self._text.write(text + "\n")
             self._text.flush()
 
-    def begin(self, step: int, settings: dict) -> dict | None:
+    def begin(self, step: int, settings: dict, complete) -> bool:
         """Opens the files at a step, 0 or that of the checkpoint, and forgets what was logged after it.
 
-        Returns the record of this very step if it was logged before, which only rank 0 knows.
+        The record of this very step is kept if complete(record). Returns, on rank 0, whether there is one.
         """
         if not self.active:
-            return None
+            return False
         path = self.out / "metrics.jsonl"
         kept = []
         if path.exists():
@@ -94,12 +100,11 @@ class RunLog:
                     kept.append(json.loads(line))
                 except ValueError:
                     break  # the run was killed while it wrote this line
-        self.records = [r for r in kept if r["step"] <= step]
-        write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
-        self._metrics = open(path, "a", encoding="utf-8")
+        self.records = [r for r in kept if r["step"] < step or r["step"] == step and complete(r)]
+        self._rewrite_metrics()
         try:
             from torch.utils.tensorboard import SummaryWriter
-            self._tensorboard = SummaryWriter(self.out / "tb", purge_step=step + 1 if step else None)
+            self._tensorboard = SummaryWriter(self.out / "tb", purge_step=step + 1)
             self._tensorboard.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
         except ImportError:
             self.say("curves for TensorBoard are not written: pip install tensorboard")
@@ -107,7 +112,12 @@ class RunLog:
             from tqdm import tqdm  # comes with datasets
             self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True,
                              smoothing=0.1)
-        return self.records[-1] if self.records and self.records[-1]["step"] == step else None
+        return bool(self.records) and self.records[-1]["step"] == step
+
+    def _rewrite_metrics(self) -> None:
+        path = self.out / "metrics.jsonl"
+        write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
+        self._metrics = open(path, "a", encoding="utf-8")
 
     def tick(self, step: int) -> None:
         """Moves the progress bar on."""
@@ -124,17 +134,26 @@ class RunLog:
                 f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync=OK")
         if self._bar is not None:
             self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
-            self._text.write(f"{self.prefix} {line}\n")
+            with self._lock:
+                self._note(f"{self.prefix} {line}")
         else:
             self.say(f"{self.prefix} {line}")
 
     def write(self, record: dict) -> None:
-        """Adds the record of a step to all curves."""
+        """Adds the record of a step to all curves. JSON knows no NaN and no infinity, they become null."""
         if not self.active:
             return
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        try:
+            if self._metrics is None:
+                self._rewrite_metrics()
+            else:
+                self._metrics.write(json.dumps(record) + "\n")
+                self._metrics.flush()
+        except (OSError, UserError) as error:  # the next record tries again with all of them
+            self._metrics = None
+            self.say(f"WARNING: metrics.jsonl was not written ({error})")
         if self._tensorboard:
             names = {"loss": "Loss/train_step", "val_loss": "Loss/val_epoch", "lr": "LR",
                      "grad_norm": "GradNorm", "tokens_per_sec": "Throughput/tokens_per_sec",
@@ -155,11 +174,13 @@ class RunLog:
             return
         keys = list(self.records[-1])
         history = {key: [r.get(key) for r in self.records] for key in keys}
-        write_atomically(self.out / "history.json", json.dumps(history).encode())
         try:
+            write_atomically(self.out / "history.json", json.dumps(history).encode())
             draw_history(history, self.out / "training_history.png", self.out.name)
         except ImportError:
             pass  # said once, at the end
+        except (OSError, UserError) as error:
+            self.say(f"WARNING: the history was not written ({error})")
 
     def close(self) -> None:
         if not self.active:

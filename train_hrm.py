@@ -11,6 +11,7 @@ Run the same command again and it goes on where it stopped. Without torchrun it 
 """
 
 import argparse
+import hashlib
 import json
 import math
 import re
@@ -27,7 +28,7 @@ from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, StopVote, World, add_common_flags, add_sampling_flags,
                        assert_in_sync, assert_same, broadcast, claim, clip_gradients, compute_dtype, init,
                        load_checkpoint, load_to_resume, no_sync, number, on_main, optimizer_step, positive,
-                       reduce_sum, restore, run, seed_step, share, use_defaults, warm_up, wrap)
+                       reduce_sum, restore, run, seed_step, share, use_defaults, wait_for_all, warm_up, wrap)
 from model import (EMA, HRM, Block, HRMConfig, from_hf, generate, learning_rate, make_optimizers, num_params,
                    pad_vocab, to_hf)
 
@@ -240,7 +241,9 @@ def main() -> None:
     data.locate(args.data, args.tokenizer, 20 * nominal, world.local_rank)  # 20 tokens for each parameter
     dataset = data.Dataset(directory, args.seq_len, args.tokenizer)
     tokenizer, rows = dataset.tokenizer, dataset.train.rows
-    assert_same(world, {"the data": dataset.fingerprint})
+    wait_for_all(world, "data")
+    assert_same(world, {"the data": dataset.fingerprint},
+                "copy the same files to every node, or prepare them there with the same command")
     preset = SIZES[args.size]
     global_batch, batch, grad_accum = data.plan_batch(
         world.world_size, args.global_batch, args.batch, args.grad_accum,
@@ -264,13 +267,27 @@ def main() -> None:
         "bp_steps": list(args.bp_steps)}
     identity = {"model_config": asdict(model.config), "tokenizer": tokenizer.name,
                 "data": dataset.fingerprint, "seed": args.seed, "settings": settings}
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    assert_same(world, {"the command line": digest},
+                "start every node with the same flags; --precision auto needs the same kind of processors")
     step = samples = 0
+    ends_epoch = False  # whether the samples of the last step reached into the next pass over the data
     epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
     if saved:
         check_resumable(saved, identity, log.say)
         restore(saved, world, model, optimizers, ema, scaler)
-        step, samples, epoch = saved["step"], saved["samples"], saved["epoch"]
-    logged = log.begin(step, settings)
+        del saved["tensors"]
+        step, samples = saved["step"], saved["samples"]
+        epoch, ends_epoch = saved["epoch"], saved["ends_epoch"]
+
+    def is_logged():
+        return step == 1 or step % args.log_every == 0 or step >= steps or evaluates()
+
+    def evaluates():
+        due = step % args.eval_every == 0 or step >= steps or ends_epoch
+        return due and dataset.val is not None
+
+    logged = log.begin(step, settings, lambda record: record["val_loss"] is not None or not evaluates())
     if world.main:
         data.write_atomically(out / "config.json", json.dumps(identity, indent=2).encode())
         data.write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
@@ -312,26 +329,19 @@ def main() -> None:
     best = min((r["val_loss"] for r in log.records if r["val_loss"] is not None), default=math.inf)
     peak = monitor.peak_flops(world.device)
 
-    def is_logged():
-        return step == 1 or step % args.log_every == 0 or step == steps or ends_epoch
-
-    def evaluates():
-        return dataset.val is not None and (step % args.eval_every == 0 or step == steps or ends_epoch)
-
     def save():
         position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
         checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler)
 
     # `record` describes the last step as long as something is to be done about it: after a step that is due,
     # and after a resume unless it was done before the run was stopped.
-    ends_epoch = saved["ends_epoch"] if saved else False
-    done = on_main(world, lambda: logged is not None and (logged["val_loss"] is not None or not evaluates()))
-    record = None if done or not saved else saved["record"]
+    logged = on_main(world, lambda: logged)
+    record = None if logged or not saved else saved["record"]
     if step >= steps and record is None:
         log.say(f"this run is complete after {step} steps: raise --steps, or try --prompt or --export")
         loader.close()
         return log.close()
-    if done and ends_epoch:
+    if logged and ends_epoch:
         epoch = dict.fromkeys(epoch, 0)
     epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
     epoch_begun = time.perf_counter() - epoch["seconds"]
@@ -343,23 +353,20 @@ def main() -> None:
     window = begun, step  # tokens per second are counted from here to the next record
     while True:
         if record:  # save before evaluating, which can take long
-            saves = step % args.save_every == 0 or step == steps or stopping
-            if saves or evaluates() or step - checked >= 200:
+            saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
+            if saves or step - checked >= 200:
                 assert_in_sync(model.state_dict())
                 checked = step
             if saves and checkpoints.saved_step != step:
                 save()
             if evaluates() and not stopping:
                 record["val_loss"], stopping = evaluate(model, ema, dataset, batch, world, eval_rows, vote)
-                if stopping and checkpoints.saved_step != step:
-                    save()
             if is_logged() and not (evaluates() and record["val_loss"] is None):  # else after a resume
                 log.write(record)
                 log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
             if record["val_loss"] is not None:
-                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | "
-                        f"unigram entropy {entropy:.4f}")
-                if record["val_loss"] < best and checkpoints.saved_step == step:
+                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy {entropy:.4f}")
+                if record["val_loss"] < best:
                     best = record["val_loss"]
                     checkpoints.mark_best()
                 log.save_history()
@@ -371,7 +378,7 @@ def main() -> None:
                 epoch_loss.zero_()
                 epoch_begun = time.perf_counter()
             record, window = None, (time.perf_counter(), step)
-        if step == steps or stopping:
+        if step >= steps or stopping:
             break
 
         seed_step(args.seed, step, world.rank)
@@ -405,7 +412,7 @@ def main() -> None:
         vote.start()
         log.tick(step)
 
-        if is_logged() or evaluates() or step % args.save_every == 0 or stopping:
+        if is_logged() or ends_epoch or step % args.save_every == 0 or stopping:
             loss, cycles, ponder, epoch["loss"] = reduce_sum([*sums, epoch_loss], world)
             now = time.perf_counter()
             epoch["seconds"] = now - epoch_begun
@@ -419,9 +426,9 @@ def main() -> None:
             record |= {"ponder": ponder} if args.halt else {}
 
     # ----------------------------------------------------------------------------------------------- the end
-    vote.read()
     loader.close()
     checkpoints.close()
+    vote.close()
     if stopping and step < steps:
         log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint there: "
                 "the same command goes on")

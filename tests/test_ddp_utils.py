@@ -9,7 +9,7 @@ from conftest import run
 
 import ddp_utils
 from data import UserError
-from ddp_utils import Checkpoints, Damaged, World, finished, load_checkpoint, read_checkpoint, restore
+from ddp_utils import Checkpoints, Damaged, RunError, World, finished, load_checkpoint, read_checkpoint, restore
 from model import EMA, HRM, HRMConfig, make_optimizers
 
 CHECKS = ["agreement", "sync", "gradients", "depth", "skipped_updates", "stop"]
@@ -189,8 +189,12 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     assert not list((tmp_path / "checkpoints").glob(".tmp*")) and not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
     checkpoints.save(3, 2.3, {}, *state)
-    checkpoints.close()
+    checkpoints._jobs.join()
     assert [int(p.name[5:13]) for p in finished(tmp_path)] == [3, 1]
+    monkeypatch.setattr(torch, "save", fail)
+    checkpoints.save(4, 2.2, {}, *state)
+    with pytest.raises(RunError, match="step 4 could not be written"):  # the last one must not get lost
+        checkpoints.close()
 
 
 def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):

@@ -249,6 +249,8 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, shards):
     done = train(0, shards, out, steps=12, eval_every=4, save_every=4)
     assert done.code == 0 and "damaged and left out" in done.out and "after step 8" in done.out
     assert_same_run(out, other)
+    assert [p.name[5:13] for p in finished(out)] == ["00000012", "00000008", "00000004"]
+    assert len(list(out.rglob("*.damaged"))) == 1  # it does not count as one of the newest three
     for path in finished(out):
         path.write_bytes(path.read_bytes()[:-100])
     done = train(0, shards, out, steps=12, eval_every=4, save_every=4)
@@ -275,6 +277,7 @@ REFUSED = {  # what is wrong: (changes to the flags, part of the sentence)
     "another context": ({"out": "{existing}", "seq_len": 64}, "seq_len"),
     "another seed": ({"out": "{existing}", "seed": 7}, "seed"),
     "new run in an old place": ({"out": "{existing}", "resume": "none"}, "choose another --out"),
+    "resume from an empty place": ({"resume": "{shards}"}, "holds no checkpoint"),
     "resume from nothing": ({"resume": "/nowhere.pt"}, "does not exist"),
     "weights from nothing": ({"init_from": "hf:/nowhere"}, "hf:/nowhere"),
     "unknown flag": ({"learning_rate": 1}, "--help"),
@@ -312,10 +315,23 @@ def test_bad_input_ends_the_process_with_exit_code_2(tmp_path, shards, existing)
     assert done.code == 1 and done.out.count("error: ") == 1 and "exitcode  : 2" in done.out, done.out
 
 
+def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
+    """As after a kill between a save and its log line: each step has one line, also if the line was there."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for out in (whole, cut):
+        assert train(0, shards, out, steps=8, eval_every=4).code == 0
+    lines = (cut / "metrics.jsonl").read_text().splitlines()
+    for kept in (lines[:-1], lines[:-1] + [lines[-1].replace(str(log_of(cut)[-1]["val_loss"]), "null")],
+                 lines[:-1] + [lines[-1][:20]]):
+        (cut / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+        assert train(0, shards, cut, steps=8, eval_every=4).code == 0
+        assert log_of(cut) == log_of(whole)
+
+
 def test_two_runs_in_one_directory(tmp_path, shards):
     out = tmp_path / "run"
     process = start(torchrun(0, "train_hrm.py", *flags(shards, out, steps=100_000)))
-    while not (out / "metrics.jsonl").exists():
+    while not (out / "metrics.jsonl").exists() or not log_of(out):
         time.sleep(0.01)
     second = train(0, shards, out)
     assert second.code == 2 and f"in use by process {process.pid}" in second.out
