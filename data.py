@@ -1110,7 +1110,7 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
-    """Where the shards of a trainer's --data lie: the directory itself, or where that source gets prepared."""
+    """Where the shards of a trainer's --data lie: that directory, or where that source gets prepared."""
     if Path(data).is_dir() or (":" not in data and os.sep in data):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
@@ -1119,8 +1119,8 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
 def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int) -> Path:
     """directory_of(data), prepared if need be, endless sources up to `max_tokens`.
 
-    The first process of each node prepares; the others watch for the finished manifest instead of waiting in a
-    collective, because this can take hours.
+    The first process of each node prepares; the others watch for the finished manifest instead of waiting in
+    a collective, because this can take hours.
     """
     out = directory_of(data, tokenizer_name)
     if out == Path(data):

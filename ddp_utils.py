@@ -672,8 +672,8 @@ class Checkpoints:
             self._jobs.put(None)
             self._thread.join()
         if self.world.main and self.saved_step is not None and self._newest_step() != self.saved_step:
-            raise RunError(f"the checkpoint of step {self.saved_step} could not be written: make room, and the same "
-                           "command goes on from the one before.")
+            raise RunError(f"the checkpoint of step {self.saved_step} could not be written: make room, and the "
+                           "same command goes on from the one before.")
 
     def _newest_step(self) -> int | None:
         newest = next(iter(finished(self.run_directory)), None)
@@ -691,8 +691,8 @@ class Checkpoints:
                 job[0](*job[1:])
             except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
                 reason = str(error).partition("\n")[0]
-                self.say(f"WARNING: {job[1]} was not written ({reason}): make room in {self.directory}; training "
-                         "goes on, and tries again at the next save")
+                self.say(f"WARNING: {job[1]} was not written ({reason}): make room in {self.directory}; "
+                         "training goes on, and tries again at the next save")
             finally:
                 self._jobs.task_done()
 

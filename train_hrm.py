@@ -365,7 +365,8 @@ def main() -> None:
                 log.write(record)
                 log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
             if record["val_loss"] is not None:
-                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy {entropy:.4f}")
+                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy "
+                        f"{entropy:.4f}")
                 if record["val_loss"] < best:
                     best = record["val_loss"]
                     checkpoints.mark_best()
