@@ -28,7 +28,7 @@ import threading
 import time
 import warnings
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 from data import UserError, cpu_count, fsync_directory
+from model import from_hf
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
@@ -277,11 +278,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("sampling")
     g.add_argument("--prompt", help="continue this text with the newest checkpoint, without training")
     g.add_argument("--sample-prompt", default="", help="the sample at the end of training continues this")
+    g.add_argument("--sample-every", type=number(0, kind=int), default=0, metavar="N", help="write a sample "
+                   "after every N-th evaluation too; 0: only at the end (0)")
     g.add_argument("--max-new-tokens", type=positive, default=200, help="(200)")
     g.add_argument("--temperature", type=number(0), default=0.8, help="0: always the likeliest token (0.8)")
     g.add_argument("--top-k", type=number(0, kind=int), default=50, help="likeliest ids to keep; 0: all (50)")
     g.add_argument("--top-p", type=number(0, 1), default=1.0,
                    help="sample from the smallest set with this mass (1.0)")
+
+
+def table_of(sizes: dict[str, dict]) -> str:
+    """The defaults of each size as a text for --help, one line for each flag."""
+    columns = [["--size", *next(iter(sizes.values()))]]
+    columns += [[name, *map(str, defaults.values())] for name, defaults in sizes.items()]
+    columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    return "defaults of each size:\n" + "\n".join("  " + "  ".join(row).rstrip() for row in zip(*columns))
 
 
 def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
@@ -368,6 +379,103 @@ def broadcast(tensors) -> None:
     """Copies tensors from rank 0 to all ranks, in place."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), src=0)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Models, the same on all ranks
+
+
+def load_model(kind: type, source: str | Path, world: World, say, seq_len: int = 0,
+               **changes) -> tuple[nn.Module, dict | None]:
+    """A trained model of class `kind` and its checkpoint, from hf:DIR_OR_ID, a run directory or a file.
+
+    `changes` replaces fields of its configuration that do not change its parameters; a context shorter than
+    `seq_len` is made as long, if its kind of positions allows that.
+    """
+    saved = read = None
+
+    def read_hf():
+        nonlocal read
+        read = from_hf(kind, str(source)[3:])
+        return asdict(read.config)
+
+    if str(source).startswith("hf:"):
+        config = on_main(world, read_hf)
+    else:
+        saved = load_checkpoint(source, world, say)
+        if saved is None:
+            raise UserError(f"{source} holds no checkpoint: train first, or name another run.")
+        if saved["family"] != kind.__name__:
+            raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
+                            f"{kind.__name__}: use its own trainer.")
+        config = saved["model_config"]
+    changes["seq_len"] = max(seq_len, config["seq_len"])
+    model = kind(kind.Config(**config | changes)).to(world.device)
+    if seq_len > config["seq_len"] and "positions.weight" in model.state_dict():
+        raise UserError(f"{source} has learned positions for {config['seq_len']} tokens: lower --seq-len.")
+    if saved:
+        restore(saved, world, model, averaged=True)
+    else:
+        if world.main:
+            model.load_state_dict(read.state_dict())
+        broadcast(model.state_dict().values())
+    return model, saved
+
+
+def start_model(kind: type, config, args, tokenizer, world: World, saved: dict | None, say) -> nn.Module:
+    """The model to train: random of this configuration, from --init-from, or as a checkpoint needs it."""
+    if args.init_from and not saved:
+        model, _ = load_model(kind, args.init_from, world, say, args.seq_len, dropout=args.dropout)
+        if model.config.vocab_size < config.vocab_size:
+            raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has "
+                            f"{config.vocab_size}: prepare the data with the tokenizer of that model.")
+        return model
+    if args.init_from:  # that decided the shape when the run began
+        config = kind.Config(**saved["model_config"] | {"dropout": args.dropout})
+    torch.manual_seed(args.seed)
+    model = kind(config).to(world.device)
+    broadcast(model.state_dict().values())  # other kinds of processors round differently
+    return model
+
+
+def check_resumable(saved: dict, now: dict, say) -> None:
+    """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
+    def fixed(run: dict) -> dict:
+        model = {k: v for k, v in run["model_config"].items() if k != "dropout"}
+        return {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")} | model
+
+    was, is_ = fixed(saved), fixed(now)
+    for what in is_:
+        if was.get(what) != is_[what]:
+            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was.get(what)}, now "
+                            f"{is_[what]}): give that run's flags, or start a new one with another --out.")
+    for flag, value in now["settings"].items():
+        if saved["settings"].get(flag) != value:
+            say(f"resuming with {flag} {value} (was {saved['settings'].get(flag)})")
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, ema, batches, world: World, vote) -> tuple[dict | None, int]:
+    """Means of a model's statistics over batches (inputs …, labels), each weighted by its labels from 0 on.
+
+    Computed by all ranks, of which each has as many batches. (None, signal) if a stop signal came in between.
+    """
+    if ema:
+        ema.swap()
+    model.eval()
+    names, sums, stopping = [], 0, 0
+    for batch in batches:
+        _, stats = model(*batch)
+        names, count = list(stats), (batch[-1] >= 0).sum()
+        sums = sums + torch.stack([*stats.values(), torch.ones_like(stats["loss"])]).double() * count
+        if stopping := vote.read():
+            break
+        vote.start()
+    model.train()
+    if ema:
+        ema.swap()
+    *totals, count = reduce_sum([*sums], world)
+    return (None, stopping) if stopping else ({n: total / count for n, total in zip(names, totals)}, 0)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -672,8 +780,8 @@ class Checkpoints:
             self._jobs.put(None)
             self._thread.join()
         if self.world.main and self.saved_step is not None and self._newest_step() != self.saved_step:
-            raise RunError(f"the checkpoint of step {self.saved_step} could not be written: make room, and the "
-                           "same command goes on from the one before.")
+            raise RunError(f"the checkpoint of step {self.saved_step} could not be written: make room, and "
+                           "the same command goes on from the one before.")
 
     def _newest_step(self) -> int | None:
         newest = next(iter(finished(self.run_directory)), None)
@@ -742,7 +850,8 @@ def claim(run_directory: Path, world: World) -> contextlib.ExitStack:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise UserError(f"{run_directory} is in use by {file.read()}: wait for it, or choose another --out.")
+            raise UserError(f"{run_directory} is in use by {file.read()}: wait for it, or choose another "
+                            "--out.")
         except OSError:
             pass  # a file system without locks
         file.truncate(0)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from data import UserError
+from data import UserError, stream_text
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -266,6 +266,8 @@ class HRM(nn.Module):
     computation time, Graves 2016, arXiv 1603.08983).
     """
 
+    Config = HRMConfig
+
     def __init__(self, config: HRMConfig):
         super().__init__()
         self.config = c = config
@@ -439,6 +441,15 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
                 break
     finally:
         model.train(training)
+
+
+def continue_text(model, tokenizer, prompt: str, max_new_tokens: int, temperature: float, top_k: int,
+                  top_p: float, seed: int, stop: int | None = None):
+    """Yields pieces of text that follow a prompt, which may be empty, up to the id `stop`."""
+    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
+    new = generate(model, torch.tensor([ids], device=model.embed.weight.device), max_new_tokens, temperature,
+                   top_k, top_p, seed, stop)
+    yield from stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
 
 
 # -----------------------------------------------------------------------------------------------------------

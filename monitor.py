@@ -165,10 +165,11 @@ class RunLog:
                 if record.get(key) is not None:
                     self._tensorboard.add_scalar(name, record[key], record["step"])
 
-    def add_text(self, name: str, text: str, step: int) -> None:
-        """Shows a text, such as a sample, in TensorBoard."""
+    def sample(self, text: str, step: int) -> None:
+        """Prints a text that the model has written, and shows it in TensorBoard."""
+        self.say(f"a sample after step {step}:\n{text}\n")
         if self._tensorboard:
-            self._tensorboard.add_text(name, "    " + text.replace("\n", "\n    "), step)
+            self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
         """Writes history.json and draws training_history.png, unless that would take over 1 % of the time."""

@@ -24,12 +24,12 @@ import torch
 
 import data
 import monitor
-from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, StopVote, World, add_common_flags, add_sampling_flags,
-                       assert_in_sync, assert_same, broadcast, claim, clip_gradients, compute_dtype, init,
-                       load_checkpoint, load_to_resume, no_sync, number, on_main, optimizer_step, positive,
-                       reduce_sum, restore, run, seed_step, share, use_defaults, wait_for_all, warm_up, wrap)
-from model import (EMA, HRM, Block, HRMConfig, from_hf, generate, learning_rate, make_optimizers, num_params,
+                       assert_in_sync, assert_same, check_resumable, claim, clip_gradients, compute_dtype,
+                       evaluate, init, load_model, load_to_resume, no_sync, number, on_main, optimizer_step,
+                       positive, reduce_sum, restore, run, seed_step, share, start_model, table_of,
+                       use_defaults, wait_for_all, warm_up, wrap)
+from model import (EMA, HRM, Block, HRMConfig, continue_text, learning_rate, make_optimizers, num_params,
                    pad_vocab, to_hf)
 
 # Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate and batch of the paper.
@@ -44,7 +44,7 @@ SIZES = {name: dict(zip(COLUMNS, row)) for name, row in {
 }.items()}
 MODEL_FLAGS = ("n_layer", "n_head", "d_model", "ff", "seq_len", "h_cycles", "l_cycles", "tie", "dropout",
                "inject_input", "halt", "max_cycles")
-NOT_SETTINGS = {"out", "resume", "prompt", "export", "sample_prompt", "max_new_tokens", "temperature",
+NOT_SETTINGS = {"out", "resume", "prompt", "export", "sample_prompt", "sample_every", "max_new_tokens", "temperature",
                 "top_k", "top_p", "epochs", "timeout"}
 RAMP = 0.2  # share of the run over which bp_steps and the ponder cost grow
 
@@ -60,16 +60,8 @@ def bp_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def table(sizes: dict) -> str:
-    """The table of sizes for --help."""
-    rows = [("--size", *COLUMNS)] + [(name, *map(str, size.values())) for name, size in sizes.items()]
-    rows = list(zip(*rows))  # one line for each flag reads better than one for each size
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
-
-
 def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__, epilog=f"defaults of each size:\n{table(SIZES)}")
+    parser = ArgumentParser(description=__doc__, epilog=table_of(SIZES))
     parser.add_argument("--size", choices=SIZES, default="tiny", help="the row of defaults below (tiny)")
     add_common_flags(parser)
     g = parser.add_argument_group("model")
@@ -108,106 +100,9 @@ def bp_steps_at(step: int, steps: int, bp_range: tuple[int, int]) -> int:
     return low + int(min(1.0, step / (RAMP * steps)) * (high - low))
 
 
-def load_model(source: str, world: World, say, **changes) -> tuple[HRM, dict | None]:
-    """A trained model, on all ranks, and its checkpoint: from hf:DIR_OR_ID, a run directory or a file.
-
-    `changes` replaces fields of its configuration that do not change its parameters.
-    """
-    saved = read = None
-
-    def read_hf():
-        nonlocal read
-        read = from_hf(HRM, source[3:])
-        return asdict(read.config)
-
-    if source.startswith("hf:"):
-        config = on_main(world, read_hf)
-    else:
-        saved = load_checkpoint(source, world, say)
-        if saved is None:
-            raise UserError(f"{source} holds no checkpoint: train first, or name another run with --out.")
-        config = saved["model_config"]
-    model = HRM(HRMConfig(**config | changes)).to(world.device)
-    if saved:
-        restore(saved, world, model, averaged=True)
-    else:
-        if world.main:
-            model.load_state_dict(read.state_dict())
-        broadcast(model.state_dict().values())
-    return model, saved
-
-
-def make_model(args, tokenizer, world: World, saved: dict | None, say) -> HRM:
-    """The model to train: random, from --init-from, or as a checkpoint needs it. The same on all ranks."""
-    ids = tokenizer.vocab_size
-    if args.init_from and not saved:
-        model, _ = load_model(args.init_from, world, say, seq_len=args.seq_len, dropout=args.dropout)
-        if model.config.vocab_size < ids:
-            raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has "
-                            f"{ids}: prepare the data with the tokenizer of that model.")
-        return model
-    config = HRMConfig(vocab_size=ids, padded_vocab=args.vocab_size or pad_vocab(ids),
-                       **{flag: getattr(args, flag) for flag in MODEL_FLAGS})
-    if args.init_from:  # that decided the shape when the run began
-        config = HRMConfig(**saved["model_config"] | {"seq_len": args.seq_len, "dropout": args.dropout})
-    torch.manual_seed(args.seed)
-    model = HRM(config).to(world.device)
-    broadcast(model.state_dict().values())  # other kinds of processors round differently
-    return model
-
-
-def check_resumable(saved: dict, now: dict, say) -> None:
-    """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
-    for what in ("model_config", "tokenizer", "data", "seed"):
-        was, is_ = saved[what], now[what]
-        if what == "model_config":
-            was, is_ = ({k: v for k, v in config.items() if k != "dropout"} for config in (was, is_))
-            key = next((k for k in is_ if was.get(k) != is_[k]), None)
-            was, is_, what = was.get(key), is_.get(key), key
-        if was != is_:
-            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was}, now {is_}): give "
-                            "that run's flags, or start a new one with another --out.")
-    for flag, value in now["settings"].items():
-        if saved["settings"].get(flag) != value:
-            say(f"resuming with {flag} {value} (was {saved['settings'].get(flag)})")
-
-
-@torch.no_grad()
-def evaluate(model: HRM, ema: EMA | None, dataset, batch: int, world: World, rows: int | None,
-             vote: StopVote) -> tuple[float | None, int]:
-    """Mean loss per token over the first `rows` of the validation split (None: all), computed by all ranks.
-
-    (None, signal) if a stop signal came in between.
-    """
-    if ema:
-        ema.swap()
-    model.eval()
-    sums, stopping = torch.zeros(2, dtype=torch.float64, device=world.device), 0  # of losses, of tokens
-    for x, y in data.validation_batches(dataset.val, batch, world.rank, world.world_size, world.device, rows):
-        _, stats = model(x, y)
-        tokens = (y >= 0).sum()
-        sums += torch.stack((stats["loss"] * tokens, tokens))
-        if stopping := vote.read():
-            break
-        vote.start()
-    model.train()
-    if ema:
-        ema.swap()
-    loss, tokens = reduce_sum([*sums], world)
-    return (None, stopping) if stopping else (loss / tokens, 0)
-
-
-def continue_text(model: HRM, tokenizer, prompt: str, args, stop: int | None = None):
-    """Yields pieces of text that follow a prompt, which may be empty, up to the id `stop`."""
-    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
-    new = generate(model, torch.tensor([ids], device=model.embed.weight.device), args.max_new_tokens,
-                   args.temperature, args.top_k, args.top_p, args.seed, stop)
-    yield from data.stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
-
-
 def use_run(args, world: World, out: Path) -> None:
     """--prompt and --export: acts on the newest checkpoint of a run."""
-    model, saved = load_model(str(out), world, print)
+    model, saved = load_model(HRM, out, world, print)
     model.compute_dtype = compute_dtype(args.precision, world.device)
     if not world.main:
         return
@@ -218,7 +113,8 @@ def use_run(args, world: World, out: Path) -> None:
         print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
     if args.prompt is not None:
         print(args.prompt, end="")
-        for piece in continue_text(model, tokenizer, args.prompt, args, stop=tokenizer.eot):
+        for piece in continue_text(model, tokenizer, args.prompt, args.max_new_tokens, args.temperature,
+                                   args.top_k, args.top_p, args.seed, stop=tokenizer.eot):
             print(piece, end="", flush=True)
         print()
 
@@ -249,13 +145,15 @@ def main() -> None:
         world.world_size, args.global_batch, args.batch, args.grad_accum,
         preset["global_batch"], preset["batch"])
     steps = math.ceil(args.epochs * rows / global_batch) if args.epochs else args.steps
-    eval_rows = args.eval_batches * global_batch or None
 
     # ------------------------------------------------------------------- model, optimizer, state to resume
     lock = claim(out, world)
     log = monitor.RunLog(out, world.main, world.prefix, steps)
     saved = load_to_resume(out, args.resume, world, log.say)
-    model = make_model(args, tokenizer, world, saved, log.say)
+    config = HRMConfig(vocab_size=tokenizer.vocab_size,
+                       padded_vocab=args.vocab_size or pad_vocab(tokenizer.vocab_size),
+                       **{flag: getattr(args, flag) for flag in MODEL_FLAGS})
+    model = start_model(HRM, config, args, tokenizer, world, saved, log.say)
     dtype = model.compute_dtype = compute_dtype(args.precision, world.device)
     optimizers = make_optimizers(model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -265,8 +163,9 @@ def main() -> None:
         "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
         "world_size": world.world_size, "precision": str(dtype).removeprefix("torch."),
         "bp_steps": list(args.bp_steps)}
-    identity = {"model_config": asdict(model.config), "tokenizer": tokenizer.name,
-                "data": dataset.fingerprint, "seed": args.seed, "settings": settings}
+    identity = {"family": "HRM", "model_config": asdict(model.config), "seq_len": args.seq_len,
+                "tokenizer": tokenizer.name, "data": dataset.fingerprint, "seed": args.seed,
+                "settings": settings}
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     assert_same(world, {"the command line": digest},
                 "start every node with the same flags; --precision auto needs the same kind of processors")
@@ -320,31 +219,36 @@ def main() -> None:
     log.say(f"run directory {out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
 
     # --------------------------------------------------------------------------------------------- get going
-    example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
-    warm_up(wrapped, *(
-        lambda bp=bp: wrapped(example, example, bp_steps=bp, ponder_weight=1.0, fixed_depth=True)[0]
-        for bp in args.bp_steps))
-    loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if saved else None)
-    best = min((r["val_loss"] for r in log.records if r["val_loss"] is not None), default=math.inf)
-    peak = monitor.peak_flops(world.device)
-
-    def save():
-        position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
-        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler)
-
     # `record` describes the last step as long as something is to be done about it: after a step that is due,
     # and after a resume unless it was done before the run was stopped.
     logged = on_main(world, lambda: logged)
     record = None if logged or not saved else saved["record"]
     if step >= steps and record is None:
         log.say(f"this run is complete after {step} steps: raise --steps, or try --prompt or --export")
-        loader.close()
         return log.close()
     if logged and ends_epoch:
         epoch = dict.fromkeys(epoch, 0)
     epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
     epoch_begun = time.perf_counter() - epoch["seconds"]
+    val_losses = [r["val_loss"] for r in log.records if r["val_loss"] is not None]
+    best, evaluations = min(val_losses, default=math.inf), len(val_losses)
+    peak = monitor.peak_flops(world.device)
+
+    example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
+    warm_up(wrapped, *(
+        lambda bp=bp: wrapped(example, example, bp_steps=bp, ponder_weight=1.0, fixed_depth=True)[0]
+        for bp in args.bp_steps))
+    loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if saved else None)
+
+    def save():
+        position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
+        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler)
+
+    def sample_text():
+        return args.sample_prompt + "".join(continue_text(
+            model, tokenizer, args.sample_prompt, args.max_new_tokens, args.temperature, args.top_k,
+            args.top_p, args.seed))
 
     # ---------------------------------------------------------------------------------------------- training
     vote, stopping = StopVote(world), 0
@@ -360,7 +264,10 @@ def main() -> None:
             if saves and checkpoints.saved_step != step:
                 save()
             if evaluates() and not stopping:
-                record["val_loss"], stopping = evaluate(model, ema, dataset, batch, world, eval_rows, vote)
+                batches = data.validation_batches(dataset.val, batch, world.rank, world.world_size,
+                                                  world.device, args.eval_batches * global_batch or None)
+                means, stopping = evaluate(model, ema, batches, world, vote)
+                record["val_loss"] = None if stopping else means["loss"]
             if is_logged() and not (evaluates() and record["val_loss"] is None):  # else after a resume
                 log.write(record)
                 log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
@@ -371,6 +278,9 @@ def main() -> None:
                     best = record["val_loss"]
                     checkpoints.mark_best()
                 log.save_history()
+                evaluations += 1
+                if world.main and args.sample_every and evaluations % args.sample_every == 0 and step < steps:
+                    log.sample(sample_text(), step)
             if ends_epoch and not stopping:
                 log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | "
                         f"validation loss {record['val_loss'] or math.nan:.4f} | "
@@ -437,9 +347,7 @@ def main() -> None:
     if world.main:
         if ema:
             ema.swap()
-        text = args.sample_prompt + "".join(continue_text(model, tokenizer, args.sample_prompt, args))
-        log.say(f"a sample at temperature {args.temperature}:\n{text}\n")
-        log.add_text("sample", text, step)
+        log.sample(sample_text(), step)
     log.close()
     log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all "
             f"ranks were in sync; the run lies in {out}")

@@ -458,7 +458,7 @@ def test_pieces_cut_at_lines_or_words_and_lose_nothing():
 
 def test_limits(documents, many, tmp_path):
     out = data.prepare(f"jsonl:{many}", tmp_path / "a", "bytes", max_tokens=100_000, workers=1)
-    longest = max(len(text.encode()) for text in documents[:60])
+    longest = max(len(text.encode()) for text in documents[:40])
     assert 100_000 <= len(read_split(out, "train")) < 100_000 + longest
     out = data.prepare(f"jsonl:{many}", tmp_path / "b", "bytes", min_words=20, max_samples=40, workers=1)
     kept = [text for text in documents if len(text.split()) >= 20][:40]

@@ -188,7 +188,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, numbe
 def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_path, shards):
     out = tmp_path / "run"
     first = train(2, shards, out, steps=20, ema=0.9)
-    assert first.code == 0 and "training complete" in first.out and "sample at temperature" in first.out
+    assert first.code == 0 and "training complete" in first.out and "a sample after step 20" in first.out
     before = sorted(p.name for p in out.rglob("*"))
     again = train(2, shards, out, steps=20, ema=0.9)
     assert again.code == 0 and "is complete after 20 steps" in again.out
