@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from data import UserError, cpu_count, fsync_directory
-from model import from_hf
+from data import UserError, cpu_count, fsync_directory, load_tokenizer
+from model import continue_text, from_hf, to_hf
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
@@ -295,6 +295,13 @@ def table_of(sizes: dict[str, dict]) -> str:
     return "defaults of each size:\n" + "\n".join("  " + "  ".join(row).rstrip() for row in zip(*columns))
 
 
+def settings_of(args: argparse.Namespace) -> dict:
+    """The flags that shape a run, as plain data."""
+    others = {"out", "resume", "prompt", "export", "sample_prompt", "sample_every", "max_new_tokens",
+              "temperature", "top_k", "top_p", "epochs", "timeout"}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(args).items() if k not in others}
+
+
 def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
     """Fills in the flags that were not given."""
     for key, value in defaults.items():
@@ -436,6 +443,25 @@ def start_model(kind: type, config, args, tokenizer, world: World, saved: dict |
     model = kind(config).to(world.device)
     broadcast(model.state_dict().values())  # other kinds of processors round differently
     return model
+
+
+def use_text_model(kind: type, args, world: World, out: Path) -> None:
+    """--prompt and --export: acts on the newest checkpoint of a run."""
+    model, saved = load_model(kind, out, world, print)
+    model.compute_dtype = compute_dtype(args.precision, world.device)
+    if not world.main:
+        return
+    tokenizer = load_tokenizer(str(out))
+    print(f"step {saved['step']} of {out}", flush=True)
+    if args.export:
+        to_hf(model, out / "hf", tokenizer)
+        print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
+    if args.prompt is not None:
+        print(args.prompt, end="")
+        for piece in continue_text(model, tokenizer, args.prompt, args.max_new_tokens, args.temperature,
+                                   args.top_k, args.top_p, args.seed, stop=tokenizer.eot):
+            print(piece, end="", flush=True)
+        print()
 
 
 def check_resumable(saved: dict, now: dict, say) -> None:

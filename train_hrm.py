@@ -24,13 +24,13 @@ import torch
 
 import data
 import monitor
-from ddp_utils import (ArgumentParser, Checkpoints, StopVote, World, add_common_flags, add_sampling_flags,
+from ddp_utils import (ArgumentParser, Checkpoints, StopVote, add_common_flags, add_sampling_flags,
                        assert_in_sync, assert_same, check_resumable, claim, clip_gradients, compute_dtype,
-                       evaluate, init, load_model, load_to_resume, no_sync, number, on_main, optimizer_step,
-                       positive, reduce_sum, restore, run, seed_step, share, start_model, table_of,
-                       use_defaults, wait_for_all, warm_up, wrap)
+                       evaluate, init, load_to_resume, no_sync, number, on_main, optimizer_step, positive,
+                       reduce_sum, restore, run, seed_step, settings_of, share, start_model, table_of,
+                       use_defaults, use_text_model, wait_for_all, warm_up, wrap)
 from model import (EMA, HRM, Block, HRMConfig, continue_text, learning_rate, make_optimizers, num_params,
-                   pad_vocab, to_hf)
+                   pad_vocab)
 
 # Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate and batch of the paper.
 COLUMNS = ("d_model", "n_head", "n_layer", "ff", "seq_len", "global_batch", "batch", "lr", "warmup", "steps",
@@ -44,8 +44,6 @@ SIZES = {name: dict(zip(COLUMNS, row)) for name, row in {
 }.items()}
 MODEL_FLAGS = ("n_layer", "n_head", "d_model", "ff", "seq_len", "h_cycles", "l_cycles", "tie", "dropout",
                "inject_input", "halt", "max_cycles")
-NOT_SETTINGS = {"out", "resume", "prompt", "export", "sample_prompt", "sample_every", "max_new_tokens", "temperature",
-                "top_k", "top_p", "epochs", "timeout"}
 RAMP = 0.2  # share of the run over which bp_steps and the ponder cost grow
 
 # -----------------------------------------------------------------------------------------------------------
@@ -100,25 +98,6 @@ def bp_steps_at(step: int, steps: int, bp_range: tuple[int, int]) -> int:
     return low + int(min(1.0, step / (RAMP * steps)) * (high - low))
 
 
-def use_run(args, world: World, out: Path) -> None:
-    """--prompt and --export: acts on the newest checkpoint of a run."""
-    model, saved = load_model(HRM, out, world, print)
-    model.compute_dtype = compute_dtype(args.precision, world.device)
-    if not world.main:
-        return
-    tokenizer = data.load_tokenizer(str(out))
-    print(f"step {saved['step']} of {out}", flush=True)
-    if args.export:
-        to_hf(model, out / "hf", tokenizer)
-        print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
-    if args.prompt is not None:
-        print(args.prompt, end="")
-        for piece in continue_text(model, tokenizer, args.prompt, args.max_new_tokens, args.temperature,
-                                   args.top_k, args.top_p, args.seed, stop=tokenizer.eot):
-            print(piece, end="", flush=True)
-        print()
-
-
 # -----------------------------------------------------------------------------------------------------------
 # The run
 
@@ -129,7 +108,7 @@ def main() -> None:
     directory = data.directory_of(args.data, args.tokenizer)
     out = args.out or Path("runs", f"hrm-{args.size}-{directory.name}")
     if args.export or args.prompt is not None:
-        return use_run(args, world, out)
+        return use_text_model(HRM, args, world, out)
 
     # ------------------------------------------------------------------------------------------------- data
     with torch.device("meta"):
@@ -159,10 +138,9 @@ def main() -> None:
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     ema = EMA(model, args.ema) if args.ema else None
 
-    settings = {k: v for k, v in vars(args).items() if k not in NOT_SETTINGS} | {
+    settings = settings_of(args) | {
         "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
-        "world_size": world.world_size, "precision": str(dtype).removeprefix("torch."),
-        "bp_steps": list(args.bp_steps)}
+        "world_size": world.world_size, "precision": str(dtype).removeprefix("torch.")}
     identity = {"family": "HRM", "model_config": asdict(model.config), "seq_len": args.seq_len,
                 "tokenizer": tokenizer.name, "data": dataset.fingerprint, "seed": args.seed,
                 "settings": settings}
