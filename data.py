@@ -127,6 +127,14 @@ class Tokenizer:
             return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
         return self._encoding.decode_bytes(ids).decode("utf-8", "replace")
 
+    @property
+    def special_ids(self) -> list[int]:
+        return list(self.specials.values())
+
+    def spellings(self) -> dict[int, bytes]:
+        """The bytes of each ordinary id."""
+        return {i: token for token, i in self.ranks.items()}
+
     def to_json(self, with_mask: bool = True) -> str:
         """A Hugging Face `tokenizer.json` that encodes and decodes like this tokenizer."""
         def spell(token: bytes) -> str:
@@ -176,6 +184,21 @@ class HuggingFaceTokenizer:
 
     def to_json(self, with_mask: bool = True) -> str:
         return self._tokenizer.to_str()
+
+    @property
+    def special_ids(self) -> list[int]:
+        return [i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special]
+
+    def spellings(self) -> dict[int, bytes]:
+        """The bytes of each ordinary id, with a blank in front where a word begins."""
+        special, vocab = set(self.special_ids), self._tokenizer.get_vocab()
+        word_piece = any(word.startswith("##") for word in vocab)  # it marks what continues a word
+
+        def spell(word: str) -> bytes:
+            word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
+            return re.sub("[\u2581\u0120]", " ", word).encode()  # the blanks of SentencePiece and of GPT-2
+
+        return {i: spell(word) for word, i in vocab.items() if i not in special}
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
@@ -919,6 +942,57 @@ def sample_rows(position: int, count: int, rows: int, seed: int) -> np.ndarray:
                            for epoch in np.unique(epochs)])
 
 
+class Masker:
+    """Chooses what a masked language model has to restore: a pure function of seed, epoch, row and position.
+
+    In each row the K = rate · seq_len positions with the smallest hashes, never a special id; K is fixed, so
+    all batches have the same shape. Of these 80 % become [MASK], 10 % a random id, 10 % stay (Devlin et al.,
+    2019); with `mask_all` all become [MASK]. `whole_words` adds whole words until K, and cuts the last one.
+    """
+
+    def __init__(self, tokenizer, seq_len: int, rate: float, seed: int, mask_all: bool = False,
+                 whole_words: bool = False):
+        self.k, self.mask, self.mask_all = max(1, round(rate * seq_len)), tokenizer.mask, mask_all
+        self.positions = np.arange(seq_len, dtype=np.uint64)
+        self.seed = splitmix64(np.array([seed], np.uint64) ^ np.uint64(0x6D61736B))
+        ids = max(tokenizer.vocab_size, tokenizer.mask + 1)
+        self.special = np.zeros(ids, dtype=bool)
+        self.special[tokenizer.special_ids] = True
+        self.ordinary = np.flatnonzero(~self.special)
+        self.starts_word = None
+        if whole_words:  # what does not go on with a letter or digit begins a word
+            self.starts_word = np.ones(ids, dtype=bool)
+            for i, token in tokenizer.spellings().items():
+                self.starts_word[i] = not (token[:1].isalnum() or token[:1] >= b"\x80")
+
+    def __call__(self, x: np.ndarray, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Masks x (B, T) in place; returns positions and labels, int64 (B, K) each, positions ascending.
+
+        Where a row has fewer than K ordinary tokens the label is −1, which the loss ignores.
+        """
+        of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
+        hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
+        last = np.uint64(2**64 - 1)
+        if self.starts_word is None:
+            order = np.where(self.special[x], last, hashes)
+            picked = np.argpartition(order, self.k - 1, axis=1)[:, :self.k]
+        else:  # the tokens of a word have the hash of its first one, so they are picked one after another
+            begins = np.where(self.starts_word[x], self.positions.astype(np.int64), 0)
+            words = np.take_along_axis(hashes, np.maximum.accumulate(begins, axis=1), axis=1)
+            order = np.where(self.special[x], last, words)
+            picked = np.argsort(order, axis=1, kind="stable")[:, :self.k]
+        picked.sort(axis=1)
+        old = np.take_along_axis(x, picked, axis=1).astype(np.int64)
+        ordinary = np.take_along_axis(order, picked, axis=1) != last
+        new = np.full_like(old, self.mask)
+        if not self.mask_all:
+            dice = splitmix64(np.take_along_axis(hashes, picked, axis=1))
+            tenth, number = dice % np.uint64(10), dice // np.uint64(10) % np.uint64(len(self.ordinary))
+            new = np.where(tenth == 8, self.ordinary[number.astype(np.int64)], np.where(tenth == 9, old, new))
+        np.put_along_axis(x, picked, np.where(ordinary, new, old).astype(x.dtype), axis=1)
+        return picked, np.where(ordinary, old, -1)
+
+
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
                preset_global: int, preset_batch: int) -> tuple[int, int, int]:
     """Settles (sequences a step, a micro-batch of one rank, accumulation steps); None means not given.
@@ -1038,36 +1112,44 @@ class Dataset:
 
 
 class Loader:
-    """Endless micro-batches of one rank, read ahead by a thread: x and y, int64 (B, T), y one token on.
+    """Endless micro-batches of one rank on `device`, read ahead by a thread.
 
-    Each takes batch × world_size positions of the global order, of which rank r has the r-th run, sorted, so
-    that reading goes forward through the files. `samples` is how many were consumed before.
+    x and y, int64 (B, T), y one token on; with a masker x (B, T) and positions and labels (B, K). Each takes
+    batch × world_size positions of the global order, of which rank r has the r-th run, sorted, so that
+    reading goes forward through the files. `samples` is how many were consumed before.
     """
 
     def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
-                 samples: int = 0, depth: int = 3):
+                 samples: int = 0, masker: Masker | None = None, depth: int = 3):
         import torch
         self.shards, self.batch, self.seed, self.device = shards, batch, seed, torch.device(device)
-        self.position, self.stride = samples + rank * batch, batch * world_size
+        self.position, self.stride, self.masker = samples + rank * batch, batch * world_size, masker
         self._event = torch.cuda.Event if self.device.type == "cuda" else None
         self._free, self._ready = queue.Queue(), queue.Queue()
         dtype = {2: torch.uint16, 4: torch.uint32}[shards.dtype.itemsize]
         for _ in range(depth):
-            buffer = torch.empty((2, batch, shards.seq_len), dtype=dtype, pin_memory=self._event is not None)
-            self._free.put((buffer, None))
+            pin = {"pin_memory": self._event is not None}
+            buffers = [torch.empty((2, batch, shards.seq_len), dtype=dtype, **pin)]
+            buffers += [torch.empty((2, batch, masker.k), dtype=torch.int64, **pin)] if masker else []
+            self._free.put((buffers, None))
         self._thread = threading.Thread(target=self._read_ahead, name="loader", daemon=True)
         self._thread.start()
 
     def _read_ahead(self):
         try:
             while (item := self._free.get()) is not None:
-                buffer, copied = item
+                buffers, copied = item
                 if copied is not None:
-                    copied.synchronize()  # the device may still be reading this buffer
+                    copied.synchronize()  # the device may still be reading these buffers
                 rows = sample_rows(self.position, self.batch, self.shards.rows, self.seed)
-                self.shards.take(np.sort(rows), *buffer.numpy())
+                epochs = np.arange(self.position, self.position + self.batch) // self.shards.rows
+                order = np.argsort(rows)
+                x, y = buffers[0].numpy()
+                self.shards.take(rows[order], x, y)
+                if self.masker:
+                    buffers[1].numpy()[:] = self.masker(x, rows[order], epochs[order])
                 self.position += self.stride
-                self._ready.put(buffer)
+                self._ready.put(buffers)
         except BaseException as error:  # raised again in the thread that waits for the batch
             self._ready.put(error)
 
@@ -1075,15 +1157,16 @@ class Loader:
         return self
 
     def __next__(self):
-        buffer = self._ready.get()
-        if isinstance(buffer, BaseException):
-            raise buffer
-        x, y = buffer.to(self.device, non_blocking=True).long()
+        buffers = self._ready.get()
+        if isinstance(buffers, BaseException):
+            raise buffers
+        x, y = buffers[0].to(self.device, non_blocking=True).long()
+        batch = (x, *buffers[1].to(self.device, non_blocking=True, copy=True)) if self.masker else (x, y)
         copied = self._event() if self._event else None
         if copied:
             copied.record()
-        self._free.put((buffer, copied))
-        return x, y
+        self._free.put((buffers, copied))
+        return batch
 
     def close(self):
         self._free.put(None)
@@ -1091,10 +1174,10 @@ class Loader:
 
 
 def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
-                       limit: int | None = None):
-    """Yields (x, y) over the first `limit` rows (all if None) in order, equally many batches on every rank.
+                       limit: int | None = None, masker: Masker | None = None):
+    """Yields batches as Loader does, of the first `limit` rows (all if None) in order, as many on every rank.
 
-    Where rows run out y is −1, which the loss ignores: each row counts once, on any number of ranks.
+    Where rows run out labels are −1, which the loss ignores: each row counts once, on any number of ranks.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
@@ -1104,9 +1187,9 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
     for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
         shards.take(np.minimum(rows, total - 1), x, y)
-        targets = torch.from_numpy(y.astype(np.int64))
-        targets[torch.from_numpy(rows >= total)] = -1
-        yield torch.from_numpy(x.astype(np.int64)).to(device), targets.to(device)
+        *positions, labels = masker(x, rows, np.zeros_like(rows)) if masker else [y.astype(np.int64)]
+        labels[rows >= total] = -1
+        yield tuple(torch.from_numpy(array).to(device) for array in (x.astype(np.int64), *positions, labels))
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:

@@ -298,7 +298,7 @@ def table_of(sizes: dict[str, dict]) -> str:
 def settings_of(args: argparse.Namespace) -> dict:
     """The flags that shape a run, as plain data."""
     others = {"out", "resume", "prompt", "export", "sample_prompt", "sample_every", "max_new_tokens",
-              "temperature", "top_k", "top_p", "epochs", "timeout"}
+              "temperature", "top_k", "top_p", "epochs", "timeout", "fill", "probe", "list_presets"}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(args).items() if k not in others}
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 import ddp_utils
 from data import UserError

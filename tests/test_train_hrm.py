@@ -1,115 +1,28 @@
-"""train_hrm.py as a user runs it: real processes under torchrun that learn, are killed, resume, stop and refuse.
+"""train_hrm.py as a user runs it: processes under torchrun that learn, are killed, resume, stop and refuse."""
 
-Two runs are the same if their logs agree in every digit and the tensors of their last checkpoints, weights,
-averages and optimizer state, are torch.equal.
-"""
-
-import contextlib
-import io
 import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHARED, Finished, children, finish, kill, run, start, torchrun
+from conftest import SHARED, finish, run
+from runs import Trainer, assert_close_runs, assert_same_run, log_of, worker
 
-import train_hrm
-from data import UserError
 from ddp_utils import finished
 
-TIMES = ("time", "tokens_per_sec", "mem_gb")  # what may differ between two runs
-
-
-def flags(shards, out, **changes) -> list[str]:
-    """A model so small that starting Python is the longest part of a run."""
-    settings = {"data": shards, "out": out, "seq_len": 32, "d_model": 32, "n_head": 2, "n_layer": 1, "ff": 64,
-                "global_batch": 12, "batch": None, "steps": 40, "save_every": 4, "eval_every": 20, "log_every": 1,
-                "eval_batches": 2, "lr": 1e-3, "warmup": 5, "max_new_tokens": 5, "precision": "fp32"} | changes
-    listed = []
-    for key, value in settings.items():
-        if value is True:
-            listed += [f"--{key.replace('_', '-')}"]
-        elif value is not None:
-            listed += [f"--{key.replace('_', '-')}", str(value)]
-    return listed
-
-
-def train(ranks, shards, out, **changes) -> Finished:
-    """A run under torchrun; ranks 0 is one process without torchrun: this one, which saves starting Python."""
-    if ranks:
-        return run(ranks, "train_hrm.py", *flags(shards, out, **changes))
-    return here(*flags(shards, out, **changes))
-
-
-def here(*arguments) -> Finished:
-    """What `python train_hrm.py` does, in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    text, code = io.StringIO(), 0
-    try:
-        with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["train_hrm.py", *map(str, arguments)])
-            train_hrm.main()
-    except UserError as error:
-        code = 2
-        text.write(f"error: {error}\n")
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return Finished(code, text.getvalue())
-
-
-def log_of(out: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def tensors_of(out: Path) -> dict[str, torch.Tensor]:
-    saved = torch.load(finished(out)[0], weights_only=True)
-    return {f"{group}/{name}": t for group, named in saved["tensors"].items() for name, t in named.items()}
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert log_of(a) == log_of(b)
-    ours, theirs = tensors_of(a), tensors_of(b)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def kill_after(step: int, ranks, shards, out, **changes) -> str:
-    """Starts a run and kills all its processes with SIGKILL once the checkpoint of a step is there."""
-    process = start(torchrun(ranks, "train_hrm.py", *flags(shards, out, **changes)))
-    deadline = time.monotonic() + 60
-    while not any(int(p.name[5:13]) >= step for p in finished(out)):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return kill(process)
-
-
-def run_killed_run(tmp_path, ranks, shards, **changes) -> None:
-    whole = train(ranks, shards, tmp_path / "whole", **changes)  # with ranks 0, in another process than the resumed
-    assert whole.code == 0, whole.out
-    kill_after(8, ranks, shards, tmp_path / "killed", **changes)
-    assert log_of(tmp_path / "killed")[-1]["step"] < 40, "the run was over before it could be killed"
-    resumed = train(ranks, shards, tmp_path / "killed", **changes)
-    assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
-    assert [line["step"] for line in log_of(tmp_path / "killed")] == list(range(1, 41))
-
+HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
+train, here = HRM.train, HRM.here
 
 EVERYTHING = {"batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1, "precision": "bf16"}
 
 
 @pytest.mark.parametrize("ranks, changes", [(0, {"ema": 0.9}), (2, EVERYTHING), (3, {})])
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
-    run_killed_run(tmp_path, ranks, shards, **changes)
+    HRM.check_killed_run(tmp_path, ranks, shards, **changes)
 
 
 @pytest.mark.long
@@ -119,7 +32,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
     {}, {"precision": "bf16"}, {"batch": 1}, {"ema": 0.9}, {"halt": True}, {"halt": True, "precision": "bf16"},
     {"dropout": 0.1, "checkpoint_activations": "selective"}, {"optimizer": "muon"}, EVERYTHING], ids=str)
 def test_a_killed_run_resumes_bit_for_bit_in_every_variant(tmp_path, shards, ranks, changes):
-    run_killed_run(tmp_path, ranks, shards, **changes)
+    HRM.check_killed_run(tmp_path, ranks, shards, **changes)
 
 
 def test_another_seed_is_another_run(tmp_path, shards):
@@ -130,20 +43,12 @@ def test_another_seed_is_another_run(tmp_path, shards):
         assert_same_run(tmp_path / "0", tmp_path / "1")
 
 
-def close(a: list[dict], b: list[dict], bound=1e-5) -> None:
-    assert [r["step"] for r in a] == [r["step"] for r in b]
-    assert max(abs(x["loss"] - y["loss"]) for x, y in zip(a, b)) <= bound
-    assert [x["tokens"] for x in a] == [y["tokens"] for y in b]
-
-
 def test_the_number_of_processes_changes_nothing_but_rounding(tmp_path, shards):
     common = {"steps": 20, "save_every": 20, "eval_every": 20}
     train(0, shards, tmp_path / "one", **common)
     for name, ranks, batch in (("two", 2, None), ("accumulated", 2, 2)):
         assert train(ranks, shards, tmp_path / name, batch=batch, **common).code == 0
-        close(log_of(tmp_path / "one"), log_of(tmp_path / name))
-        a, b = (log_of(tmp_path / n)[-1]["val_loss"] for n in ("one", name))
-        assert abs(a - b) <= 1e-5
+        assert_close_runs(tmp_path / "one", tmp_path / name)
 
 
 def change_ranks(tmp_path, shards, order) -> None:
@@ -152,7 +57,7 @@ def change_ranks(tmp_path, shards, order) -> None:
     for i, ranks in enumerate(order):
         done = train(ranks, shards, tmp_path / "changing", steps=6 * (i + 1), **common)
         assert done.code == 0, done.out
-    close(log_of(tmp_path / "same"), log_of(tmp_path / "changing"))
+    assert_close_runs(tmp_path / "same", tmp_path / "changing")
 
 
 def test_a_run_resumes_on_another_number_of_processes(tmp_path, shards):
@@ -165,17 +70,11 @@ def test_four_two_four(tmp_path, shards):
     change_ranks(tmp_path, shards, (4, 2, 4))
 
 
-def worker(torchrun_pid: int, rank: int) -> int:
-    """The process id of one worker of a torchrun."""
-    return next(pid for pid in children(torchrun_pid)
-                if b"\0RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes())
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, number):
     out = tmp_path / "run"
     changes = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
-    process = start(torchrun(2, "train_hrm.py", *flags(shards, out, **changes)))
+    process = HRM.start(2, shards, out, **changes)
     while not (out / "metrics.jsonl").exists() or len(log_of(out)) < 5:
         time.sleep(0.01)
     os.kill(worker(process.pid, 1), number)
@@ -291,7 +190,7 @@ REFUSED = {  # what is wrong: (changes to the flags, part of the sentence)
 
 def in_place(name, changes, tmp_path, shards, existing) -> list[str]:
     changes = {k: str(v).format(shards=shards, existing=existing) for k, v in changes.items()}
-    return flags(shards, changes.pop("out", tmp_path / name), **changes)
+    return HRM.flags(shards, changes.pop("out", tmp_path / name), **changes)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -330,7 +229,7 @@ def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
 
 def test_two_runs_in_one_directory(tmp_path, shards):
     out = tmp_path / "run"
-    process = start(torchrun(0, "train_hrm.py", *flags(shards, out, steps=100_000)))
+    process = HRM.start(0, shards, out, steps=100_000)
     while not (out / "metrics.jsonl").exists() or not log_of(out):
         time.sleep(0.01)
     second = train(0, shards, out)

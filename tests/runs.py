@@ -1,0 +1,120 @@
+"""Runs of the three trainers, for the tests: started under torchrun or in this process, killed, compared.
+
+Two runs are the same if their logs agree in every digit and the tensors of their last checkpoints, weights,
+averages and optimizer state, are torch.equal.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Finished, children, kill, run, start, torchrun
+
+from data import UserError
+from ddp_utils import STOP_SIGNALS, finished
+
+TIMES = ("time", "tokens_per_sec", "mem_gb")  # what may differ between two runs
+# A model so small that starting Python is the longest part of a run.
+SMALL = {"seq_len": 32, "d_model": 32, "n_head": 2, "n_layer": 1, "global_batch": 12, "steps": 40,
+         "save_every": 4, "eval_every": 20, "log_every": 1, "eval_batches": 2, "lr": 1e-3, "warmup": 5,
+         "precision": "fp32"}
+
+
+def log_of(out: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def tensors_of(out: Path) -> dict[str, torch.Tensor]:
+    saved = torch.load(finished(out)[0], weights_only=True)
+    return {f"{group}/{name}": t for group, named in saved["tensors"].items() for name, t in named.items()}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert log_of(a) == log_of(b)
+    ours, theirs = tensors_of(a), tensors_of(b)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def assert_close_runs(a: Path, b: Path, bound: float = 1e-5) -> None:
+    a, b = log_of(a), log_of(b)
+    assert [(r["step"], r["tokens"]) for r in a] == [(r["step"], r["tokens"]) for r in b]
+    assert max(abs(x["loss"] - y["loss"]) for x, y in zip(a, b)) <= bound
+    pairs = [(x["val_loss"], y["val_loss"]) for x, y in zip(a, b) if x["val_loss"] is not None]
+    assert all(abs(x - y) <= bound for x, y in pairs)
+
+
+def worker(torchrun_pid: int, rank: int) -> int:
+    """The process id of one worker of a torchrun."""
+    return next(pid for pid in children(torchrun_pid)
+                if b"\0RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes())
+
+
+class Trainer:
+    """One of the three scripts, with flags that all its runs have."""
+
+    def __init__(self, script: str, **defaults):
+        self.script, self.defaults = script, SMALL | defaults
+
+    def flags(self, shards, out, **changes) -> list[str]:
+        listed = []
+        for key, value in ({"data": shards, "out": out} | self.defaults | changes).items():
+            flag = f"--{key.replace('_', '-')}"
+            listed += [flag] if value is True else [] if value is None else [flag, str(value)]
+        return listed
+
+    def train(self, ranks, shards, out, **changes) -> Finished:
+        """A run under torchrun; with ranks 0 without torchrun in this process, which saves starting Python."""
+        if ranks:
+            return run(ranks, self.script, *self.flags(shards, out, **changes))
+        return self.here(*self.flags(shards, out, **changes))
+
+    def here(self, *arguments) -> Finished:
+        """What `python train_….py` does, in this process."""
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        text, code = io.StringIO(), 0
+        try:
+            with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", [self.script, *map(str, arguments)])
+                importlib.import_module(self.script.removesuffix(".py")).main()
+        except UserError as error:
+            code = 2
+            text.write(f"error: {error}\n")
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return Finished(code, text.getvalue())
+
+    def start(self, ranks, shards, out, **changes):
+        return start(torchrun(ranks, self.script, *self.flags(shards, out, **changes)))
+
+    def kill_after(self, step: int, ranks, shards, out, **changes) -> str:
+        """Starts a run and kills all its processes with SIGKILL once the checkpoint of a step is there."""
+        process = self.start(ranks, shards, out, **changes)
+        deadline = time.monotonic() + 60
+        while not any(int(p.name[5:13]) >= step for p in finished(out)):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return kill(process)
+
+    def check_killed_run(self, tmp_path, ranks, shards, **changes) -> None:
+        """A run that is killed in the middle and started again equals one that was left alone."""
+        whole = self.train(ranks, shards, tmp_path / "whole", **changes)
+        assert whole.code == 0, whole.out
+        self.kill_after(8, ranks, shards, tmp_path / "killed", **changes)
+        assert log_of(tmp_path / "killed")[-1]["step"] < 40, "the run was over before it could be killed"
+        resumed = self.train(ranks, shards, tmp_path / "killed", **changes)
+        assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
+        assert_same_run(tmp_path / "whole", tmp_path / "killed")
+        assert [line["step"] for line in log_of(tmp_path / "killed")] == list(range(1, 41))

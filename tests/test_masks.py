@@ -1,0 +1,141 @@
+"""The masks of the masked language model: a pure function of seed, epoch, row and position."""
+
+import numpy as np
+import pytest
+from conftest import SHARED
+
+import data
+
+T = 96
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.train_bpe(["the quick brown fox jumps over the lazy dog and runs away again " * 50], 300)
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    """32 rows of text, which begin with end-of-text; the last ones hold next to nothing else."""
+    text = tokenizer.encode("the lazy dog jumps over the fox and the quick dog runs again " * 40)
+    x = np.stack([np.roll(text, 7 * i)[:T] for i in range(32)]).astype(np.uint16)
+    x[:, 0] = tokenizer.eot
+    x[30, 5:], x[31] = tokenizer.eot, tokenizer.eot
+    return x
+
+
+def mask(tokenizer, x, epoch=0, rate=0.3, seed=0, first_row=0, **options):
+    masked = x.copy()
+    numbers = np.arange(first_row, first_row + len(x))
+    positions, labels = data.Masker(tokenizer, T, rate, seed, **options)(masked, numbers, np.full(len(x), epoch))
+    return masked, positions, labels
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+@pytest.mark.parametrize("rate, k", [(0.3, 29), (0.15, 14), (0.001, 1)])
+def test_k_positions_in_each_row_and_never_a_special_id(tokenizer, rows, rate, k, whole_words):
+    masked, positions, labels = mask(tokenizer, rows, rate=rate, whole_words=whole_words)
+    assert positions.shape == labels.shape == (32, k) and (np.diff(positions) > 0).all()
+    assert (labels[:30] >= 0).all()
+    assert (labels[30] >= 0).sum() == min(k, 4) and (labels[31] == -1).all()  # all that there is
+    counted = labels >= 0
+    assert (np.take_along_axis(rows, positions, 1)[counted] == labels[counted]).all()
+    assert tokenizer.eot not in labels and tokenizer.mask not in labels
+    changed = np.zeros_like(rows, dtype=bool)
+    np.put_along_axis(changed, positions, counted, 1)
+    assert (masked == rows)[~changed].all()
+
+
+def test_a_mask_depends_on_seed_epoch_and_row_alone(tokenizer, rows):
+    whole = mask(tokenizer, rows)
+    part = mask(tokenizer, rows[10:20], first_row=10)
+    for a, b in zip(whole, part):
+        assert (a[10:20] == b).all()
+    for other in (mask(tokenizer, rows, epoch=1), mask(tokenizer, rows, seed=1), mask(tokenizer, rows, first_row=1)):
+        assert (whole[1] != other[1]).mean() > 0.5
+
+
+def test_eighty_ten_ten(tokenizer):
+    x = np.full((400, T), 65, dtype=np.uint16)
+    masked, positions, labels = mask(tokenizer, x)
+    new = np.take_along_axis(masked, positions, 1)
+    shares = [(new == tokenizer.mask).mean(), (new == 65).mean(), ((new != 65) & (new != tokenizer.mask)).mean()]
+    assert np.allclose(shares, [0.8, 0.1, 0.1], atol=0.01)
+    assert not np.isin(new[new != tokenizer.mask], tokenizer.special_ids).any()
+    assert len(np.unique(new)) > 200  # random ids are spread over the vocabulary
+    masked, positions, _ = mask(tokenizer, x, mask_all=True)
+    assert (np.take_along_axis(masked, positions, 1) == tokenizer.mask).all()
+
+
+def test_positions_are_chosen_evenly(tokenizer):
+    _, positions, _ = mask(tokenizer, np.full((4000, T), 65, dtype=np.uint16))
+    counts = np.bincount(positions.ravel(), minlength=T)
+    expected = positions.size / T
+    assert abs(counts - expected).max() < 6 * expected**0.5
+
+
+def test_whole_words_are_masked_as_a_whole(tokenizer, rows):
+    """In each row at most one word is masked in part: the one at which K was reached."""
+    begins = np.array([not (tokenizer.decode([i])[:1].isalnum()) for i in range(tokenizer.mask + 1)])
+
+    def words_in_part(**options):
+        _, positions, labels = mask(tokenizer, rows[:30], **options)
+        parts = []
+        for row, chosen in zip(rows[:30], positions):
+            word = np.maximum.accumulate(np.where(begins[row], np.arange(T), 0))
+            picked, all_ = np.bincount(word[chosen], minlength=T), np.bincount(word, minlength=T)
+            all_[0] -= 1  # the end-of-text in front can't be masked
+            parts.append(((picked > 0) & (picked < all_)).sum())
+        return parts
+
+    assert max(words_in_part(whole_words=True)) <= 1
+    assert max(words_in_part()) > 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_loaders_mask_alike_on_any_number_of_ranks(shards, world_size):
+    dataset = data.Dataset(shards, T)
+    masker = data.Masker(dataset.tokenizer, T, 0.3, 5)
+    seen = []
+    for rank in range(world_size):
+        loader = data.Loader(dataset.train, 16 // world_size, rank, world_size, 5, "cpu", 160, masker)
+        for step, (x, positions, labels) in zip(range(3), loader):
+            seen += [(step, *row) for row in zip(*(map(tuple, t.tolist()) for t in (x, positions, labels)))]
+        loader.close()
+    alone = data.Loader(dataset.train, 16, 0, 1, 5, "cpu", 160, masker)
+    expected = [(step, *row) for step, batch in zip(range(3), alone)
+                for row in zip(*(map(tuple, t.tolist()) for t in batch))]
+    alone.close()
+    assert sorted(seen) == sorted(expected)
+
+
+def test_validation_masks_are_frozen_and_count_each_row_once(shards):
+    dataset = data.Dataset(shards, T)
+    masker = data.Masker(dataset.tokenizer, T, 0.15, 0)
+    labels = {}
+    for world_size in (1, 3):
+        batches = [b for rank in range(world_size)
+                   for b in data.validation_batches(dataset.val, 4, rank, world_size, "cpu", masker=masker)]
+        labels[world_size] = sorted(tuple(row) for b in batches for row in b[2].tolist() if max(row) >= 0)
+    assert labels[1] == labels[3] and len(labels[1]) == dataset.val.rows
+
+
+def test_word_pieces_continue_a_word(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"[UNK]": 0, "[SEP]": 1, "[MASK]": 2, "run": 3, "##ning": 4, "dog": 5, ".": 6}
+    built = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    built.add_special_tokens(["[UNK]", "[SEP]", "[MASK]"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = data.load_tokenizer(str(tmp_path))
+    assert tokenizer.spellings()[4] == b"ning" and tokenizer.spellings()[5] == b" dog"
+    assert set(tokenizer.special_ids) >= {0, 1, 2}
+    masker = data.Masker(tokenizer, T, 0.3, 0, whole_words=True)
+    assert masker.starts_word[[3, 4, 5, 6]].tolist() == [True, False, True, True]
+
+
+def test_gpt2_has_room_for_the_mask(monkeypatch):
+    if not (SHARED / "tiktoken").exists():
+        pytest.skip("the vocabulary of gpt2 is not on this machine")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
+    tokenizer = data.load_tokenizer("gpt2")
+    assert (tokenizer.vocab_size, tokenizer.mask) == (50257, 50257)

@@ -1,0 +1,71 @@
+"""train_gpt2.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
+
+import re
+
+import pytest
+import torch
+from runs import Trainer, assert_close_runs, log_of
+
+from ddp_utils import finished
+
+GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
+
+
+@pytest.mark.parametrize("ranks, changes", [(2, {"modern": True, "optimizer": "muon", "ema": 0.9, "batch": 2})] + [
+    pytest.param(ranks, changes, marks=pytest.mark.long) for ranks in (0, 2, 3)
+    for changes in ({}, {"dropout": 0.1, "precision": "bf16"}, {"precision": "fp16"})])
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
+    GPT2.check_killed_run(tmp_path, ranks, shards, **changes)
+
+
+@pytest.mark.long
+def test_the_number_of_processes_changes_nothing_but_rounding(tmp_path, shards):
+    GPT2.train(0, shards, tmp_path / "one", steps=20)
+    assert GPT2.train(3, shards, tmp_path / "three", steps=20, batch=2).code == 0
+    assert_close_runs(tmp_path / "one", tmp_path / "three")
+
+
+def test_fp16_scales_the_loss_and_skips_what_overflows(tmp_path, shards):
+    done = GPT2.train(0, shards, tmp_path / "run", precision="fp16", batch=1, steps=20, eval_every=20)
+    assert done.code == 0 and "GradScaler on" in done.out, done.out
+    assert log_of(tmp_path / "run")[-1]["val_loss"] < 5.6
+    assert torch.load(finished(tmp_path / "run")[0], weights_only=True)["scaler"]["scale"] > 0
+    again = GPT2.train(0, shards, tmp_path / "run", precision="fp16", batch=1, steps=24)
+    assert again.code == 0 and "resuming after step 20" in again.out
+
+
+def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards):
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "run"
+    done = GPT2.train(0, shards, out, steps=20, sample_every=1, eval_every=10, sample_prompt="def ñ")
+    assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
+    assert re.search(r"Config 'tiny': d_model=32, layers=1, heads=2, seq_len=32", done.out)
+    used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
+    assert used.code == 0, used.out
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
+    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer("def ")["input_ids"]]])
+    ids = model.generate(prompt, do_sample=False, max_new_tokens=20)[0, 1:]
+    assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
+    tuned = GPT2.train(0, shards, tmp_path / "tuned", init_from=f"hf:{out / 'hf'}", lr=0, steps=1, eval_every=1)
+    assert abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - log_of(out)[-1]["val_loss"]) < 1e-5, tuned.out
+    shorter = GPT2.train(0, shards, tmp_path / "short", init_from=out, seq_len=16, steps=4)
+    assert shorter.code == 0 and GPT2.train(0, shards, tmp_path / "short", init_from=out, seq_len=16, steps=6).code == 0
+    longer = GPT2.train(0, shards, tmp_path / "long", init_from=out, seq_len=64, steps=4)
+    assert longer.code == 2 and "learned positions" in longer.out
+
+
+REFUSED = {
+    "modern to transformers": ({"modern": True}, "--export", "no Hugging Face counterpart"),
+    "a run of another family": ({}, "--prompt=x", "family"),
+}
+
+
+def test_refusals(tmp_path, shards):
+    assert GPT2.train(0, shards, tmp_path / "modern", modern=True, steps=2, eval_every=2).code == 0
+    done = GPT2.here("--out", tmp_path / "modern", "--export")
+    assert done.code == 2 and "Hugging Face counterpart" in done.out
+    done = Trainer("train_hrm.py").here("--out", tmp_path / "modern", "--prompt", "x")
+    assert done.code == 2 and "family GPT2" in done.out
+    done = GPT2.train(0, shards, tmp_path / "modern", steps=4)
+    assert done.code == 2 and "another modern" in done.out
