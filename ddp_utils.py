@@ -431,14 +431,15 @@ def load_model(kind: type, source: str | Path, world: World, say, seq_len: int =
 
 def start_model(kind: type, config, args, tokenizer, world: World, saved: dict | None, say) -> nn.Module:
     """The model to train: random of this configuration, from --init-from, or as a checkpoint needs it."""
+    changes = {key: getattr(config, key) for key in ("dropout", "eot") if hasattr(config, key)}
     if args.init_from and not saved:
-        model, _ = load_model(kind, args.init_from, world, say, args.seq_len, dropout=args.dropout)
+        model, _ = load_model(kind, args.init_from, world, say, args.seq_len, **changes)
         if model.config.vocab_size < config.vocab_size:
             raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has "
                             f"{config.vocab_size}: prepare the data with the tokenizer of that model.")
         return model
     if args.init_from:  # that decided the shape when the run began
-        config = kind.Config(**saved["model_config"] | {"dropout": args.dropout})
+        config = kind.Config(**saved["model_config"] | changes)
     torch.manual_seed(args.seed)
     model = kind(config).to(world.device)
     broadcast(model.state_dict().values())  # other kinds of processors round differently

@@ -40,6 +40,14 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm that computes in the type of its input, whatever the type of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=eps)
 
@@ -85,8 +93,8 @@ class KVCache:
 
 
 # Selective checkpointing keeps what matrix products and attention computed and recomputes the cheap rest.
-_KEPT = {getattr(torch.ops.aten, name).default for name in (
-    "mm", "addmm", "bmm",
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")}
+_KEPT = _PRODUCTS | {getattr(torch.ops.aten, name).default for name in (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")}
 
@@ -97,67 +105,93 @@ def _selective():
         else CheckpointPolicy.PREFER_RECOMPUTE)
 
 
+def _selective_but_attention():
+    return create_selective_checkpoint_contexts(
+        lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in _PRODUCTS
+        else CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 class Block(nn.Module):
     """A residual block that can recompute its activations in the backward pass; subclasses define `block`."""
 
     checkpointing = "none"  # or "block": keep the input only; or "selective": keep matrix products as well
     dropout = 0.0
+    # Attention with dropout draws random numbers. If it were kept, the recomputation would not draw them
+    # again, and the dropout after it would silently be another one.
+    drops_attention = False
 
     def forward(self, x: Tensor, *args) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self.block(x, *args)
-        selective = {"context_fn": _selective} if self.checkpointing == "selective" else {}
+        selective = {}
+        if self.checkpointing == "selective":
+            selective["context_fn"] = _selective_but_attention if self.drops_attention else _selective
         return checkpoint(self.block, x, *args, use_reentrant=False,
                           preserve_rng_state=self.dropout > 0, **selective)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Σ cross-entropy of softmax(hidden · weightᵀ), a few rows at a time: no (N, V) tensor ever exists.
+    """Σ cross-entropy of softmax(hidden · weightᵀ + bias), a few rows at a time: no (N, V) tensor exists.
+    With `count`, also how many targets have the largest logit of their row.
 
     The gradients come out of the forward pass, while the probabilities of a chunk are still there, so the
     vocabulary products are done three times as in plain backpropagation and not four.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, grad_enabled):
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count):
         # on a CPU the chunk should fit the cache, on a GPU it should fill the machine
         chunk = 4096 if hidden.is_cuda else 512
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad and bias is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
+        correct = torch.zeros_like(total)
         for start in range(0, hidden.size(0), chunk):
             h, y = hidden[start:start + chunk], targets[start:start + chunk, None]
             counted = y >= 0
             y = y.clamp(min=0)
             logits = (h @ w.T).float()  # (chunk, V)
+            if bias is not None:
+                logits += bias
             logits[:, vocab_size:] = -torch.inf  # rows that only pad the table
+            if count:
+                correct += ((logits.argmax(-1, keepdim=True) == y) & counted).sum()
             log_p = torch.log_softmax(logits, dim=-1)
             total -= (log_p.gather(1, y) * counted).sum()
             if needs_grad:
                 p = log_p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
-                p = p.mul_(counted).to(h.dtype)
+                p.mul_(counted)
+                if bias is not None:
+                    grad_bias += p.sum(0)
+                p = p.to(h.dtype)
                 torch.mm(p, w, out=grad_hidden[start:start + chunk])
                 grad_weight += p.T @ h
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return total
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.mark_non_differentiable(correct)
+        return total, correct
 
     @staticmethod
-    def backward(ctx, grad):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None, None, None
+    def backward(ctx, grad, _):
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        return (grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad,
+                None if grad_bias is None else grad_bias * grad, None, None, None, None)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V), targets (…).
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
+                         bias: Tensor | None = None, accuracy: bool = False):
+    """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) + bias (V),
+    targets (…); with `accuracy` a tuple of it and the share of targets with the largest logit.
 
     Targets below 0 are ignored. Rows of `weight` from `vocab_size` on pad the table and have probability 0.
     """
     targets = targets.reshape(-1)
-    total = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, targets, vocab_size,
-                                      torch.is_grad_enabled())
-    return total / (targets >= 0).sum().clamp(min=1)
+    total, correct = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, bias, targets,
+                                               vocab_size, torch.is_grad_enabled(), accuracy)
+    count = (targets >= 0).sum().clamp(min=1)
+    return (total / count, correct / count) if accuracy else total / count
 
 
 def init_normal(weight: Tensor, std: float) -> None:
@@ -166,12 +200,27 @@ def init_normal(weight: Tensor, std: float) -> None:
     weight.data.mul_(std / 0.98658)
 
 
+class ModelConfig:
+    """What the configurations of all models have in common."""
+
+    def __post_init__(self):
+        if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
+            raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
+        if self.padded_vocab < self.vocab_size:
+            raise UserError(f"--vocab-size {self.padded_vocab} is below the {self.vocab_size} ids of the "
+                            "tokenizer.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_head
+
+
 # -----------------------------------------------------------------------------------------------------------
 # HRM: the Hierarchical Reasoning Model for text (arXiv 2605.20613, github sapientinc/HRM-Text)
 
 
 @dataclass
-class HRMConfig:
+class HRMConfig(ModelConfig):
     vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
     padded_vocab: int = 50304
     seq_len: int = 1024
@@ -191,17 +240,9 @@ class HRMConfig:
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
 
     def __post_init__(self):
-        if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
-            raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
-        if self.padded_vocab < self.vocab_size:
-            raise UserError(f"--vocab-size {self.padded_vocab} is below the {self.vocab_size} ids of the "
-                            "tokenizer.")
+        super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_head
 
     @property
     def cycles(self) -> int:
@@ -392,6 +433,285 @@ class HRM(nn.Module):
         return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab
 
 
+# -----------------------------------------------------------------------------------------------------------
+# GPT-2 (Radford et al., 2019), and a modern model of the same shape
+
+
+@dataclass
+class GPT2Config(ModelConfig):
+    vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
+    padded_vocab: int = 50304
+    seq_len: int = 1024
+    n_layer: int = 12
+    n_head: int = 12
+    d_model: int = 768
+    dropout: float = 0.0  # of the embedding, attention and residuals
+    modern: bool = False
+    norm_eps: float = 1e-5
+
+
+class GPT2Block(Block):
+    """Pre-norm block: causal attention, and an MLP of 4 C hidden units with GELU.
+
+    The modern one has no biases, RMSNorm without parameters, rotary positions, normalized queries and keys
+    (Henry et al., arXiv 2010.04245), squared ReLU (So et al., arXiv 2109.08668), and starts as the identity.
+    """
+
+    def __init__(self, c: GPT2Config):
+        super().__init__()
+        self.n_head, self.eps, self.dropout, self.modern = c.n_head, c.norm_eps, c.dropout, c.modern
+        self.drops_attention = c.dropout > 0
+        if not c.modern:
+            self.attn_norm, self.mlp_norm = (LayerNorm(c.d_model, eps=c.norm_eps) for _ in range(2))
+        self.qkv = Linear(c.d_model, 3 * c.d_model, bias=not c.modern)
+        self.attn_out = Linear(c.d_model, c.d_model, bias=not c.modern)
+        self.up = Linear(c.d_model, 4 * c.d_model, bias=not c.modern)
+        self.down = Linear(4 * c.d_model, c.d_model, bias=not c.modern)
+        for layer in (self.qkv, self.up):
+            nn.init.normal_(layer.weight, std=0.02)
+        for layer in (self.attn_out, self.down):  # what is added to the residual stream
+            nn.init.normal_(layer.weight, std=0.0 if c.modern else 0.02 / math.sqrt(2 * c.n_layer))
+        if not c.modern:
+            for layer in (self.qkv, self.attn_out, self.up, self.down):
+                nn.init.zeros_(layer.bias)
+
+    def block(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(rms_norm(x, self.eps) if self.modern else self.attn_norm(x)).chunk(3, dim=-1)
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        if self.modern:
+            q, k = (apply_rope(rms_norm(t, self.eps), rope) for t in (q, k))
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)  # (B, H, T, D)
+        y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
+        x = x + F.dropout(y, self.dropout, self.training)
+        y = self.up(rms_norm(x, self.eps) if self.modern else self.mlp_norm(x))  # (B, T, 4 C)
+        y = self.down(F.relu(y).square() if self.modern else F.gelu(y, approximate="tanh"))
+        return x + F.dropout(y, self.dropout, self.training)
+
+
+class GPT2(nn.Module):
+    """GPT-2: learned positions and a head tied to the embedding. `modern` has neither, see GPT2Block."""
+
+    Config = GPT2Config
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.config = c = config
+        self.compute_dtype = torch.float32  # of activations; parameters are float32 always
+        self.embed = nn.Embedding(c.padded_vocab, c.d_model)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(GPT2Block(c) for _ in range(c.n_layer))})
+        if c.modern:
+            self.head = Linear(c.d_model, c.padded_vocab, bias=False)
+            nn.init.normal_(self.head.weight, std=0.02)
+            self.register_buffer("rope", rope_table(c.seq_len, c.head_dim, 10000.0), persistent=False)
+        else:
+            self.positions = nn.Embedding(c.seq_len, c.d_model)
+            nn.init.normal_(self.positions.weight, std=0.02)
+            self.norm = LayerNorm(c.d_model, eps=c.norm_eps)
+
+    @property
+    def head_weight(self) -> Tensor:  # (V, C)
+        return self.head.weight if self.config.modern else self.embed.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None):
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
+
+        The objective is a scalar to call backward on. The statistics are detached scalars: `loss`, the mean
+        cross-entropy in nats.
+        """
+        x = self.hidden(idx)
+        if targets is None:
+            return F.linear(x, self.head_weight.to(x.dtype))
+        loss = linear_cross_entropy(x, self.head_weight, targets, self.config.vocab_size)
+        return loss, {"loss": loss.detach()}
+
+    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The states (B, T, C) of idx (B, T) after the last norm."""
+        c, T = self.config, idx.size(1)
+        begin = cache.length if cache else 0
+        rope, x = None, self.embed(idx)  # (B, T, C)
+        if c.modern:
+            rope = self.rope[:, begin:begin + T]
+        else:
+            x = x + self.positions.weight[begin:begin + T]
+        x = F.dropout(x.to(self.compute_dtype), c.dropout, self.training)
+        for block in self.transformer["blocks"]:
+            x = block(x, rope, cache)
+        if cache:
+            cache.advance(T)
+        return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
+
+    def new_cache(self, batch: int) -> KVCache:
+        c = self.config
+        return KVCache(c.n_layer, batch, c.n_head, c.seq_len, c.head_dim, self.embed.weight.device,
+                       self.compute_dtype)
+
+    def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
+        """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
+        x = self.hidden(idx, cache)[:, -1]
+        return F.linear(x, self.head_weight.to(x.dtype)).float()
+
+    def flops_per_token(self) -> float:
+        """Matrix-product FLOPs of one training step for one token, attention counted as full T × T."""
+        c = self.config
+        matrices = c.n_layer * 12 * c.d_model**2 + c.d_model * c.padded_vocab
+        return 3 * (2 * matrices + c.n_layer * 4 * c.seq_len * c.d_model)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# MLM: a bidirectional model that fills masks (ModernBERT; Warner et al., arXiv 2412.13663)
+
+
+@dataclass
+class MLMConfig(ModelConfig):
+    vocab_size: int = 50258  # ids in use, [MASK] among them; the table has `padded_vocab` rows
+    padded_vocab: int = 50304
+    seq_len: int = 512
+    n_layer: int = 22
+    n_head: int = 12
+    d_model: int = 768
+    ff: int = 1152
+    window: int = 128  # a local layer sees half of it to either side
+    global_every: int = 3  # layers 0, 3, 6 … see the whole document
+    global_theta: float = 160000.0
+    local_theta: float = 10000.0
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    eot: int = 50256  # the id that starts a document
+
+
+class MLMBlock(Block):
+    """Pre-norm block without biases: bidirectional attention with RoPE, local or global, and GeGLU.
+
+    Dropout follows Hugging Face, but attention itself has none, because FlexAttention offers none.
+    """
+
+    flex_attention = None  # compiled when a GPU first needs it
+
+    def __init__(self, c: MLMConfig, index: int):
+        super().__init__()
+        self.n_head, self.dropout = c.n_head, c.dropout
+        self.is_global = index % c.global_every == 0
+        self.attn_norm = nn.Identity()  # the embedding is normalized already
+        if index:
+            self.attn_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False)
+        self.mlp_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False)
+        self.qkv = Linear(c.d_model, 3 * c.d_model, bias=False)
+        self.attn_out = Linear(c.d_model, c.d_model, bias=False)
+        self.gate_up = Linear(c.d_model, 2 * c.ff, bias=False)
+        self.down = Linear(c.ff, c.d_model, bias=False)
+        for layer in (self.qkv, self.gate_up):
+            init_normal(layer.weight, 0.02)
+        for layer in (self.attn_out, self.down):  # what is added to the residual stream
+            init_normal(layer.weight, 0.02 / math.sqrt(2 * c.n_layer))
+
+    def block(self, x: Tensor, rope: Tensor, mask) -> Tensor:
+        """x (B, T, C); the mask is boolean (B, 1, T, T), True where attention is allowed, or a BlockMask."""
+        B, T, C = x.shape
+        q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if isinstance(mask, Tensor):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, D)
+        else:
+            y = self.flex_attention(q, k, v, block_mask=mask)
+        y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
+        x = x + F.dropout(y, self.dropout, self.training)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (B, T, F) each
+        return x + self.down(F.dropout(F.gelu(gate) * up, self.dropout, self.training))
+
+
+class MLM(nn.Module):
+    """An encoder for masked language modeling. A token attends to its own document alone: documents start
+    with the id `eot`, and a row may hold several.
+    """
+
+    Config = MLMConfig
+
+    def __init__(self, config: MLMConfig):
+        super().__init__()
+        self.config = c = config
+        self.compute_dtype = torch.float32  # of activations; parameters are float32 always
+        self.embed = nn.Embedding(c.padded_vocab, c.d_model)
+        self.embed_norm, self.norm, self.head_norm = (
+            LayerNorm(c.d_model, eps=c.norm_eps, bias=False) for _ in range(3))
+        self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(MLMBlock(c, i) for i in range(c.n_layer))})
+        self.head_dense = Linear(c.d_model, c.d_model, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(c.padded_vocab))
+        for layer in (self.embed, self.head_dense):
+            init_normal(layer.weight, 0.02)
+        self.register_buffer("rope", torch.stack([rope_table(c.seq_len, c.head_dim, theta) for theta in (
+            c.global_theta, c.local_theta)]), persistent=False)  # (2, 2, T, D/2)
+
+    def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None):
+        """Logits (B, T, V) of idx (B, T); given the masked positions (B, K), int64, and labels (B, K), a
+        tuple (objective, statistics) instead, for which only those positions pass the head.
+
+        Labels below 0 are ignored. The statistics are detached scalars: `loss`, the mean cross-entropy in
+        nats, and outside of training `correct`, the share of labels that have the largest logit.
+        """
+        c, x = self.config, self.hidden(idx)
+        if positions is not None:
+            x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, c.d_model))  # (B, K, C)
+        x = self.head_norm(F.gelu(self.head_dense(x)))
+        if positions is None:
+            return F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
+        found = linear_cross_entropy(x, self.embed.weight, labels, c.vocab_size, self.head_bias,
+                                     accuracy=not self.training)
+        if self.training:
+            return found, {"loss": found.detach()}
+        loss, correct = found
+        return loss, {"loss": loss.detach(), "correct": correct}
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        """The states (B, T, C) of idx (B, T) after the last norm, for the head or for a probe."""
+        rope = self.rope[:, :, :idx.size(1)]
+        masks = self.masks(idx)
+        x = self.embed_norm(self.embed(idx).to(self.compute_dtype))
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.transformer["blocks"]:
+            kind = 0 if block.is_global else 1
+            x = block(x, rope[kind], masks[kind])
+        return self.norm(x)
+
+    def masks(self, idx: Tensor) -> list:
+        """What tokens of idx (B, T) see in global and in local layers; see MLMBlock.block."""
+        c, (B, T) = self.config, idx.shape
+        document = (idx == c.eot).cumsum(dim=1)  # (B, T)
+
+        def together(b, h, i, j):
+            return document[b, i] == document[b, j]
+
+        def nearby(b, h, i, j):
+            return (document[b, i] == document[b, j]) & ((i - j).abs() <= c.window // 2)
+
+        if self.uses_flex(idx.device):
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+            if MLMBlock.flex_attention is None:
+                MLMBlock.flex_attention = staticmethod(torch.compile(flex_attention))
+            return [create_block_mask(mask, B, None, T, T, device=idx.device) for mask in (together, nearby)]
+        t = torch.arange(T, device=idx.device)
+        b = torch.arange(B, device=idx.device)[:, None, None, None]
+        return [mask(b, 0, t[:, None], t) for mask in (together, nearby)]  # (B, 1, T, T) each
+
+    def uses_flex(self, device: torch.device) -> bool:
+        """FlexAttention skips what lies outside the window, but needs a GPU and heads of 16 channels."""
+        return device.type == "cuda" and self.config.head_dim >= 16
+
+    def flops_per_token(self, mask_rate: float) -> float:
+        """Matrix-product FLOPs of one training step for one token of the input, of which a share of
+        `mask_rate` passes the head. Attention is counted as full T × T, in local layers too.
+        """
+        c = self.config
+        matrices = c.n_layer * (4 * c.d_model**2 + 3 * c.d_model * c.ff)
+        matrices += mask_rate * (c.d_model**2 + c.d_model * c.padded_vocab)
+        return 3 * (2 * matrices + c.n_layer * 4 * c.seq_len * c.d_model)
+
+
 def num_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
@@ -519,6 +839,21 @@ class EMA:
 # Hugging Face: the same model as a directory that transformers loads, and back
 
 
+def refuse_export(config: ModelConfig, *options: str) -> None:
+    for option in options:
+        if getattr(config, option):
+            raise UserError(f"a model with --{option.replace('_', '-')} has no Hugging Face counterpart, so "
+                            "it cannot be exported; its checkpoints are in the run directory.")
+
+
+def refuse_import(config: dict, odd: list[str], trainer: str, **required) -> None:
+    """UserError if their config.json has `odd` keys, or other values than the required ones."""
+    odd = odd + [key for key, value in required.items() if config.get(key, value) != value]
+    if odd:
+        raise UserError(f"this model sets {odd[0]} to {config.get(odd[0])}, which {trainer} does not "
+                        "support.")
+
+
 def hrm_names(c: HRMConfig) -> list[tuple[str, str]]:
     """Our parameter names and those in a file written by transformers, where they are fused as here."""
     names = [("embed.weight", "model.embed_tokens.weight"), ("z_l_init", "model.z_L_init")]
@@ -532,9 +867,7 @@ def hrm_names(c: HRMConfig) -> list[tuple[str, str]]:
 
 def hrm_to_hf(c: HRMConfig) -> dict:
     """The config.json of HrmTextForCausalLM for this configuration."""
-    if c.halt or c.inject_input:
-        raise UserError(f"a model with {'--halt' if c.halt else '--inject-input'} has no Hugging Face "
-                        "counterpart, so it cannot be exported; its checkpoints are in the run directory.")
+    refuse_export(c, "halt", "inject_input")
     return {"model_type": "hrm_text", "architectures": ["HrmTextForCausalLM"], "vocab_size": c.vocab_size,
             "hidden_size": c.d_model, "intermediate_size": c.ff, "num_attention_heads": c.n_head,
             "head_dim": c.head_dim, "H_cycles": c.h_cycles, "L_cycles": c.l_cycles,
@@ -551,9 +884,7 @@ def hrm_from_hf(config: dict) -> HRMConfig:
     odd += ["rope_parameters"] if rope.get("rope_type", "default") != "default" else []
     odd += ["head_dim"] if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"] else []
     odd += ["hidden_act"] if config.get("hidden_act", "silu") != "silu" else []
-    if odd:
-        raise UserError(f"this model sets {odd[0]} to {config.get(odd[0])}, which train_hrm.py does not "
-                        "support.")
+    refuse_import(config, odd, "train_hrm.py")
     return HRMConfig(
         vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
         seq_len=config["max_position_embeddings"],
@@ -564,11 +895,108 @@ def hrm_from_hf(config: dict) -> HRMConfig:
         embed_scale=config.get("embedding_scale") or 1.0 / config["initializer_range"])
 
 
-# model class: (model_type of config.json, names, configuration to and from theirs)
-HF_FAMILIES = {HRM: ("hrm_text", hrm_names, hrm_to_hf, hrm_from_hf)}
+def gpt2_names(c: GPT2Config) -> list[tuple[str, str]]:
+    names = [("embed.weight", "transformer.wte.weight"), ("positions.weight", "transformer.wpe.weight"),
+             ("norm.weight", "transformer.ln_f.weight"), ("norm.bias", "transformer.ln_f.bias")]
+    for i in range(c.n_layer):
+        ours, theirs = f"transformer.blocks.{i}", f"transformer.h.{i}"
+        for a, b in (("qkv", "attn.c_attn"), ("attn_out", "attn.c_proj"), ("up", "mlp.c_fc"),
+                     ("down", "mlp.c_proj")):
+            names += [(f"{ours}.{a}.weight", f"{theirs}.{b}.weight.T"),
+                      (f"{ours}.{a}.bias", f"{theirs}.{b}.bias")]
+        for a, b in (("attn_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            names += [(f"{ours}.{a}.{kind}", f"{theirs}.{b}.{kind}") for kind in ("weight", "bias")]
+    return names
 
 
-VOCAB_TENSORS = {"embed.weight", "head.weight"}  # these have padded_vocab rows here and vocab_size there
+def gpt2_to_hf(c: GPT2Config) -> dict:
+    """The config.json of GPT2LMHeadModel for this configuration."""
+    refuse_export(c, "modern")
+    return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": c.vocab_size,
+            "n_positions": c.seq_len, "n_embd": c.d_model, "n_layer": c.n_layer, "n_head": c.n_head,
+            "activation_function": "gelu_new", "resid_pdrop": c.dropout, "embd_pdrop": c.dropout,
+            "attn_pdrop": c.dropout, "layer_norm_epsilon": c.norm_eps, "tie_word_embeddings": True}
+
+
+def gpt2_from_hf(config: dict) -> GPT2Config:
+    odd = ["n_inner"] if config.get("n_inner") not in (None, 4 * config["n_embd"]) else []
+    refuse_import(config, odd, "train_gpt2.py", activation_function="gelu_new", scale_attn_weights=True,
+                  scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False,
+                  add_cross_attention=False, tie_word_embeddings=True)
+    return GPT2Config(
+        vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
+        seq_len=config["n_positions"], n_layer=config["n_layer"], n_head=config["n_head"],
+        d_model=config["n_embd"], dropout=config.get("resid_pdrop", 0.1),
+        norm_eps=config["layer_norm_epsilon"])
+
+
+def mlm_names(c: MLMConfig) -> list[tuple[str, str]]:
+    names = [("embed.weight", "model.embeddings.tok_embeddings.weight"),
+             ("embed_norm.weight", "model.embeddings.norm.weight"),
+             ("norm.weight", "model.final_norm.weight"),
+             ("head_dense.weight", "head.dense.weight"), ("head_norm.weight", "head.norm.weight"),
+             ("head_bias", "decoder.bias")]
+    return names + [
+        (f"transformer.blocks.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight")
+        for i in range(c.n_layer)
+        for ours, theirs in (("attn_norm", "attn_norm"), ("qkv", "attn.Wqkv"), ("attn_out", "attn.Wo"),
+                             ("mlp_norm", "mlp_norm"), ("gate_up", "mlp.Wi"), ("down", "mlp.Wo"))
+        if i or ours != "attn_norm"]
+
+
+def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
+    return ["sliding_attention" if i % global_every else "full_attention" for i in range(n_layer)]
+
+
+def mlm_to_hf(c: MLMConfig) -> dict:
+    """The config.json of ModernBertForMaskedLM for this configuration."""
+    return {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"],
+            "vocab_size": c.vocab_size, "hidden_size": c.d_model, "intermediate_size": c.ff,
+            "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
+            "max_position_embeddings": c.seq_len, "norm_eps": c.norm_eps, "local_attention": c.window,
+            "layer_types": mlm_layer_types(c.n_layer, c.global_every),
+            "global_attn_every_n_layers": c.global_every,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": c.global_theta},
+                "sliding_attention": {"rope_type": "default", "rope_theta": c.local_theta}},
+            "attention_dropout": c.dropout, "embedding_dropout": c.dropout, "mlp_dropout": c.dropout,
+            "pad_token_id": c.eot, "bos_token_id": c.eot, "eos_token_id": c.eot, "cls_token_id": c.eot,
+            "sep_token_id": c.eot, "tie_word_embeddings": True}
+
+
+def mlm_from_hf(config: dict) -> MLMConfig:
+    n_layer = config["num_hidden_layers"]
+    every = config.get("global_attn_every_n_layers", 3)
+    types = config.get("layer_types") or mlm_layer_types(n_layer, every)
+    fitting = [n for n in (every, *range(1, n_layer + 1)) if mlm_layer_types(n_layer, n) == types]
+    ropes = config.get("rope_parameters") or {  # as files on the hub have it:
+        "full_attention": {"rope_theta": config.get("global_rope_theta", 160000.0)},
+        "sliding_attention": {"rope_theta": config.get("local_rope_theta", 10000.0)}}
+    odd = [] if fitting else ["layer_types"]
+    scaled = any(rope.get("rope_type", "default") != "default" for rope in ropes.values())
+    odd += ["rope_parameters"] if scaled else []
+    odd += [] if isinstance(config["eos_token_id"], int) else ["eos_token_id"]
+    refuse_import(config, odd, "train_mlm.py", hidden_activation="gelu", classifier_activation="gelu",
+                  attention_bias=False, mlp_bias=False, norm_bias=False, classifier_bias=False,
+                  decoder_bias=True, tie_word_embeddings=True)
+    return MLMConfig(
+        vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
+        seq_len=config["max_position_embeddings"], n_layer=n_layer, n_head=config["num_attention_heads"],
+        d_model=config["hidden_size"], ff=config["intermediate_size"], window=config["local_attention"],
+        global_every=fitting[0], global_theta=ropes["full_attention"]["rope_theta"],
+        local_theta=ropes["sliding_attention"]["rope_theta"], dropout=config.get("mlp_dropout", 0.0),
+        norm_eps=config["norm_eps"], eot=config["eos_token_id"])
+
+
+# model class: (model_type of config.json, names, configuration to and from theirs). A name of theirs that
+# ends with .T is the name of a matrix that they store transposed.
+HF_FAMILIES = {HRM: ("hrm_text", hrm_names, hrm_to_hf, hrm_from_hf),
+               GPT2: ("gpt2", gpt2_names, gpt2_to_hf, gpt2_from_hf),
+               MLM: ("modernbert", mlm_names, mlm_to_hf, mlm_from_hf)}
+
+
+# these have padded_vocab rows here and vocab_size there
+VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}
 
 
 def pad_vocab(n: int) -> int:
@@ -578,36 +1006,47 @@ def pad_vocab(n: int) -> int:
 def _safetensors():
     try:
         import safetensors.torch
-        return safetensors.torch
+        return safetensors
     except ImportError:
         raise UserError("Hugging Face weights are read and written by the package safetensors: "
                         "pip install safetensors.")
 
 
+def _as_theirs(model: nn.Module, names) -> dict[str, Tensor]:
+    """Our tensors by their names: views of their shape, without the rows that pad the vocabulary."""
+    c, state, tensors = model.config, model.state_dict(), {}
+    for ours, theirs in names(c):
+        tensor = state[ours][:c.vocab_size] if ours in VOCAB_TENSORS else state[ours]
+        tensors[theirs.removesuffix(".T")] = tensor.T if theirs.endswith(".T") else tensor
+    return tensors
+
+
 def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
-    """Writes a directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load.
+    """Writes a directory that transformers' `AutoModelFor….from_pretrained` and `AutoTokenizer` load.
 
     The rows that pad the vocabulary are left out. Raises UserError if the model has no counterpart there.
     """
     directory = Path(directory)
     _, names, to_config, _ = HF_FAMILIES[type(model)]
-    c = model.config
-    config = to_config(c) | {"dtype": "float32", "bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
-    save_file = _safetensors().save_file
-    state, tensors = model.state_dict(), {}
-    for ours, theirs in names(c):
-        rows = c.vocab_size if ours in VOCAB_TENSORS else None
-        tensors[theirs] = state[ours][:rows].float().cpu().contiguous()
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    generation = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot, "do_sample": True}
+    c, masked = model.config, isinstance(model, MLM)
+    ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     eot = tokenizer.decode([tokenizer.eot])
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": eot,
                "eos_token": eot, "pad_token": eot, "clean_up_tokenization_spaces": False}
-    for name, content in (("config.json", config), ("generation_config.json", generation),
-                          ("tokenizer_config.json", special)):
+    if masked:
+        special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
+                                 "lstrip": True, "rstrip": False, "normalized": False, "single_word": False,
+                                 "special": True}
+    contents = {"config.json": to_config(c) | {"dtype": "float32"} | ends, "tokenizer_config.json": special}
+    if not masked:
+        contents["generation_config.json"] = ends | {"do_sample": True}
+    save_file = _safetensors().torch.save_file
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.float().cpu().contiguous() for name, t in _as_theirs(model, names).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    (directory / "tokenizer.json").write_text(tokenizer.to_json(with_mask=False), encoding="utf-8")
+    (directory / "tokenizer.json").write_text(tokenizer.to_json(with_mask=masked), encoding="utf-8")
 
 
 def from_hf(kind: type, source: str) -> nn.Module:
@@ -634,15 +1073,21 @@ def from_hf(kind: type, source: str) -> nn.Module:
     if config.get("model_type") != model_type:
         raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; {kind.__name__} reads "
                         f"{model_type!r}.")
-    tensors = {}
+    try:
+        model = kind(from_config(config))
+    except KeyError as error:
+        raise UserError(f"the config.json of {source} lacks {error}.")
+    safetensors, tensors = _safetensors(), {}
     for file in files:
-        tensors |= _safetensors().load_file(file)
-    model = kind(from_config(config))
-    c, state = model.config, model.state_dict()
+        try:
+            tensors |= safetensors.torch.load_file(file)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
     with torch.no_grad():
-        for ours, theirs in names(c):
-            tensor = state[ours][:c.vocab_size] if ours in VOCAB_TENSORS else state[ours]
-            if theirs not in tensors or tensors[theirs].shape != tensor.shape:
-                raise UserError(f"{source} has no tensor {theirs} of shape {tuple(tensor.shape)}.")
-            tensor.copy_(tensors[theirs])
+        for name, tensor in _as_theirs(model, names).items():
+            if name not in tensors:  # the files of the first GPT-2 models have shorter names
+                tensors[name] = tensors.get(name.removeprefix("transformer."))
+            if tensors[name] is None or tensors[name].shape != tensor.shape:
+                raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
+            tensor.copy_(tensors[name])
     return model

@@ -1,0 +1,716 @@
+"""GPT-2 and the MLM of model.py, measured on tiny models on a CPU as in test_model.py.
+
+Both equal their counterparts in Hugging Face transformers, in both directions; the KV cache, causality and
+the boundaries of documents are exact; checkpointing changes no bit. Each check is shown to fail when the
+thing is broken on purpose.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import data
+from data import UserError
+from model import (
+    GPT2,
+    MLM,
+    Block,
+    GPT2Block,
+    GPT2Config,
+    MLMBlock,
+    MLMConfig,
+    from_hf,
+    generate,
+    linear_cross_entropy,
+    make_optimizers,
+    num_params,
+    pad_vocab,
+    to_hf,
+)
+from test_model import (
+    MODES,
+    PADDED,
+    SEQ_LEN,
+    VOCAB,
+    differing,
+    gradients,
+    largest_error,
+    logits_of,
+    tokens,
+    without_gradient,
+)
+
+EOT, WINDOW = 0, 6  # three tokens to either side
+KINDS = {"gpt2": {}, "modern": {"modern": True}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Because two wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", minversion="5.23")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.load_tokenizer("bytes")  # 257 ids and [MASK], in a table of 320 rows
+
+
+def gpt2(checkpointing: str = "none", dtype=torch.float32, **config) -> GPT2:
+    """A tiny GPT-2, always with the same weights, all of them large enough to matter."""
+    settings = {"vocab_size": VOCAB, "padded_vocab": PADDED, "seq_len": SEQ_LEN, "n_layer": 2, "n_head": 2,
+                "d_model": 32}
+    return prepared(GPT2(GPT2Config(**settings | config)), checkpointing, dtype)
+
+
+def mlm(checkpointing: str = "none", dtype=torch.float32, **config) -> MLM:
+    settings = {"vocab_size": VOCAB, "padded_vocab": PADDED, "seq_len": SEQ_LEN, "n_layer": 4, "n_head": 2,
+                "d_model": 32, "ff": 24, "window": WINDOW, "eot": EOT}
+    return prepared(MLM(MLMConfig(**settings | config)), checkpointing, dtype)
+
+
+def prepared(model, checkpointing: str, dtype):
+    randomize(model)
+    model.compute_dtype = dtype
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.checkpointing = checkpointing
+    return model
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, seed: int = 0) -> None:
+    """Weights that make every tensor count: zeros and ones would hide one that is lost or exchanged."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in sorted(model.named_parameters()):
+        p.normal_(std=0.2, generator=generator)
+        if name.endswith("weight") and ("norm" in name or ".ln_" in name):
+            p.add_(1.0)
+
+
+def documents() -> torch.Tensor:
+    """Two rows of three documents, which start with EOT: (2, SEQ_LEN)."""
+    idx = tokens().clamp(min=1)
+    idx[:, [0, 5, 11]] = EOT
+    return idx
+
+
+def positions_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    """Five masked positions in each row; two of the labels do not count."""
+    positions = torch.tensor([[1, 3, 7, 8, 12], [2, 4, 6, 13, 15]])
+    labels = tokens(seed=9).gather(1, positions)
+    labels[0, 4], labels[1, 0] = -1, -100
+    return positions, labels
+
+
+def step(model) -> dict:
+    """The loss and every gradient by name of one forward and backward pass."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)  # for dropout
+    if isinstance(model, MLM):
+        loss, statistics = model(documents(), *positions_and_labels())
+    else:
+        idx = tokens(length=SEQ_LEN + 1)
+        loss, statistics = model(idx[:, :-1], idx[:, 1:])
+    loss.backward()
+    assert torch.equal(statistics["loss"], loss) and not statistics["loss"].requires_grad
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+BUILDS = {"gpt2": gpt2, "modern": lambda *a, **k: gpt2(*a, modern=True, **k), "mlm": mlm}
+each_model = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+
+# -----------------------------------------------------------------------------------------------------------
+# Training: checkpointing, gradients, loss
+
+
+@each_model
+@pytest.mark.parametrize("dropout, dtype", [(0.0, torch.float32), (0.1, torch.float32), (0.1, torch.bfloat16),
+                                            (0.0, torch.bfloat16)])
+def test_checkpointing_changes_no_bit(build, dropout, dtype):
+    expected = step(build(dropout=dropout, dtype=dtype))
+    assert expected["loss"].isfinite()
+    for mode in MODES:
+        assert differing(expected, step(build(mode, dropout=dropout, dtype=dtype))) == [], mode
+
+
+@each_model
+def test_checkpointing_recomputes_what_it_says(build):
+    """Without this, a mode that is ignored would pass the test above."""
+    runs, flops, calls = [], {}, {}
+    kind = MLMBlock if build is mlm else GPT2Block
+    plain = kind.block
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "block", lambda self, *args: runs.append(self) or plain(self, *args))
+        for mode in ("none", *MODES):
+            runs.clear()
+            with FlopCounterMode(display=False) as counter:
+                step(build(mode))
+            flops[mode], calls[mode] = counter.get_total_flops(), len(runs)
+    assert calls["block"] == calls["selective"] == 2 * calls["none"]
+    assert flops["none"] == flops["selective"] < flops["block"]
+
+
+@each_model
+def test_control_random_state_not_preserved(build, monkeypatch):
+    expected = step(build(dropout=0.1))
+    monkeypatch.setattr("model.checkpoint", lambda *args, **kwargs: checkpoint(
+        *args, **(kwargs | {"preserve_rng_state": False})))
+    assert differing(expected, step(build("block", dropout=0.1)))
+
+
+def test_attention_that_draws_random_numbers_is_not_kept(monkeypatch):
+    """On a GPU its kernel would be; kept, it leaves the random state where the recomputation began."""
+    chosen = []
+    for name in ("_selective", "_selective_but_attention"):
+        plain = getattr(__import__("model"), name)
+        monkeypatch.setattr(f"model.{name}", lambda plain=plain, name=name: chosen.append(name) or plain())
+    for build, dropout in ((gpt2, 0.1), (gpt2, 0.0), (mlm, 0.1)):
+        chosen.clear()
+        step(build("selective", dropout=dropout))
+        assert set(chosen) == {"_selective_but_attention" if build is gpt2 and dropout else "_selective"}
+
+
+@each_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_gets_a_gradient(build, dtype):
+    grads = step(build(dtype=dtype))
+    assert without_gradient(grads) == []
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads.values())
+
+
+@each_model
+def test_gradients_of_a_bfloat16_pass_are_close(build):
+    exact, rough = step(build()), step(build(dtype=torch.bfloat16))
+    for name in exact:
+        assert torch.cosine_similarity(exact[name].flatten(), rough[name].flatten(), dim=0) > 0.97, name
+
+
+def test_modern_starts_as_the_identity_and_every_parameter_moves_soon():
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(VOCAB, PADDED, SEQ_LEN, 2, 2, 32, modern=True))
+    x = torch.randn(1, 5, 32)
+    assert torch.equal(model.transformer["blocks"][0](x, model.rope[:, :5]), x)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    grads = step(model)
+    assert all(g is not None for g in grads.values())
+    assert len(without_gradient(grads)) == 4  # qkv and up of two blocks, behind projections that are 0
+    for _ in range(2):
+        for optimizer in make_optimizers(model, "muon", 1e-2, (0.9, 0.95), 0.0):
+            optimizer.step()
+        step(model)
+    assert differing(before, dict(model.named_parameters())) == list(before)
+
+
+@each_model
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_every_parameter_has_one_optimizer(build, kind):
+    model = build()
+    first, names = step(model), {id(p): name for name, p in model.named_parameters()}
+    optimizers = make_optimizers(model, kind, 1e-3, (0.9, 0.95), 0.1)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                muon = kind == "muon" and ".blocks." in names[id(p)] and p.ndim == 2
+                assert isinstance(optimizer, torch.optim.Muon if muon else torch.optim.AdamW)
+                assert group["weight_decay"] == (0.1 if p.ndim == 2 else 0.0)
+        optimizer.step()
+    assert (len(optimizers) == 2) == (kind == "muon")
+    assert step(model)["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_gpt2_loss_is_the_cross_entropy_of_its_logits(config):
+    model, idx = gpt2(**config), tokens(length=SEQ_LEN + 1)
+    logits = model(idx[:, :-1])
+    assert logits.shape == (2, SEQ_LEN, PADDED)
+    expected = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), idx[:, 1:].flatten())
+    assert largest_error(model(idx[:, :-1], idx[:, 1:])[0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mlm_loss_is_the_cross_entropy_at_the_masked_positions(training):
+    model, (positions, labels) = mlm().train(training), positions_and_labels()
+    logits = model(documents())
+    assert logits.shape == (2, SEQ_LEN, PADDED)
+    picked = logits.gather(1, positions[..., None].expand(-1, -1, PADDED))[..., :VOCAB]
+    expected = F.cross_entropy(picked.flatten(0, 1), labels.clamp(min=-1).flatten(), ignore_index=-1)
+    best = picked.argmax(-1)
+    labels[1, 3:] = best[1, 3:]  # two of eight are right
+    right = (best == labels)[labels >= 0].float().mean()
+    assert 0.2 <= right < 1
+    expected = F.cross_entropy(picked.flatten(0, 1), labels.clamp(min=-1).flatten(), ignore_index=-1)
+    loss, statistics = model(documents(), positions, labels)
+    assert largest_error(loss, expected) <= 1e-5
+    assert statistics.keys() == ({"loss"} if training else {"loss", "correct"})
+    assert training or largest_error(statistics["correct"], right) <= 1e-6
+    # control: one position further on is noticed
+    assert largest_error(model(documents(), (positions + 1) % SEQ_LEN, labels)[0], expected) > 1e-3
+    # and only those positions pass the head
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(documents(), positions, labels)
+    few = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(documents())
+    assert counter.get_total_flops() - few == (2 * SEQ_LEN - 10) * 2 * 32 * (32 + PADDED)
+
+
+@pytest.mark.parametrize("n", [1, 513, 1300])
+def test_linear_cross_entropy_with_a_bias_and_accuracy(n):
+    hidden, weight = torch.randn(n, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
+    bias = torch.randn(PADDED, requires_grad=True)
+    targets = torch.randint(VOCAB, (n,))
+    targets[1::3] = -1
+    logits = F.linear(hidden, weight, bias)[:, :VOCAB]
+    expected = F.cross_entropy(logits, targets, ignore_index=-1)
+    found, accuracy = linear_cross_entropy(hidden, weight, targets, VOCAB, bias, accuracy=True)
+    assert largest_error(found, expected) <= 1e-5
+    right = (logits.argmax(-1) == targets)[targets >= 0].float().mean()
+    assert largest_error(accuracy, right) <= 1e-6 and not accuracy.requires_grad
+    inputs = (hidden, weight, bias)
+    for a, b in zip(torch.autograd.grad(3 * found, inputs), torch.autograd.grad(3 * expected, inputs),
+                    strict=True):
+        assert largest_error(a, b) <= 1e-5
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What a token may see
+
+
+def prefixes(model, cut: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the first `cut` tokens, with two different futures."""
+    idx, other = tokens(), tokens()
+    other[:, cut:] = (other[:, cut:] + 1) % VOCAB
+    with torch.no_grad():
+        a, b = model(idx), model(other)
+    assert not torch.equal(a[:, cut:], b[:, cut:])
+    return a[:, :cut], b[:, :cut]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_the_future_never_changes_the_past(config, dtype):
+    assert torch.equal(*prefixes(gpt2(dtype=dtype, **config)))
+
+
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_control_attention_that_is_not_causal(config, monkeypatch):
+    attention = F.scaled_dot_product_attention
+    monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v))
+    assert not torch.equal(*prefixes(gpt2(**config)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [1, 6])
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_decoding_with_the_cache_equals_the_full_pass(config, prompt):
+    model, idx = gpt2(**config).eval(), tokens(batch=3)
+    full, cache = model(idx), model.new_cache(3)
+    for end, part in enumerate([idx[:, :prompt], *idx[:, prompt:].split(1, dim=1)], prompt):
+        logits = model.decode(part, cache)
+        assert cache.length == end
+        assert largest_error(logits, full[:, end - 1]) <= 1e-5
+        assert torch.equal(logits.argmax(-1), full[:, end - 1].argmax(-1))
+    # control: slots that are exchanged are noticed
+    cache.length -= 1
+    cache.memory[[0, 1]] = cache.memory[[1, 0]]
+    assert largest_error(model.decode(idx[:, -1:], cache), full[:, -1]) > 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_greedy_generation_equals_a_loop_over_full_passes(config):
+    """Also past the end of the context, where the later half is read again; and dropout plays no part."""
+    model = gpt2(dropout=0.5, **config).eval()
+    model.head_weight.mul_(5)  # so that it does not only repeat the same token
+    if not config:
+        model.norm.bias.zero_()
+    idx = context = tokens(length=5)
+    for _ in range(2 * SEQ_LEN):
+        if context.size(1) > SEQ_LEN:
+            context = context[:, -(SEQ_LEN // 2):]
+        new = model(context)[:, -1, :VOCAB].argmax(-1, keepdim=True)
+        idx, context = torch.cat((idx, new), 1), torch.cat((context, new), 1)
+    written = torch.stack(list(generate(model.train(), tokens(length=5), 2 * SEQ_LEN, temperature=0)), dim=1)
+    assert len(written.unique()) > 3 and model.training
+    assert torch.equal(written, idx[:, 5:])
+
+
+def other_document(**config) -> tuple[torch.Tensor, torch.Tensor]:
+    """States of all tokens, with two different middle documents."""
+    idx, other = documents(), documents()
+    other[:, 6:11] = 1 + other[:, 6:11] % (VOCAB - 1)
+    model = mlm(**config).eval()
+    with torch.no_grad():
+        return model.hidden(idx), model.hidden(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_do_not_see_each_other(dtype):
+    a, b = other_document(dtype=dtype)
+    for outside in (slice(0, 5), slice(11, None)):
+        assert torch.equal(a[:, outside], b[:, outside])
+    assert (a != b).any(-1)[:, 5:11].all()  # and its own EOT sees it
+
+
+def test_control_without_boundaries_they_do():
+    a, b = other_document(eot=VOCAB + 1)
+    assert (a != b).any(-1).all()
+
+
+def test_local_layers_see_half_a_window_to_either_side():
+    """One local layer after a global one that is made to pass nothing on."""
+    model = mlm(n_layer=2, eot=VOCAB + 1).eval()
+    idx, other = tokens(), tokens()
+    other[:, 8] = (other[:, 8] + 1) % VOCAB
+    with torch.no_grad():
+        everywhere = (model.hidden(idx) != model.hidden(other)).any(-1)
+        model.transformer["blocks"][0].attn_out.weight.zero_()
+        nearby = (model.hidden(idx) != model.hidden(other)).any(-1)
+    assert everywhere.all()
+    assert torch.equal(nearby, ((torch.arange(SEQ_LEN) - 8).abs() <= WINDOW // 2).expand(2, -1))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("length", [SEQ_LEN, 200])  # one block of a BlockMask, and two of which one is cut
+def test_flex_attention_computes_the_same(length, monkeypatch):
+    """Forward and uncompiled, which is all that it can do on a CPU."""
+    model = mlm(seq_len=length).eval()
+    idx = tokens(length=length)
+    idx[0, [0, length // 3, length // 2]] = EOT
+    dense = model.hidden(idx)
+    monkeypatch.setattr(MLM, "uses_flex", lambda self, device: True)
+    monkeypatch.setattr(MLMBlock, "flex_attention", staticmethod(flex_attention.flex_attention))
+    assert largest_error(model.hidden(idx), dense) <= 1e-5
+    idx[0, length // 2] = EOT + 1  # control: one boundary less is noticed
+    idx[0, length // 2 + 1] = EOT
+    assert largest_error(model.hidden(idx), dense) > 1e-3
+
+
+@pytest.mark.parametrize("device, n_head, flex", [("cpu", 2, False), ("cuda", 4, False), ("cuda", 2, True)])
+def test_flex_attention_is_for_gpus_and_heads_of_16_channels(device, n_head, flex):
+    assert mlm(d_model=32, n_head=n_head).uses_flex(torch.device(device)) == flex
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Hugging Face
+
+SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 10))]
+
+
+def shape_of_gpt2(seed: int) -> dict:
+    pick = random.Random(seed)
+    n_head = pick.choice((1, 2, 3))
+    return {"n_head": n_head, "d_model": n_head * pick.choice((4, 8, 16)), "n_layer": pick.choice((1, 2, 3)),
+            "seq_len": pick.choice((16, 24)), "norm_eps": pick.choice((1e-5, 1e-3)),
+            "dropout": pick.choice((0.0, 0.1))}
+
+
+def shape_of_mlm(seed: int) -> dict:
+    pick = random.Random(seed)
+    shape = shape_of_gpt2(seed) | {"seq_len": 40, "n_layer": pick.choice((1, 3, 4, 5))}
+    return shape | {"ff": pick.choice((24, 40)), "window": pick.choice((4, 7, 10)),  # all shorter than a row
+                    "global_every": pick.choice((1, 2, 3)), "global_theta": pick.choice((500.0, 160000.0)),
+                    "local_theta": pick.choice((100.0, 10000.0))}
+
+
+def tiny(family: type, seed: int, **changes):
+    shape = shape_of_gpt2(seed) if family is GPT2 else shape_of_mlm(seed) | {"eot": 256, "vocab_size": 258}
+    return (gpt2 if family is GPT2 else mlm)(**({"vocab_size": 257, "padded_vocab": 320} | shape | changes))
+
+
+def export(model, tokenizer, directory):
+    to_hf(model.eval(), directory, tokenizer)
+    return directory
+
+
+each_family = pytest.mark.parametrize("family", [GPT2, MLM])
+
+
+@torch.no_grad()
+def check_export(ours, transformers, tokenizer, directory):
+    export(ours, tokenizer, directory)
+    c, auto = ours.config, "AutoModelForCausalLM" if isinstance(ours, GPT2) else "AutoModelForMaskedLM"
+    theirs = getattr(transformers, auto).from_pretrained(directory)
+    assert type(theirs).__name__ == ("GPT2LMHeadModel" if isinstance(ours, GPT2) else "ModernBertForMaskedLM")
+    assert theirs.dtype == torch.float32
+    idx = torch.randint(256, (2, c.seq_len))  # without 256, the EOT: transformers knows no documents
+    logits = logits_of(theirs, idx)
+    assert logits.size(-1) == c.vocab_size
+    assert largest_error(ours(idx)[..., :c.vocab_size], logits) <= 1e-5
+    back = from_hf(type(ours), directory)
+    assert back.config == c
+    state = back.state_dict()
+    for name, tensor in ours.state_dict().items():
+        rows = c.vocab_size if tensor.size(0) == c.padded_vocab and name in ("embed.weight", "head_bias") \
+            else None
+        assert torch.equal(tensor[:rows], state[name][:rows]), name
+        assert state[name].isfinite().all()
+    return theirs, idx
+
+
+@each_family
+@pytest.mark.parametrize("seed", SEEDS)
+def test_transformers_reads_what_we_write(family, seed, transformers, tokenizer, tmp_path):
+    check_export(tiny(family, seed), transformers, tokenizer, tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["transformer.blocks.0.qkv.weight", "transformer.blocks.1.down.weight",
+                                  "transformer.blocks.1.attn_norm.weight", "positions.weight",
+                                  "embed_norm.weight", "head_bias", "head_dense.weight", "norm.weight"])
+def test_control_one_wrong_tensor_is_noticed(name, transformers, tokenizer, tmp_path):
+    for family in (GPT2, MLM):
+        ours = tiny(family, 0, n_layer=2)
+        if name in ours.state_dict():
+            theirs, idx = check_export(ours, transformers, tokenizer, tmp_path)
+            tensor = ours.state_dict()[name]
+            tensor.copy_(tensor.roll(1, 0))
+            assert largest_error(ours(idx)[..., :257], logits_of(theirs, idx)[..., :257]) > 1e-3
+
+
+def test_padding_is_cut_from_the_vocabulary_alone(transformers, tokenizer, tmp_path):
+    """Another tensor is as tall as the padded vocabulary here: up with 4 · 80 rows, gate_up with 2 · 160."""
+    check_export(tiny(GPT2, 0, d_model=80, n_head=2), transformers, tokenizer, tmp_path / "gpt2")
+    check_export(tiny(MLM, 0, ff=160), transformers, tokenizer, tmp_path / "mlm")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_we_read_gpt2_as_transformers_writes_it(seed, transformers, tmp_path):
+    shape, vocab_size = shape_of_gpt2(seed), random.Random(seed).choice((100, 128))
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=vocab_size, n_positions=shape["seq_len"], n_embd=shape["d_model"],
+        n_layer=shape["n_layer"], n_head=shape["n_head"], layer_norm_epsilon=shape["norm_eps"],
+        resid_pdrop=0.2, bos_token_id=0, eos_token_id=0))
+    randomize(theirs, seed)
+    theirs.save_pretrained(tmp_path)
+    check_import(GPT2, theirs, vocab_size, tmp_path)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_we_read_modernbert_as_transformers_writes_it(seed, transformers, tmp_path):
+    shape, vocab_size = shape_of_mlm(seed), random.Random(seed).choice((100, 128))
+    theirs = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(
+        vocab_size=vocab_size, hidden_size=shape["d_model"], intermediate_size=shape["ff"],
+        num_hidden_layers=shape["n_layer"], num_attention_heads=shape["n_head"],
+        max_position_embeddings=shape["seq_len"], norm_eps=shape["norm_eps"], local_attention=shape["window"],
+        global_attn_every_n_layers=shape["global_every"],
+        rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": shape["global_theta"]},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": shape["local_theta"]}},
+        pad_token_id=0, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0))
+    randomize(theirs, seed)
+    theirs.save_pretrained(tmp_path)
+    ours = check_import(MLM, theirs, vocab_size, tmp_path)
+    assert {k: getattr(ours.config, k) for k in shape if k != "dropout"} == {
+        k: v for k, v in shape.items() if k != "dropout"}
+
+
+def check_import(family, theirs, vocab_size, directory):
+    ours = from_hf(family, directory).eval()
+    c = ours.config
+    assert c.padded_vocab == pad_vocab(vocab_size)
+    idx = torch.randint(1, vocab_size, (2, c.seq_len))  # without 0, the EOT
+    with torch.no_grad():
+        assert largest_error(ours(idx)[..., :vocab_size], logits_of(theirs, idx)) <= 1e-5
+    assert all(p.isfinite().all() for p in ours.parameters())
+    return ours
+
+
+def test_the_old_form_of_their_files_is_read(transformers, tokenizer, tmp_path):
+    """gpt2 on the hub: no prefix, and buffers. ModernBERT on the hub: another spelling of the layers."""
+    import safetensors.torch
+    ours = tiny(GPT2, 0)
+    file = export(ours, tokenizer, tmp_path / "gpt2") / "model.safetensors"
+    tensors = {k.removeprefix("transformer."): v for k, v in safetensors.torch.load_file(file).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    safetensors.torch.save_file(tensors, file)
+    assert torch.equal(from_hf(GPT2, tmp_path / "gpt2").transformer["blocks"][0].qkv.weight,
+                       ours.transformer["blocks"][0].qkv.weight)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")  # and so does transformers
+    assert largest_error(logits_of(theirs, tokens()), ours(tokens())[..., :257]) <= 1e-5
+
+    ours = tiny(MLM, 0, n_layer=5, global_every=2)
+    path = export(ours, tokenizer, tmp_path / "mlm") / "config.json"
+    config = json.loads(path.read_text())
+    del config["layer_types"], config["rope_parameters"]
+    config |= {"global_rope_theta": ours.config.global_theta, "local_rope_theta": ours.config.local_theta}
+    path.write_text(json.dumps(config))
+    assert from_hf(MLM, tmp_path / "mlm").config == ours.config
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_gpt2_in_transformers_generates_the_same_text(name, transformers, tmp_path):
+    text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
+    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else data.train_bpe([text] * 20, 290)
+    ours = gpt2(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
+    export(ours, tokenizer, tmp_path)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode(text).astype(int).tolist()
+    assert their_tokenizer.encode(text, add_special_tokens=False) == ids
+    assert their_tokenizer.eos_token_id == tokenizer.eot and their_tokenizer.mask_token is None
+    prompt = torch.tensor([ids[:20]])
+    written = torch.stack(list(generate(ours, prompt, 40, temperature=0, stop=tokenizer.eot)), dim=1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    generated = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 20:]
+    assert len(generated.unique()) > 3
+    assert torch.equal(written[0], generated)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_transformers_fills_masks_as_we_do(name, transformers, tmp_path):
+    text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats."
+    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else data.train_bpe([text] * 20, 290)
+    vocab_size = max(tokenizer.vocab_size, tokenizer.mask + 1)
+    ours = mlm(vocab_size=vocab_size, padded_vocab=320, seq_len=64, eot=tokenizer.eot)
+    export(ours, tokenizer, tmp_path)
+    found = transformers.pipeline("fill-mask", model=str(tmp_path), top_k=3)("the cat [MASK] on the mat")
+    # the mask takes the space before it
+    ids = [*tokenizer.encode("the cat"), tokenizer.mask, *tokenizer.encode(" on the mat")]
+    place = len(tokenizer.encode("the cat"))
+    p = ours(torch.tensor([[int(i) for i in ids]]))[0, place, :vocab_size].softmax(-1)
+    best = p.topk(3)
+    assert [f["token"] for f in found] == best.indices.tolist()
+    assert [f["score"] for f in found] == pytest.approx(best.values.tolist(), abs=1e-5)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.mask_token, theirs.mask_token_id) == ("[MASK]", tokenizer.mask)
+    batch = theirs(["the cat", "the cat sat on the mat"], padding=True, return_tensors="pt")
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert largest_error(model(**batch).logits[0, :place],
+                         ours(batch["input_ids"][:1, :place])[0, :, :vocab_size]) <= 1e-5
+
+
+def test_a_modern_model_is_not_exported(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="--modern has no Hugging Face counterpart"):
+        export(tiny(GPT2, 0, modern=True), tokenizer, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("family, change, message", [
+    (GPT2, {"model_type": "modernbert"}, "holds a model of type 'modernbert'; GPT2 reads 'gpt2'"),
+    (GPT2, {"activation_function": "relu"}, "activation_function to relu, which train_gpt2.py"),
+    (GPT2, {"n_inner": 100}, "n_inner to 100"),
+    (GPT2, {"scale_attn_weights": False}, "scale_attn_weights to False"),
+    (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx to True"),
+    (GPT2, {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn to True"),
+    (GPT2, {"add_cross_attention": True}, "add_cross_attention to True"),
+    (GPT2, {"tie_word_embeddings": False}, "tie_word_embeddings to False"),
+    (GPT2, {"n_layer": 9}, r"no tensor transformer.h.\d.attn.c_attn.weight of shape \(\d+, \d+\)"),
+    (GPT2, {"n_positions": 99}, "no tensor transformer.wpe.weight of shape"),
+    (MLM, {"hidden_activation": "relu"}, "hidden_activation to relu, which train_mlm.py"),
+    (MLM, {"classifier_activation": "relu"}, "classifier_activation to relu"),
+    (MLM, {"attention_bias": True}, "attention_bias to True"),
+    (MLM, {"mlp_bias": True}, "mlp_bias to True"),
+    (MLM, {"norm_bias": True}, "norm_bias to True"),
+    (MLM, {"decoder_bias": False}, "decoder_bias to False"),
+    (MLM, {"classifier_bias": True}, "classifier_bias to True"),
+    (MLM, {"tie_word_embeddings": False}, "tie_word_embeddings to False"),
+    (MLM, {"layer_types": ["sliding_attention"] * 9}, "layer_types to "),
+    (MLM, {"eos_token_id": None}, "eos_token_id to None"),
+    (MLM, {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}}},
+     "rope_parameters to "),
+    (MLM, {"vocab_size": 300}, r"no tensor model.embeddings.tok_embeddings.weight of shape \(300, ")],
+    ids=str)
+def test_another_model_is_refused(family, change, message, tokenizer, tmp_path):
+    path = export(tiny(family, 0), tokenizer, tmp_path) / "config.json"
+    assert from_hf(family, str(tmp_path)).config.vocab_size in (257, 258)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message) as error:
+        from_hf(family, str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family, key", [
+    (GPT2, "n_embd"), (GPT2, "vocab_size"), (GPT2, "layer_norm_epsilon"),
+    (MLM, "hidden_size"), (MLM, "eos_token_id"), (MLM, "local_attention")])
+def test_a_config_that_lacks_a_key_is_refused(family, key, tokenizer, tmp_path):
+    path = export(tiny(family, 0), tokenizer, tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    del config[key]
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"config.json of .* lacks '{key}'"):
+        from_hf(family, str(tmp_path))
+
+
+@each_family
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
+def test_a_damaged_safetensors_file_is_refused(family, content, tokenizer, tmp_path):
+    path = export(tiny(family, 0), tokenizer, tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9] if content is None else content)
+    with pytest.raises(UserError, match="model.safetensors cannot be read as safetensors: "):
+        from_hf(family, str(tmp_path))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Counts and configuration
+
+
+@pytest.mark.parametrize("n_layer, n_head, d_model, millions", [
+    (12, 12, 768, 124.4), (24, 16, 1024, 354.8), (36, 20, 1280, 774.0), (48, 25, 1600, 1557.6)])
+def test_gpt2_sizes_have_the_published_parameters(n_layer, n_head, d_model, millions):
+    with torch.device("meta"):
+        model = GPT2(GPT2Config(padded_vocab=50257, n_layer=n_layer, n_head=n_head, d_model=d_model))
+    assert round(num_params(model) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize("n_layer, d_model, n_head, ff", [(22, 768, 12, 1152), (28, 1024, 16, 2624)])
+def test_mlm_sizes_have_the_parameters_of_modernbert(n_layer, d_model, n_head, ff, transformers):
+    with torch.device("meta"):
+        ours = MLM(MLMConfig(50368, 50368, n_layer=n_layer, d_model=d_model, n_head=n_head, ff=ff))
+        theirs = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(
+            num_hidden_layers=n_layer, hidden_size=d_model, num_attention_heads=n_head, intermediate_size=ff))
+        assert num_params(ours) == sum(p.numel() for p in theirs.parameters())  # a tied one counts once
+
+
+def counted_flops(model) -> float:
+    """Per token of a training step, with attention as plain products: the counter sees no flash attention."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        step(model)
+    return counter.get_total_flops() / (2 * SEQ_LEN)
+
+
+def test_flops_are_those_that_torch_counts():
+    for config in KINDS.values():
+        assert gpt2(**config).flops_per_token() == counted_flops(gpt2(**config))
+    assert mlm().flops_per_token(5 / SEQ_LEN) == counted_flops(mlm())
+    assert mlm().flops_per_token(6 / SEQ_LEN) != counted_flops(mlm())  # control
+
+
+@pytest.mark.parametrize("build", [gpt2, mlm])
+@pytest.mark.parametrize("config, message", [
+    ({"d_model": 33}, "--d-model 33"), ({"d_model": 30}, "times an even number"),
+    ({"vocab_size": 65}, "--vocab-size 64")], ids=str)
+def test_impossible_shapes_are_refused(build, config, message):
+    with pytest.raises(UserError, match=message):
+        build(**config)
+
+
+@pytest.mark.long
+@each_model
+def test_compiled_blocks_compute_the_same(build):
+    expected, model = step(build()), build()
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.compile()
+    for mode in ("none", *MODES):
+        for block in blocks:
+            block.checkpointing = mode
+        found = step(model)
+        for name, value in expected.items():
+            assert largest_error(found[name], value) <= 1e-4, (mode, name)
