@@ -284,14 +284,14 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
 
 def stream_text(tokenizer, ids):
     """Yields the text of a stream of ids as soon as it is whole: a token can end inside a UTF-8 character."""
-    seen, shown, text = [], 0, ""
+    context, pending = [], []  # some tokenizers decode an id by those before it
     for i in ids:
-        seen.append(int(i))
-        text = tokenizer.decode(seen)
+        pending.append(int(i))
+        text = tokenizer.decode(context + pending)
         if not text.endswith("\ufffd"):
-            yield text[shown:]
-            shown = len(text)
-    yield text[shown:]
+            yield text[len(tokenizer.decode(context)):]
+            context, pending = (context + pending)[-8:], []
+    yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)):]
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))  # real texts, where a machine has them
+# real texts, where a machine has them
+SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
 
 
 def pytest_addoption(parser):
@@ -32,7 +33,7 @@ class Finished:
 
 
 def start(command, cwd=None, **env) -> subprocess.Popen:
-    """Starts a command in a process group of its own; variables set to None are removed from its environment."""
+    """Starts a command in a process group of its own; its environment loses the variables set to None."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
     environment = {k: str(v) for k, v in environment.items() if v is not None}
     return subprocess.Popen([str(part) for part in command], cwd=cwd, env=environment, start_new_session=True,
@@ -71,11 +72,12 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> Finished:
 
 
 def torchrun(ranks: int, script, *args) -> list:
-    """The command line that runs a script of this repository on `ranks` local processes (0: without torchrun)."""
+    """The command line that runs a script of this repository on `ranks` processes (0: without torchrun)."""
     script = ROOT / script
     if ranks == 0:
         return [sys.executable, script, *args]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, *args]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+            script, *args]
 
 
 def run(ranks: int, script, *args, timeout: float = 90, cwd=None, **env) -> Finished:

@@ -79,7 +79,8 @@ def check_gradients(world: World) -> None:
         for p, q in zip(model.parameters(), alone.parameters()):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
     untied = ddp_utils.wrap(make(tie=False), world)
-    message = raises(RunError, lambda: ddp_utils.warm_up(untied, lambda: untied(*batch(0), bp_steps=2)[0], None))
+    message = raises(RunError, lambda: ddp_utils.warm_up(
+        untied, lambda: untied(*batch(0), bp_steps=2)[0], None))
     assert message.startswith("embed.weight gets no gradient")
 
 
@@ -96,7 +97,8 @@ def check_skipped_updates(world: World) -> None:
     for kind in ("adamw", "muon"):
         model = make()
         optimizers = make_optimizers(model, kind, 1e-2, (0.9, 0.95), 0.1)
-        wrapped, scaler, vote = ddp_utils.wrap(model, world), torch.amp.GradScaler("cpu", enabled=False), StopVote(world)
+        wrapped, vote = ddp_utils.wrap(model, world), StopVote(world)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
 
         def step(poison):
             model.zero_grad()
@@ -112,7 +114,8 @@ def check_skipped_updates(world: World) -> None:
         for _ in range(StopVote.PATIENCE - 1):  # not finite on one rank only
             step(True)
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
-        assert all(torch.equal(t, state[n]) for n, t in ddp_utils.optimizer_tensors(model, optimizers).items())
+        now = ddp_utils.optimizer_tensors(model, optimizers)
+        assert all(torch.equal(t, state[n]) for n, t in now.items())
         vote.start()
         assert vote.read() == 0
         step(True)

@@ -72,7 +72,7 @@ class Trainer:
         return listed
 
     def train(self, ranks, shards, out, **changes) -> Finished:
-        """A run under torchrun; with ranks 0 without torchrun in this process, which saves starting Python."""
+        """A run under torchrun; with ranks 0 it is in this process, which saves starting Python."""
         if ranks:
             return run(ranks, self.script, *self.flags(shards, out, **changes))
         return self.here(*self.flags(shards, out, **changes))

@@ -9,7 +9,8 @@ from conftest import run
 
 import ddp_utils
 from data import UserError
-from ddp_utils import Checkpoints, Damaged, RunError, World, finished, load_checkpoint, read_checkpoint, restore
+from ddp_utils import (Checkpoints, Damaged, RunError, World, finished, load_checkpoint, read_checkpoint,
+                       restore)
 from model import EMA, HRM, HRMConfig, make_optimizers
 
 CHECKS = ["agreement", "sync", "gradients", "depth", "skipped_updates", "stop"]
@@ -18,7 +19,8 @@ CHECKS = ["agreement", "sync", "gradients", "depth", "skipped_updates", "stop"]
 def test_two_processes():
     done = run(2, "tests/ddp_worker.py")
     assert done.code == 0, done.out
-    assert [line for line in done.out.splitlines() if line.endswith("OK")] == [f"check_{c} OK" for c in CHECKS]
+    passed = [line for line in done.out.splitlines() if line.endswith("OK")]
+    assert passed == [f"check_{c} OK" for c in CHECKS]
 
 
 def test_a_failing_check_fails_the_process():
@@ -117,9 +119,12 @@ def test_damage_is_found_or_harmless(tmp_path, world, count):
         content = bytearray(whole)
         at = rng.randrange(len(content))
         match rng.randrange(3):
-            case 0: content[at] ^= 1 << rng.randrange(8)
-            case 1: del content[at:]
-            case 2: content[at:at + 512] = bytes(len(content[at:at + 512]))
+            case 0:
+                content[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del content[at:]
+            case 2:
+                content[at:at + 512] = bytes(len(content[at:at + 512]))
         path.write_bytes(content)
         try:
             found = read_checkpoint(path)
@@ -186,7 +191,8 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     checkpoints.mark_best()
     checkpoints._jobs.join()
     assert len(said) == 1 and "No space left" in said[0]
-    assert not list((tmp_path / "checkpoints").glob(".tmp*")) and not (tmp_path / "checkpoints" / "best.pt").exists()
+    assert not list((tmp_path / "checkpoints").glob(".tmp*"))
+    assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
     checkpoints.save(3, 2.3, {}, *state)
     checkpoints._jobs.join()

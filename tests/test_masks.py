@@ -27,7 +27,8 @@ def rows(tokenizer):
 def mask(tokenizer, x, epoch=0, rate=0.3, seed=0, first_row=0, **options):
     masked = x.copy()
     numbers = np.arange(first_row, first_row + len(x))
-    positions, labels = data.Masker(tokenizer, T, rate, seed, **options)(masked, numbers, np.full(len(x), epoch))
+    masker = data.Masker(tokenizer, T, rate, seed, **options)
+    positions, labels = masker(masked, numbers, np.full(len(x), epoch))
     return masked, positions, labels
 
 
@@ -51,7 +52,8 @@ def test_a_mask_depends_on_seed_epoch_and_row_alone(tokenizer, rows):
     part = mask(tokenizer, rows[10:20], first_row=10)
     for a, b in zip(whole, part):
         assert (a[10:20] == b).all()
-    for other in (mask(tokenizer, rows, epoch=1), mask(tokenizer, rows, seed=1), mask(tokenizer, rows, first_row=1)):
+    for change in ("epoch", "seed", "first_row"):
+        other = mask(tokenizer, rows, **{change: 1})
         assert (whole[1] != other[1]).mean() > 0.5
 
 
@@ -59,7 +61,8 @@ def test_eighty_ten_ten(tokenizer):
     x = np.full((400, T), 65, dtype=np.uint16)
     masked, positions, labels = mask(tokenizer, x)
     new = np.take_along_axis(masked, positions, 1)
-    shares = [(new == tokenizer.mask).mean(), (new == 65).mean(), ((new != 65) & (new != tokenizer.mask)).mean()]
+    is_mask, is_kept = new == tokenizer.mask, new == 65
+    shares = [is_mask.mean(), is_kept.mean(), (~is_mask & ~is_kept).mean()]
     assert np.allclose(shares, [0.8, 0.1, 0.1], atol=0.01)
     assert not np.isin(new[new != tokenizer.mask], tokenizer.special_ids).any()
     assert len(np.unique(new)) > 200  # random ids are spread over the vocabulary

@@ -11,7 +11,8 @@ from ddp_utils import finished
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 
 
-@pytest.mark.parametrize("ranks, changes", [(2, {"modern": True, "optimizer": "muon", "ema": 0.9, "batch": 2})] + [
+@pytest.mark.parametrize("ranks, changes", [
+    (2, {"modern": True, "optimizer": "muon", "ema": 0.9, "batch": 2})] + [
     pytest.param(ranks, changes, marks=pytest.mark.long) for ranks in (0, 2, 3)
     for changes in ({}, {"dropout": 0.1, "precision": "bf16"}, {"precision": "fp16"})])
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
@@ -40,25 +41,22 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards):
     done = GPT2.train(0, shards, out, steps=20, sample_every=1, eval_every=10, sample_prompt="def ñ")
     assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
     assert re.search(r"Config 'tiny': d_model=32, layers=1, heads=2, seq_len=32", done.out)
-    used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
+    used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
+                     "--temperature", "0")
     assert used.code == 0, used.out
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
     prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer("def ")["input_ids"]]])
     ids = model.generate(prompt, do_sample=False, max_new_tokens=20)[0, 1:]
     assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
-    tuned = GPT2.train(0, shards, tmp_path / "tuned", init_from=f"hf:{out / 'hf'}", lr=0, steps=1, eval_every=1)
+    tuned = GPT2.train(0, shards, tmp_path / "tuned", init_from=f"hf:{out / 'hf'}", lr=0, steps=1,
+                       eval_every=1)
     assert abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - log_of(out)[-1]["val_loss"]) < 1e-5, tuned.out
-    shorter = GPT2.train(0, shards, tmp_path / "short", init_from=out, seq_len=16, steps=4)
-    assert shorter.code == 0 and GPT2.train(0, shards, tmp_path / "short", init_from=out, seq_len=16, steps=6).code == 0
+    for steps in (4, 6):  # with 6 it goes on
+        shorter = GPT2.train(0, shards, tmp_path / "short", init_from=out, seq_len=16, steps=steps)
+        assert shorter.code == 0, shorter.out
     longer = GPT2.train(0, shards, tmp_path / "long", init_from=out, seq_len=64, steps=4)
     assert longer.code == 2 and "learned positions" in longer.out
-
-
-REFUSED = {
-    "modern to transformers": ({"modern": True}, "--export", "no Hugging Face counterpart"),
-    "a run of another family": ({}, "--prompt=x", "family"),
-}
 
 
 def test_refusals(tmp_path, shards):

@@ -29,9 +29,11 @@ def test_a_run_can_be_used(tmp_path, shards):
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "run"
     done = MLM.train(0, shards, out, steps=20)
-    assert done.code == 0 and re.search(r"accuracy [\d.]+% \| [\d.]+ nats per masked byte", done.out), done.out
+    assert done.code == 0, done.out
+    assert re.search(r"accuracy [\d.]+% \| [\d.]+ nats per masked byte", done.out), done.out
     record = log_of(out)[-1]
-    assert 0 <= record["val_accuracy"] <= 1 and record["val_nats_per_byte"] == record["val_loss"]  # ids are bytes
+    assert 0 <= record["val_accuracy"] <= 1
+    assert record["val_nats_per_byte"] == record["val_loss"]  # ids are bytes
     filled = MLM.here("--out", out, "--export", "--fill", "def [MASK]elf(x[MASK]:")
     lines = filled.out.splitlines()[-2:]
     assert filled.code == 0 and all(len(re.findall(r"[\d.]+%", line)) == 5 for line in lines), filled.out
@@ -40,27 +42,32 @@ def test_a_run_can_be_used(tmp_path, shards):
     for ours, candidates in zip(lines, theirs):
         for probability, candidate in zip(re.findall(r"([\d.]+)%", ours), candidates):
             assert abs(float(probability) / 100 - candidate["score"]) < 1e-3
-    tuned = MLM.train(0, shards, tmp_path / "tuned", init_from=f"hf:{out / 'hf'}", lr=0, steps=1, eval_every=1)
-    assert tuned.code == 0 and abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - record["val_loss"]) < 1e-5
+    tuned = MLM.train(0, shards, tmp_path / "tuned", init_from=f"hf:{out / 'hf'}", lr=0, steps=1,
+                      eval_every=1)
+    assert tuned.code == 0, tuned.out
+    assert abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - record["val_loss"]) < 1e-5
 
 
 def test_probe(tmp_path, shards):
     """Texts of digits and of letters are easy to tell apart."""
     assert MLM.train(0, shards, tmp_path / "run", steps=4).code == 0
     rows = [{"text": f"{17 * i} {i % 7} {i}", "label": "digits"} for i in range(60)]
-    rows += [{"text": chr(97 + i % 26) * (i % 9 + 1) + chr(97 + i % 5), "label": "letters"} for i in range(60)]
+    rows += [{"text": chr(97 + i % 26) * (i % 9 + 1) + chr(97 + i % 5), "label": "letters"}
+             for i in range(60)]
     (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = MLM.here("--out", tmp_path / "run", "--probe", tmp_path / "labelled.jsonl")
-    shares = dict(re.findall(r"(trained encoder|random encoder|bag of trained embeddings): ([\d.]+)%", done.out))
+    shares = dict(re.findall(r"(trained encoder|random encoder|bag of trained embeddings): ([\d.]+)%",
+                             done.out))
     assert done.code == 0 and len(shares) == 3 and float(shares["trained encoder"]) > 90, done.out
 
 
 def test_presets_are_listed_with_commands_that_work(tmp_path, shards):
     listed = MLM.here("--list-presets")
-    commands = re.findall(r"^torchrun --nproc_per_node=\d+ train_mlm.py (--preset \S+) --data imdb$", listed.out, re.M)
+    commands = re.findall(r"^torchrun --nproc_per_node=\d+ train_mlm.py (--preset \S+) --data imdb$",
+                          listed.out, re.M)
     assert listed.code == 0 and len(commands) == 9
-    done = run(0, "train_mlm.py", *commands[0].split(), "--data", shards, "--batch", "64", "--epochs", "1", "--out",
-               tmp_path / "run")
+    done = run(0, "train_mlm.py", *commands[0].split(), "--data", shards, "--batch", "64", "--epochs", "1",
+               "--out", tmp_path / "run")
     assert done.code == 0 and "layers=4, heads=4" in done.out and "= 512 sequences" in done.out, done.out
 
 
