@@ -1015,7 +1015,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         batch = max(b for b in divisors if b <= max(preset_batch, 1))
     if batch not in divisors or grad_accum and batch * grad_accum != per_rank:
         fits = min(divisors, key=lambda b: abs(b - batch))
-        given = f"--batch {batch}" + (f" --grad-accum {grad_accum}" if grad_accum else "")
+        given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
         raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
                         f"processes {per_rank}, so use --batch {fits} --grad-accum {per_rank // fits}.")
     return global_batch, batch, per_rank // batch
@@ -1212,12 +1212,33 @@ def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: i
     def complete():
         return (read_manifest(out) or {"complete": False})["complete"]
 
-    if local_rank == 0 and not complete():
+    if local_rank == 0:
         finite = data == "stdlib" or data.startswith(("text:", "jsonl:", "parquet:"))
-        prepare(data, out, tokenizer_name, max_tokens=None if finite else max_tokens)
+        manifest = read_manifest(out)
+        settings = manifest["settings"] if manifest else {"max_tokens": None if finite else max_tokens}
+        if not complete():
+            options = ("val_split", "max_samples", "max_tokens", "min_words", "text_field", "shard_tokens")
+            prepare(data, out, tokenizer_name, **{k: settings[k] for k in options if k in settings})
+        else:
+            check_source(data, out, settings)
+        if not finite and (settings["max_tokens"] or max_tokens) < max_tokens / 2:
+            print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, and this model could use "
+                  f"{max_tokens:,}: python data.py prepare --max-tokens makes a larger one in another --out",
+                  flush=True)
     while not complete():
         time.sleep(0.2)
     return out
+
+
+def check_source(data: str, out: Path, settings: dict) -> None:
+    """Raises UserError if `out` was prepared from other files than --data names now."""
+    try:
+        identity = Source(data, settings["text_field"], settings["val_split"]).identity
+    except UserError:
+        return  # the text is gone, and its shards are all that is needed
+    if identity != settings["source"]:
+        raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
+                        "delete it, or prepare this one in another --out, and name that with --data.")
 
 
 # -----------------------------------------------------------------------------------------------------------

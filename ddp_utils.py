@@ -17,7 +17,9 @@ import argparse
 import contextlib
 import fcntl
 import gc
+import hashlib
 import json
+import math
 import os
 import queue
 import re
@@ -38,14 +40,14 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from data import UserError, cpu_count, fsync_directory, load_tokenizer
+from data import Dataset, UserError, cpu_count, fsync_directory, load_tokenizer, locate
 from model import continue_text, from_hf, to_hf
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class RunError(Exception):
@@ -104,8 +106,9 @@ def run(main) -> None:
     if code == 0 and dist.is_initialized():
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -197,7 +200,7 @@ def number(low: float, high: float = float("inf"), kind=float, open_end: bool = 
     """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
     def parse(text: str):
         value = kind(text)
-        if not low <= value <= high or open_end and value == high:
+        if not math.isfinite(value) or not low <= value <= high or open_end and value == high:
             limit = f"in [{low:g}, {high:g}{')' if open_end else ']'}"
             limit = f"at least {low:g}" if high == float("inf") else limit
             raise argparse.ArgumentTypeError(f"{text} is not {limit}")
@@ -221,8 +224,9 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--seed", type=number(0, 2**31, int), default=0, help="of weights, order and dropout (0)")
 
     g = parser.add_argument_group("steps and batches")
-    g.add_argument("--steps", type=positive, help="optimizer steps of the whole run")
-    g.add_argument("--epochs", type=number(0), help="passes over the data, instead of --steps")
+    length = g.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=positive, help="optimizer steps of the whole run")
+    length.add_argument("--epochs", type=number(1e-9), help="passes over the data, instead of --steps")
     g.add_argument("--global-batch", type=positive, help="sequences in a step, over all processes")
     g.add_argument("--batch", type=positive, help="sequences in a micro-batch of one process; how many a "
                    "step accumulates follows (default: the largest that divides, up to the table's)")
@@ -374,12 +378,42 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
                        "checkpoint was compared before it was written.")
 
 
-def wait_for_all(world: World, what: str) -> None:
-    """Waits until every rank has come here, for days if need be, where a collective would time out."""
+def on_all(world: World, what: str, function):
+    """function() on every rank, for days if need be, where a collective would time out; returns its result.
+
+    If it raises on one rank, it raises UserError on all, so that none waits for the one that failed.
+    """
     store = dist.distributed_c10d._get_default_store()
+    try:
+        result = function()
+    except BaseException as error:
+        store.set(f"{what} failed", str(error) or type(error).__name__)
+        raise
     store.add(what, 1)
     while store.add(what, 0) < world.world_size:
+        if store.check([f"{what} failed"]):
+            raise UserError(store.get(f"{what} failed").decode())
         time.sleep(0.1)
+    return result
+
+
+def load_data(args, world: World, directory: Path, parameters: int) -> Dataset:
+    """The data set of --data, prepared first if need be, 20 tokens for each parameter where it is endless."""
+    def read():
+        locate(args.data, args.tokenizer, 20 * parameters, world.local_rank)
+        return Dataset(directory, args.seq_len, args.tokenizer)
+
+    dataset = on_all(world, "data", read)
+    assert_same(world, {"the data": dataset.fingerprint},
+                "copy the same files to every node, or prepare them there with the same command")
+    return dataset
+
+
+def assert_same_flags(world: World, flags: dict) -> None:
+    """Raises UserError if the processes were started with different flags, which would part their ways."""
+    digest = hashlib.sha256(json.dumps(flags, default=str).encode()).hexdigest()
+    assert_same(world, {"the command line": digest}, "start every node with the same flags; --precision auto "
+                "and --device auto need the same kind of processors")
 
 
 def broadcast(tensors) -> None:
@@ -429,17 +463,29 @@ def load_model(kind: type, source: str | Path, world: World, say, seq_len: int =
     return model, saved
 
 
+def tokenizer_id(tokenizer) -> str:
+    """Name and digest: two bpe:4096 of different texts are different tokenizers."""
+    return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
+
+
 def start_model(kind: type, config, args, tokenizer, world: World, saved: dict | None, say) -> nn.Module:
     """The model to train: random of this configuration, from --init-from, or as a checkpoint needs it."""
     changes = {key: getattr(config, key) for key in ("dropout", "eot") if hasattr(config, key)}
     if args.init_from and not saved:
-        model, _ = load_model(kind, args.init_from, world, say, args.seq_len, **changes)
+        model, source = load_model(kind, args.init_from, world, say, args.seq_len, **changes)
+        if source and source["tokenizer"] != tokenizer_id(tokenizer):
+            raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
+                            f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+        if model.config.vocab_size > config.vocab_size:
+            say(f"WARNING: {args.init_from} knows {model.config.vocab_size} ids, {tokenizer.name} only "
+                f"{config.vocab_size}: its weights are of use only if these ids mean the same")
         if model.config.vocab_size < config.vocab_size:
             raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has "
                             f"{config.vocab_size}: prepare the data with the tokenizer of that model.")
         return model
     if args.init_from:  # that decided the shape when the run began
-        config = kind.Config(**saved["model_config"] | changes)
+        if saved["family"] == kind.__name__:
+            config = kind.Config(**saved["model_config"] | changes)
     torch.manual_seed(args.seed)
     model = kind(config).to(world.device)
     broadcast(model.state_dict().values())  # other kinds of processors round differently
@@ -448,12 +494,12 @@ def start_model(kind: type, config, args, tokenizer, world: World, saved: dict |
 
 def use_text_model(kind: type, args, world: World, out: Path) -> None:
     """--prompt and --export: acts on the newest checkpoint of a run."""
-    model, saved = load_model(kind, out, world, print)
+    model, saved = load_model(kind, out if args.resume == "auto" else args.resume, world, print)
     model.compute_dtype = compute_dtype(args.precision, world.device)
     if not world.main:
         return
     tokenizer = load_tokenizer(str(out))
-    print(f"step {saved['step']} of {out}", flush=True)
+    print(f"step {saved['step']} from {saved['path']}", flush=True)
     if args.export:
         to_hf(model, out / "hf", tokenizer)
         print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
@@ -627,7 +673,8 @@ class StopVote:
         self._work = None
         if skipped >= self.PATIENCE:
             raise RunError(f"the gradient was not finite {self.PATIENCE} times in a row, so the run stops: "
-                           "lower --lr, or use --precision bf16 or fp32; the last checkpoint is from before.")
+                           "lower --lr, or use --precision bf16 or fp32; the same command then goes on from the "
+                           "newest checkpoint, or from the one before if you delete that.")
         return int(number)
 
     def close(self) -> None:
@@ -729,7 +776,7 @@ def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = Fals
     def choose():
         nonlocal saved
         if not Path(where).exists():
-            raise UserError(f"{where} does not exist: name a run directory or a checkpoint file.")
+            raise UserError(f"{where} does not exist: train first, or name another run directory or file.")
         candidates, damaged = finished(where) if Path(where).is_dir() else [Path(where)], []
         for path in candidates:
             try:
@@ -772,7 +819,13 @@ class Checkpoints:
 
     def save(self, step: int, loss: float, meta: dict, model: nn.Module, optimizers, ema=None,
              scaler=None) -> None:
-        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts)."""
+        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts).
+
+        A state whose loss or weights are not finite is not saved, because it would push good ones out.
+        """
+        if not math.isfinite(loss):
+            self.say(f"WARNING: step {step} is not saved, because its loss is not finite")
+            return
         self.saved_step = step
         if not self.world.main:
             return
@@ -807,8 +860,8 @@ class Checkpoints:
             self._jobs.put(None)
             self._thread.join()
         if self.world.main and self.saved_step is not None and self._newest_step() != self.saved_step:
-            raise RunError(f"the checkpoint of step {self.saved_step} could not be written: make room, and "
-                           "the same command goes on from the one before.")
+            raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
+                           "same command goes on from the one before.")
 
     def _newest_step(self) -> int | None:
         newest = next(iter(finished(self.run_directory)), None)
@@ -826,12 +879,15 @@ class Checkpoints:
                 job[0](*job[1:])
             except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
                 reason = str(error).partition("\n")[0]
-                self.say(f"WARNING: {job[1]} was not written ({reason}): make room in {self.directory}; "
-                         "training goes on, and tries again at the next save")
+                self.say(f"WARNING: {job[1]} was not written: {reason}; training goes on, and tries again at "
+                         "the next save")
             finally:
                 self._jobs.task_done()
 
     def _write(self, name: str, state: dict, copies: dict) -> None:
+        bad = next((key for key, t in copies["model"].items() if not t.isfinite().all()), None)
+        if bad:
+            raise RuntimeError(f"{bad} is not finite")
         temporary = self.directory / f".tmp-{name}"
         sums = {f"{group}/{key}": int(bit_sum(t)) for group, named in copies.items()
                 for key, t in named.items()}

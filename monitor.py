@@ -79,7 +79,8 @@ class RunLog:
             if self._bar is not None:
                 self._bar.write(text)
             else:
-                print(text, flush=True)
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    print(text, flush=True)
             self._note(text)
 
     def _note(self, text: str) -> None:

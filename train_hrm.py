@@ -11,7 +11,6 @@ Run the same command again and it goes on where it stopped. Without torchrun it 
 """
 
 import argparse
-import hashlib
 import json
 import math
 import re
@@ -24,11 +23,12 @@ import torch
 
 import data
 import monitor
+from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, StopVote, add_common_flags, add_sampling_flags,
-                       assert_in_sync, assert_same, check_resumable, claim, clip_gradients, compute_dtype,
-                       evaluate, init, load_to_resume, no_sync, number, on_main, optimizer_step, positive,
-                       reduce_sum, restore, run, seed_step, settings_of, share, start_model, table_of,
-                       use_defaults, use_text_model, wait_for_all, warm_up, wrap)
+                       assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients,
+                       compute_dtype, evaluate, init, load_data, load_to_resume, no_sync, number, on_main,
+                       optimizer_step, positive, reduce_sum, restore, run, seed_step, settings_of, share,
+                       start_model, table_of, tokenizer_id, use_defaults, use_text_model, warm_up, wrap)
 from model import (EMA, HRM, Block, HRMConfig, continue_text, learning_rate, make_optimizers, num_params,
                    pad_vocab)
 
@@ -86,6 +86,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     use_defaults(args, {k: v for k, v in SIZES[args.size].items() if k not in ("global_batch", "batch")})
     args.bp_steps = args.bp_steps or ((2, 5) if args.tie else (3, 5))
+    calls = (args.max_cycles if args.halt else args.h_cycles) * (args.l_cycles + 1)
+    if args.bp_steps[1] > max(calls, 5):
+        raise UserError(f"--bp-steps {args.bp_steps[1]} is more than the {calls} stack calls that there are.")
     return args
 
 
@@ -105,6 +108,7 @@ def bp_steps_at(step: int, steps: int, bp_range: tuple[int, int]) -> int:
 def main() -> None:
     args = parse_args()
     world = init(args.backend, args.device, args.timeout)
+    assert_same_flags(world, vars(args))
     directory = data.directory_of(args.data, args.tokenizer)
     out = args.out or Path("runs", f"hrm-{args.size}-{directory.name}")
     if args.export or args.prompt is not None:
@@ -113,12 +117,8 @@ def main() -> None:
     # ------------------------------------------------------------------------------------------------- data
     with torch.device("meta"):
         nominal = num_params(HRM(HRMConfig(**{flag: getattr(args, flag) for flag in MODEL_FLAGS})))
-    data.locate(args.data, args.tokenizer, 20 * nominal, world.local_rank)  # 20 tokens for each parameter
-    dataset = data.Dataset(directory, args.seq_len, args.tokenizer)
+    dataset = load_data(args, world, directory, nominal)
     tokenizer, rows = dataset.tokenizer, dataset.train.rows
-    wait_for_all(world, "data")
-    assert_same(world, {"the data": dataset.fingerprint},
-                "copy the same files to every node, or prepare them there with the same command")
     preset = SIZES[args.size]
     global_batch, batch, grad_accum = data.plan_batch(
         world.world_size, args.global_batch, args.batch, args.grad_accum,
@@ -142,11 +142,9 @@ def main() -> None:
         "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
         "world_size": world.world_size, "precision": str(dtype).removeprefix("torch.")}
     identity = {"family": "HRM", "model_config": asdict(model.config), "seq_len": args.seq_len,
-                "tokenizer": tokenizer.name, "data": dataset.fingerprint, "seed": args.seed,
+                "tokenizer": tokenizer_id(tokenizer), "data": dataset.fingerprint, "seed": args.seed,
                 "settings": settings}
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    assert_same(world, {"the command line": digest},
-                "start every node with the same flags; --precision auto needs the same kind of processors")
+    assert_same_flags(world, settings)  # now with all defaults and --precision auto resolved
     step = samples = 0
     ends_epoch = False  # whether the samples of the last step reached into the next pass over the data
     epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
@@ -202,7 +200,8 @@ def main() -> None:
     logged = on_main(world, lambda: logged)
     record = None if logged or not saved else saved["record"]
     if step >= steps and record is None:
-        log.say(f"this run is complete after {step} steps: raise --steps, or try --prompt or --export")
+        log.say(f"this run is complete after {step} steps: raise --steps to go on, give another --out to "
+                "train anew, or try --prompt or --export")
         return log.close()
     if logged and ends_epoch:
         epoch = dict.fromkeys(epoch, 0)
@@ -217,16 +216,21 @@ def main() -> None:
         lambda bp=bp: wrapped(example, example, bp_steps=bp, ponder_weight=1.0, fixed_depth=True)[0]
         for bp in args.bp_steps))
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if saved else None)
+    resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None)
 
     def save():
         position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
         checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler)
 
-    def sample_text():
-        return args.sample_prompt + "".join(continue_text(
-            model, tokenizer, args.sample_prompt, args.max_new_tokens, args.temperature, args.top_k,
-            args.top_p, args.seed))
+    def show_sample():
+        if ema:
+            ema.swap()
+        text = continue_text(model, tokenizer, args.sample_prompt, args.max_new_tokens, args.temperature,
+                             args.top_k, args.top_p, args.seed)
+        log.sample(args.sample_prompt + "".join(text), step)
+        if ema:
+            ema.swap()
 
     # ---------------------------------------------------------------------------------------------- training
     vote, stopping = StopVote(world), 0
@@ -258,7 +262,7 @@ def main() -> None:
                 log.save_history()
                 evaluations += 1
                 if world.main and args.sample_every and evaluations % args.sample_every == 0 and step < steps:
-                    log.sample(sample_text(), step)
+                    show_sample()
             if ends_epoch and not stopping:
                 log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | "
                         f"validation loss {record['val_loss'] or math.nan:.4f} | "
@@ -318,14 +322,12 @@ def main() -> None:
     loader.close()
     checkpoints.close()
     vote.close()
-    if stopping and step < steps:
-        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint there: "
-                "the same command goes on")
+    if stopping:
+        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of step "
+                f"{checkpoints.saved_step}: the same command goes on")
         return log.close()
     if world.main:
-        if ema:
-            ema.swap()
-        log.sample(sample_text(), step)
+        show_sample()
     log.close()
     log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all "
             f"ranks were in sync; the run lies in {out}")

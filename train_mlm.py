@@ -30,10 +30,10 @@ import data
 import monitor
 from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, StopVote, World, add_common_flags, assert_in_sync,
-                       assert_same, check_resumable, claim, clip_gradients, compute_dtype, evaluate, init,
-                       load_model, load_to_resume, local_rank, no_sync, on_main, optimizer_step, positive,
-                       reduce_sum, restore, run, seed_step, settings_of, share, start_model, table_of,
-                       use_defaults, wait_for_all, warm_up, wrap)
+                       assert_same_flags, check_resumable, claim, clip_gradients, compute_dtype, evaluate,
+                       init, load_data, load_model, load_to_resume, local_rank, no_sync, number, on_main,
+                       optimizer_step, positive, reduce_sum, restore, run, seed_step, settings_of, share,
+                       start_model, table_of, tokenizer_id, use_defaults, warm_up, wrap)
 from model import (EMA, MLM, Block, MLMConfig, learning_rate, make_optimizers, num_params, pad_vocab, to_hf)
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -75,11 +75,13 @@ def list_presets() -> None:
         print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
               f"{length:>9}  {use}")
     print()
-    for name, (gpus, *_) in PRESETS.items():
-        print(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name} --data imdb")
+    for name, (gpus, _, size, _) in PRESETS.items():
+        source = " --data imdb" if size == "tiny" else ""  # the larger ones need more text, FineWeb-Edu
+        print(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, dict]:
+    """The flags, and the row of defaults that they began with."""
     parser = ArgumentParser(description=__doc__, epilog=table_of(SIZES))
     parser.add_argument("--size", choices=SIZES, help="the row of defaults below (tiny)")
     parser.add_argument("--preset", choices=PRESETS, metavar="NAME", help="a recipe, see --list-presets")
@@ -96,7 +98,8 @@ def parse_args() -> argparse.Namespace:
     g.add_argument("--global-every", type=positive, default=3, help="each so many layers one sees all (3)")
     g.add_argument("--dropout", type=share, default=0.0, help="(0)")
     g = parser.add_argument_group("masking")
-    g.add_argument("--mask-rate", type=share, default=0.3, help="share of tokens to restore (0.3)")
+    g.add_argument("--mask-rate", type=number(0.001, 1, open_end=True), default=0.3, help="share of tokens "
+                   "that are to be restored (0.3)")
     g.add_argument("--mask-all", action="store_true", help="replace all of them by [MASK], instead of "
                    "80 %% by [MASK] and 10 %% by random tokens")
     g.add_argument("--whole-words", action="store_true", help="mask whole words")
@@ -111,9 +114,8 @@ def parse_args() -> argparse.Namespace:
     if args.steps:
         flags = {k: v for k, v in flags.items() if k != "epochs"}
     args.size, defaults = size, SIZES[size] | flags
-    args.preset_global, args.preset_batch = defaults.pop("global_batch"), defaults.pop("batch")
-    use_defaults(args, defaults)
-    return args
+    use_defaults(args, {k: v for k, v in defaults.items() if k not in ("global_batch", "batch")})
+    return args, defaults
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -206,13 +208,13 @@ def probe(model: MLM, tokenizer, path: str) -> None:
 
 def use_run(args, world: World, out: Path) -> None:
     """--fill, --probe and --export: acts on the newest checkpoint of a run."""
-    model, saved = load_model(MLM, out, world, print)
+    model, saved = load_model(MLM, out if args.resume == "auto" else args.resume, world, print)
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.eval()
     if not world.main:
         return
     tokenizer = data.load_tokenizer(str(out))
-    print(f"step {saved['step']} of {out}", flush=True)
+    print(f"step {saved['step']} from {saved['path']}", flush=True)
     if args.export:
         to_hf(model, out / "hf", tokenizer)
         print(f"{out / 'hf'} is ready for AutoModelForMaskedLM.from_pretrained", flush=True)
@@ -227,10 +229,11 @@ def use_run(args, world: World, out: Path) -> None:
 
 
 def main() -> None:
-    args = parse_args()
+    args, preset = parse_args()
     if args.list_presets:
         return list_presets() if local_rank() == 0 else None
     world = init(args.backend, args.device, args.timeout)
+    assert_same_flags(world, vars(args))
     directory = data.directory_of(args.data, args.tokenizer)
     out = args.out or Path("runs", f"mlm-{args.preset or args.size}-{directory.name}")
     if args.export or args.fill is not None or args.probe is not None:
@@ -239,15 +242,11 @@ def main() -> None:
     # ------------------------------------------------------------------------------------------------- data
     with torch.device("meta"):
         nominal = num_params(MLM(MLMConfig(**{flag: getattr(args, flag) for flag in MODEL_FLAGS})))
-    data.locate(args.data, args.tokenizer, 20 * nominal, world.local_rank)  # 20 tokens for each parameter
-    dataset = data.Dataset(directory, args.seq_len, args.tokenizer)
+    dataset = load_data(args, world, directory, nominal)
     tokenizer, rows = dataset.tokenizer, dataset.train.rows
-    wait_for_all(world, "data")
-    assert_same(world, {"the data": dataset.fingerprint},
-                "copy the same files to every node, or prepare them there with the same command")
     global_batch, batch, grad_accum = data.plan_batch(
         world.world_size, args.global_batch, args.batch, args.grad_accum,
-        args.preset_global, args.preset_batch)
+        preset["global_batch"], preset["batch"])
     steps = math.ceil(args.epochs * rows / global_batch) if args.epochs else args.steps
 
     # ------------------------------------------------------------------- model, optimizer, state to resume
@@ -269,11 +268,9 @@ def main() -> None:
         "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
         "world_size": world.world_size, "precision": str(dtype).removeprefix("torch.")}
     identity = {"family": "MLM", "model_config": asdict(model.config), "seq_len": args.seq_len,
-                "tokenizer": tokenizer.name, "data": dataset.fingerprint, "seed": args.seed,
+                "tokenizer": tokenizer_id(tokenizer), "data": dataset.fingerprint, "seed": args.seed,
                 "settings": settings}
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    assert_same(world, {"the command line": digest},
-                "start every node with the same flags; --precision auto needs the same kind of processors")
+    assert_same_flags(world, settings)  # now with all defaults and --precision auto resolved
     step = samples = 0
     ends_epoch = False  # whether the samples of the last step reached into the next pass over the data
     epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
@@ -300,7 +297,7 @@ def main() -> None:
     for block in (m for m in model.modules() if isinstance(m, Block)):
         block.checkpointing = args.checkpoint_activations
         if compiled:
-            block.compile()  # one graph serves every depth
+            block.compile()
     wrapped = wrap(model, world)
 
     # -------------------------------------------------------------------------- say what is going to happen
@@ -329,7 +326,8 @@ def main() -> None:
     logged = on_main(world, lambda: logged)
     record = None if logged or not saved else saved["record"]
     if step >= steps and record is None:
-        log.say(f"this run is complete after {step} steps: raise --steps, or try --prompt or --export")
+        log.say(f"this run is complete after {step} steps: raise --steps to go on, give another --out to "
+                "train anew, or try --fill, --probe or --export")
         return log.close()
     if logged and ends_epoch:
         epoch = dict.fromkeys(epoch, 0)
@@ -341,10 +339,11 @@ def main() -> None:
 
     example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
     masked = torch.arange(masker.k, device=world.device).expand(batch, -1)
-    warm_up(wrapped, *[lambda: wrapped(example, masked, masked)[0]] * 2)
+    warm_up(wrapped, *[lambda: wrapped(example, masked, torch.zeros_like(masked))[0]] * 2)
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples,
                          masker)
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if saved else None)
+    resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None)
 
     def validation_batches():
         return data.validation_batches(dataset.val, batch, world.rank, world.world_size, world.device,
@@ -441,9 +440,9 @@ def main() -> None:
     loader.close()
     checkpoints.close()
     vote.close()
-    if stopping and step < steps:
-        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint there: "
-                "the same command goes on")
+    if stopping:
+        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of step "
+                f"{checkpoints.saved_step}: the same command goes on")
         return log.close()
     log.close()
     log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all "

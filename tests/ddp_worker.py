@@ -47,6 +47,16 @@ def check_agreement(world: World) -> None:
     assert message.startswith("the tokenizer on rank 1")
 
 
+def check_failure(world: World) -> None:
+    """What fails on one rank fails on all, and nobody waits for the one that failed."""
+    assert ddp_utils.on_all(world, "good", lambda: world.rank) == world.rank
+
+    def fail():
+        if world.rank == 1:
+            raise UserError("no such file on this node")
+    assert raises(UserError, lambda: ddp_utils.on_all(world, "bad", fail)) == "no such file on this node"
+
+
 def check_sync(world: World) -> None:
     model = make()
     ddp_utils.assert_in_sync(model.state_dict())

@@ -12,7 +12,8 @@ import torch
 from conftest import SHARED, finish, run
 from runs import Trainer, assert_close_runs, assert_same_run, log_of, worker
 
-from ddp_utils import finished
+import data
+from ddp_utils import RunError, finished
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
@@ -71,7 +72,7 @@ def test_four_two_four(tmp_path, shards):
     change_ranks(tmp_path, shards, (4, 2, 4))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, number):
     out = tmp_path / "run"
     changes = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
@@ -187,6 +188,10 @@ REFUSED = {  # what is wrong: (changes to the flags, part of the sentence)
     "weights from nothing": ({"init_from": "hf:/nowhere"}, "hf:/nowhere"),
     "unknown flag": ({"learning_rate": 1}, "--help"),
     "bad number": ({"lr": "fast"}, "--lr"),
+    "no number": ({"lr": "inf"}, "--lr"),
+    "steps and epochs": ({"epochs": 1}, "not allowed with"),
+    "no calls": ({"bp_steps": 40}, "--bp-steps 40"),
+    "too much accumulation": ({"grad_accum": 100}, "--grad-accum 100"),
     "bad ramp": ({"bp_steps": "5:2"}, "ramp"),
     "odd heads": ({"n_head": 3}, "--n-head"),
     "nccl without a GPU": ({"backend": "nccl", "device": "cpu"}, "nccl"),
@@ -231,6 +236,49 @@ def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
         (cut / "metrics.jsonl").write_text("\n".join(kept) + "\n")
         assert train(0, shards, cut, steps=8, eval_every=4).code == 0
         assert log_of(cut) == log_of(whole)
+
+
+def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in "ab":
+        Path(folder).mkdir()
+        Path(folder, "text.txt").write_text(f"this is {folder} " * 500 * (1 + (folder == "b")))
+    common = {"tokenizer": "bytes", "steps": 2, "eval_every": 2}
+    assert train(0, "text:a/text.txt", tmp_path / "run", **common).code == 0
+    done = train(0, "text:b/text.txt", tmp_path / "other", **common)
+    assert done.code == 2 and "was prepared from another text" in done.out
+    Path("a/text.txt").unlink()  # once it is prepared, the text may go
+    assert train(0, "text:a/text.txt", tmp_path / "run", **common).code == 0
+
+
+def test_weights_of_another_tokenizer_or_family_are_refused(tmp_path, shards, existing, corpus):
+    other = tmp_path / "other"
+    data.prepare(f"text:{corpus}", other, "bpe:300", workers=1)
+    done = train(0, other, tmp_path / "run", init_from=existing)
+    assert done.code == 2 and "was trained with the tokenizer bytes" in done.out, done.out
+    done = Trainer("train_gpt2.py").train(0, shards, tmp_path / "gpt2", init_from=existing)
+    assert done.code == 2 and "family HRM" in done.out
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards):
+    """They would push the good checkpoints out."""
+    out = tmp_path / "run"
+    assert train(0, shards, out, steps=8, schedule="constant").code == 0
+    with pytest.raises(RunError, match="10 times in a row"):
+        train(0, shards, out, steps=40, schedule="constant", save_every=1, lr=1e30)
+    steps = [int(p.name[5:13]) for p in finished(out)]
+    assert steps[:2] in ([8, 4], [9, 8])  # the loss that step 9 began with was fine, its weights are not
+    for bad in finished(out)[:steps.index(8)]:
+        bad.unlink()
+    again = train(0, shards, out, steps=12, schedule="constant")
+    assert again.code == 0 and "resuming after step 8" in again.out
+
+
+def test_a_run_branches_off_another(tmp_path, shards, existing):
+    done = train(0, shards, tmp_path / "branch", steps=8, resume=existing)
+    assert done.code == 0 and len(finished(tmp_path / "branch")) == 1, done.out
+    done = train(0, shards, tmp_path / "longer", steps=12, resume=finished(existing)[0])
+    assert done.code == 0 and [r["step"] for r in log_of(tmp_path / "longer")] == [8, 9, 10, 11, 12]
 
 
 def test_two_runs_in_one_directory(tmp_path, shards):
