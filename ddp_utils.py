@@ -673,8 +673,8 @@ class StopVote:
         self._work = None
         if skipped >= self.PATIENCE:
             raise RunError(f"the gradient was not finite {self.PATIENCE} times in a row, so the run stops: "
-                           "lower --lr, or use --precision bf16 or fp32; the same command then goes on from the "
-                           "newest checkpoint, or from the one before if you delete that.")
+                           "lower --lr, or use --precision bf16 or fp32; the same command then goes on from "
+                           "the newest checkpoint, or from the one before if you delete that.")
         return int(number)
 
     def close(self) -> None:
@@ -819,13 +819,7 @@ class Checkpoints:
 
     def save(self, step: int, loss: float, meta: dict, model: nn.Module, optimizers, ema=None,
              scaler=None) -> None:
-        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts).
-
-        A state whose loss or weights are not finite is not saved, because it would push good ones out.
-        """
-        if not math.isfinite(loss):
-            self.say(f"WARNING: step {step} is not saved, because its loss is not finite")
-            return
+        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts)."""
         self.saved_step = step
         if not self.world.main:
             return

@@ -364,6 +364,7 @@ def main() -> None:
     while True:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
+            saves = saves and math.isfinite(record["grad_norm"])  # else good checkpoints would be pushed out
             if saves or step - checked >= 200:
                 assert_in_sync(model.state_dict())
                 checked = step

@@ -25,8 +25,8 @@ def measure(args) -> dict:
 
     from model import MLM, MLMConfig
     torch.manual_seed(0)
-    config = MLMConfig(vocab_size=50258, padded_vocab=50304, seq_len=args.seq_len, n_layer=args.layers, n_head=4,
-                       d_model=args.d_model, ff=args.d_model * 3 // 2, eot=50256)
+    config = MLMConfig(vocab_size=50258, padded_vocab=50304, seq_len=args.seq_len, n_layer=args.layers,
+                       n_head=4, d_model=args.d_model, ff=args.d_model * 3 // 2, eot=50256)
     model = MLM(config)
     x = torch.randint(50000, (args.batch, args.seq_len))
     k = round(args.rate * args.seq_len)
@@ -53,8 +53,10 @@ def measure(args) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default in (("--d-model", 256), ("--layers", 7), ("--batch", 8), ("--seq-len", 512), ("--pairs", 5)):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"--d-model": 256, "--layers": 7, "--batch": 8, "--seq-len": 512, "--pairs": 5}
+    for flag, default in defaults.items():
         parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--rate", type=float, default=0.3)
     parser.add_argument("--variant", choices=("masked", "full"), help=argparse.SUPPRESS)
