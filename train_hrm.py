@@ -257,7 +257,7 @@ def main() -> None:
             if record["val_loss"] is not None:
                 log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy "
                         f"{entropy:.4f}")
-                if record["val_loss"] < best:
+                if record["val_loss"] < best and checkpoints.saved_step == step:
                     best = record["val_loss"]
                     checkpoints.mark_best()
                 log.save_history()

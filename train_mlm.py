@@ -382,7 +382,7 @@ def main() -> None:
                 log.say(f"step {step} | validation loss {record['val_loss']:.4f} | accuracy "
                         f"{record['val_accuracy']:.1%} | {record['val_nats_per_byte']:.4f} nats per masked "
                         f"byte | unigram entropy {entropy:.4f}")
-                if record["val_loss"] < best:
+                if record["val_loss"] < best and checkpoints.saved_step == step:
                     best = record["val_loss"]
                     checkpoints.mark_best()
                 log.save_history()
