@@ -1,0 +1,105 @@
+"""What only a GPU can show. Skipped without one."""
+
+import pytest
+import torch
+from runs import Trainer, assert_same_run
+
+import ddp_utils
+from ddp_utils import StopVote
+from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, make_optimizers
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 256, "n_layer": 2, "n_head": 4, "d_model": 128}
+MODELS = {
+    "hrm": lambda: HRM(HRMConfig(**SMALL, ff=256)),
+    "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
+    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
+    "mlm": lambda: MLM(MLMConfig(**SMALL, ff=192, eot=499, window=64)),
+}
+
+
+def make(name, device="cuda", dtype=torch.float32):
+    torch.manual_seed(0)
+    model = MODELS[name]().to(device)
+    model.compute_dtype = dtype
+    return model
+
+
+def batch(name, device="cuda"):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(499, (4, 256), generator=generator)
+    x[:, ::100] = 499  # documents begin here
+    if name == "mlm":
+        positions = torch.arange(3, 243, 3).expand(4, -1)
+        return x.to(device), positions.to(device), x.gather(1, positions).to(device)
+    return x.to(device), x.roll(-1, 1).to(device)
+
+
+def step(model, name, device="cuda"):
+    model.zero_grad()
+    loss = model(*batch(name, device))[0]
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpu_computes_what_a_cpu_computes(name):
+    """For the MLM also: FlexAttention with block masks equals the dense masks."""
+    loss, grads = step(make(name), name)
+    cpu_loss, cpu_grads = step(make(name, "cpu"), name, "cpu")
+    torch.testing.assert_close(loss.cpu(), cpu_loss, rtol=1e-4, atol=1e-4)
+    for key, grad in cpu_grads.items():
+        torch.testing.assert_close(grads[key].cpu(), grad, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointing_is_exact(name, compiled):
+    found = {}
+    for mode in ("none", "block", "selective"):
+        model = make(name, dtype=torch.bfloat16)
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            block.checkpointing = mode
+            if compiled:
+                block.compile()
+        found[mode] = step(model, name)
+    for mode in ("block", "selective"):
+        assert torch.equal(found["none"][0], found[mode][0])
+        assert all(torch.equal(grad, found[mode][1][key]) for key, grad in found["none"][1].items())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_skips_the_update(kind):
+    world = ddp_utils.init("nccl", "cuda")
+    try:
+        model, scaler, vote = make("gpt2"), torch.amp.GradScaler("cuda", enabled=False), StopVote(world)
+        optimizers = make_optimizers(model, kind, 1e-2, (0.9, 0.95), 0.1)
+        for factor in (1.0, float("inf")):
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            model.zero_grad()
+            (model(*batch("gpt2"))[0] * factor).backward()
+            norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
+            ddp_utils.optimizer_step(optimizers, scaler, norm)
+            vote.count(norm, scaler)
+            vote.start()
+            same = [torch.equal(p, before[n]) for n, p in model.named_parameters()]
+            assert all(same) if factor > 1 else not any(same)
+        assert vote.read() == 0 and vote.skipped.item() == 1
+        vote.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", ["train_hrm.py", "train_gpt2.py", "train_mlm.py"])
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, script):
+    trainer = Trainer(script, precision="bf16", compile=True, d_model=64)
+    trainer.check_killed_run(tmp_path, 1, shards)
+
+
+def test_another_seed_is_another_run(tmp_path, shards):
+    trainer = Trainer("train_gpt2.py", steps=4, compile=False)
+    for seed in (0, 1):
+        assert trainer.train(1, shards, tmp_path / str(seed), seed=seed).code == 0
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "0", tmp_path / "1")
