@@ -84,6 +84,8 @@ class Trainer:
         try:
             with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", [self.script, *map(str, arguments)])
+                patch.setenv("OMP_NUM_THREADS", "1")  # as conftest.start does: the number of threads
+                torch.set_num_threads(1)  # changes the order of sums
                 importlib.import_module(self.script.removesuffix(".py")).main()
         except UserError as error:
             code = 2
