@@ -37,11 +37,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from data import Dataset, UserError, cpu_count, fsync_directory, load_tokenizer, locate
-from model import continue_text, from_hf, to_hf
+from model import Block, continue_text, from_hf, local, to_hf
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
@@ -213,6 +216,13 @@ positive = number(1, kind=int)
 share = number(0, 1, open_end=True)
 
 
+def comm(text: str) -> str:
+    """A type for argparse: fp32, bf16 or powersgd:RANK."""
+    if not re.fullmatch(r"fp32|bf16|powersgd:[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of fp32, bf16 and powersgd:RANK")
+    return text
+
+
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for data, batch, optimizer, run and checkpoints to a trainer's parser."""
     g = parser.add_argument_group("data")
@@ -256,9 +266,25 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--checkpoint-activations", choices=("none", "block", "selective"),
                    help="recompute in the backward pass, exactly: block keeps only the input of a block, "
                    "selective the matrix products too")
+    g.add_argument("--strategy", choices=("ddp", "zero1", "zero2", "zero3"), default="ddp",
+                   help="what processes share out instead of each holding all of it: nothing, the optimizer "
+                   "state, also gradients, also parameters; any strategy resumes from any other's checkpoint "
+                   "(ddp)")
+    g.add_argument("--cpu-offload", action="store_true",
+                   help="with zero3: parameters, gradients and optimizer state live in host memory")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if any)")
     g.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="(auto: nccl on GPUs)")
     g.add_argument("--timeout", type=positive, default=600, help="seconds to wait for a lost process (600)")
+
+    g = parser.add_argument_group("slow links between nodes, with --strategy ddp")
+    g.add_argument("--comm", type=comm, default="fp32", metavar="fp32|bf16|powersgd:RANK",
+                   help="what gradients travel as; powersgd: low-rank factors, once --warmup is over (fp32)")
+    g.add_argument("--outer-every", type=positive, metavar="H", help="DiLoCo: average the parameters every H "
+                   "steps instead of the gradients in every step")
+    g.add_argument("--outer-start", type=number(0, kind=int), default=0, metavar="N",
+                   help="first train N steps as without --outer-every (0)")
+    g.add_argument("--outer-lr", type=number(0), default=0.7, help="step size of the outer update (0.7)")
+    g.add_argument("--outer-momentum", type=share, default=0.5, help="its Nesterov momentum (0.5)")
 
     g = parser.add_argument_group("output")
     g.add_argument("--out", type=Path, help="directory of the run (default: runs/<model>-<size>-<data>)")
@@ -307,10 +333,21 @@ def settings_of(args: argparse.Namespace) -> dict:
 
 
 def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
-    """Fills in the flags that were not given."""
+    """Fills in the flags that were not given. Raises UserError for combinations that exclude each other."""
     for key, value in defaults.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
+    sharded = args.strategy in ("zero2", "zero3")
+    for wrong, sentence in (
+            (sharded and args.optimizer == "muon", "--optimizer muon needs whole matrices: use ddp or zero1"),
+            (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
+            (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
+            (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
+            (args.outer_every and args.strategy != "ddp", "--outer-every needs --strategy ddp"),
+            (args.outer_every and args.ema, "--ema averages weights that all processes share, which they do "
+                                            "not with --outer-every: leave one of them out")):
+        if wrong:
+            raise UserError(f"{sentence}.")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -371,8 +408,9 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def assert_in_sync(tensors: dict[str, Tensor]) -> None:
-    """Compares replicated tensors bit for bit across all ranks. Raises RunError at a difference."""
-    if odd := differing_rank(torch.stack([bit_sum(t) for t in tensors.values()])):
+    """Compares tensors that all ranks hold whole, bit for bit. Raises RunError at a difference."""
+    tensors = {name: t for name, t in tensors.items() if not isinstance(t, DTensor)}
+    if tensors and (odd := differing_rank(torch.stack([bit_sum(t) for t in tensors.values()]))):
         raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks, so the run "
                        "stops (Sync=FAILED): check the memory and the libraries of that node; the last "
                        "checkpoint was compared before it was written.")
@@ -416,18 +454,58 @@ def assert_same_flags(world: World, flags: dict) -> None:
                 "and --device auto need the same kind of processors")
 
 
-def broadcast(tensors) -> None:
-    """Copies tensors from rank 0 to all ranks, in place."""
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
-
-
 # -----------------------------------------------------------------------------------------------------------
-# Models, the same on all ranks
+# Models on all ranks, whole or in shards
 
 
-def load_model(kind: type, source: str | Path, world: World, say, seq_len: int = 0,
-               **changes) -> tuple[nn.Module, dict | None]:
+def build(kind: type, config, world: World, strategy: str = "ddp", cpu_offload: bool = False) -> nn.Module:
+    """A model without weights, in shards with zero2 and zero3, on this process's device.
+
+    It is laid out on the meta device first, so only rank 0, which has the weights, ever holds all of them in
+    host memory.
+    """
+    with torch.device("meta"):
+        model = kind(config)
+    buffers = dict(model.named_buffers())
+    if strategy in ("zero2", "zero3"):
+        options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
+                   "reshard_after_forward": strategy == "zero3"}  # zero2 keeps what a step has gathered
+        if cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        if hasattr(model, "decode"):
+            register_fsdp_forward_method(model, "decode")
+    model.to_empty(device="cpu" if cpu_offload else world.device)
+    for name, buffer in buffers.items():  # tables are real already; others come with the weights
+        setattr(model, name, torch.empty_like(buffer, device=world.device) if buffer.is_meta
+                else buffer.to(world.device))
+    return model
+
+
+def whole(tensor: Tensor, world: World) -> Tensor:
+    """All of a sharded tensor, on every rank; other tensors themselves."""
+    return tensor.to(world.device).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_from_main(tensor: Tensor, source: Tensor | None, world: World) -> None:
+    """Copies `source`, a whole tensor on rank 0, into a tensor, or the shards of one, on all ranks."""
+    everything = tensor
+    if isinstance(tensor, DTensor) or tensor.device != world.device:
+        everything = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    if world.main:
+        everything.copy_(source)
+    dist.broadcast(everything.detach(), src=0)
+    if isinstance(tensor, DTensor):
+        everything = distribute_tensor(everything, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    if everything is not tensor:
+        local(tensor).copy_(local(everything))
+
+
+def load_model(kind: type, source: str | Path, world: World, say, seq_len: int = 0, strategy: str = "ddp",
+               cpu_offload: bool = False, **changes) -> tuple[nn.Module, dict | None]:
     """A trained model of class `kind` and its checkpoint, from hf:DIR_OR_ID, a run directory or a file.
 
     `changes` replaces fields of its configuration that do not change its parameters; a context shorter than
@@ -451,16 +529,21 @@ def load_model(kind: type, source: str | Path, world: World, say, seq_len: int =
                             f"{kind.__name__}: use its own trainer.")
         config = saved["model_config"]
     changes["seq_len"] = max(seq_len, config["seq_len"])
-    model = kind(kind.Config(**config | changes)).to(world.device)
+    model = build(kind, kind.Config(**config | changes), world, strategy, cpu_offload)
     if seq_len > config["seq_len"] and "positions.weight" in model.state_dict():
         raise UserError(f"{source} has learned positions for {config['seq_len']} tokens: lower --seq-len.")
     if saved:
         restore(saved, world, model, averaged=True)
     else:
-        if world.main:
-            model.load_state_dict(read.state_dict())
-        broadcast(model.state_dict().values())
+        copy_model(model, read, world)
     return model, saved
+
+
+def copy_model(model: nn.Module, source: nn.Module | None, world: World) -> None:
+    """Copies the weights of `source`, a whole model on rank 0, to all ranks."""
+    weights = source.state_dict() if world.main else {}
+    for name, tensor in model.state_dict().items():
+        copy_from_main(tensor, weights.get(name), world)
 
 
 def tokenizer_id(tokenizer) -> str:
@@ -469,10 +552,11 @@ def tokenizer_id(tokenizer) -> str:
 
 
 def start_model(kind: type, config, args, tokenizer, world: World, saved: dict | None, say) -> nn.Module:
-    """The model to train: random of this configuration, from --init-from, or as a checkpoint needs it."""
+    """The model to train: random of this configuration, or from --init-from; for `restore` still empty."""
+    sharding = args.strategy, args.cpu_offload
     changes = {key: getattr(config, key) for key in ("dropout", "eot") if hasattr(config, key)}
     if args.init_from and not saved:
-        model, source = load_model(kind, args.init_from, world, say, args.seq_len, **changes)
+        model, source = load_model(kind, args.init_from, world, say, args.seq_len, *sharding, **changes)
         if source and source["tokenizer"] != tokenizer_id(tokenizer):
             raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
                             f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
@@ -483,12 +567,12 @@ def start_model(kind: type, config, args, tokenizer, world: World, saved: dict |
             raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has "
                             f"{config.vocab_size}: prepare the data with the tokenizer of that model.")
         return model
-    if args.init_from:  # that decided the shape when the run began
-        if saved["family"] == kind.__name__:
-            config = kind.Config(**saved["model_config"] | changes)
-    torch.manual_seed(args.seed)
-    model = kind(config).to(world.device)
-    broadcast(model.state_dict().values())  # other kinds of processors round differently
+    if args.init_from and saved["family"] == kind.__name__:  # that decided the shape when the run began
+        config = kind.Config(**saved["model_config"] | changes)
+    model = build(kind, config, world, *sharding)
+    if not saved:
+        torch.manual_seed(args.seed)
+        copy_model(model, kind(config) if world.main else None, world)
     return model
 
 
@@ -555,13 +639,48 @@ def evaluate(model: nn.Module, ema, batches, world: World, vote) -> tuple[dict |
 # Training steps
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
-    """DistributedDataParallel around the model if there are more processes. Parameters must agree already."""
-    if world.world_size == 1:
+def wrap(model: nn.Module, world: World, comm: str = "fp32", exact_steps: int = 0) -> nn.Module:
+    """DistributedDataParallel around the model if there are more processes and it is not sharded itself.
+
+    Parameters must agree already. `comm` says what gradients travel as, see --comm; powersgd sends them as
+    they are in the first `exact_steps` (Vogels et al., 2019, arXiv 1905.13727), and its state becomes the
+    attribute `powersgd` of the result.
+    """
+    if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
-    return DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None,
-                                   broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False)
+    wrapped = DistributedDataParallel(
+        model, device_ids=[world.device] if world.device.type == "cuda" else None, broadcast_buffers=False,
+        gradient_as_bucket_view=True, init_sync=False)
+    if comm == "bf16":
+        wrapped.register_comm_hook(None, send_bf16)
+    elif comm != "fp32":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+        wrapped.powersgd = powersgd.PowerSGDState(  # warm_up's two steps come first
+            None, int(comm.partition(":")[2]), start_powerSGD_iter=max(exact_steps, 2))
+        wrapped.register_comm_hook(wrapped.powersgd, powersgd.powerSGD_hook)
+    return wrapped
+
+
+def send_bf16(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook for DDP: the mean of the gradients, computed in bfloat16."""
+    halved = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(halved, async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def shard_optimizers(optimizers: list, strategy: str) -> list:
+    """With zero1, each process updates a share of the parameters only, and sends the result to the others."""
+    if strategy != "zero1":
+        return optimizers
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    return [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
+                                    **{"fused": True} if o.defaults.get("fused") else {}) for o in optimizers]
+
+
+def shard_of(optimizer):
+    """The optimizer that holds this process's share of the state."""
+    return getattr(optimizer, "optim", optimizer)
 
 
 def no_sync(wrapped: nn.Module, really: bool):
@@ -590,22 +709,33 @@ def warm_up(wrapped: nn.Module, first, settled) -> None:
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:
     """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before."""
-    parameters = list(parameters)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    gradients = [p.grad for p in parameters]
+    here = [local(g) for g in gradients]
+    norm = nn.utils.get_total_norm(here)
+    if isinstance(gradients[0], DTensor):
+        squared = norm.to(gradients[0].device_mesh.device_type) ** 2
+        dist.all_reduce(squared)
+        norm = squared.sqrt()
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch._foreach_mul_(here, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(here[0].device))
     return norm
 
 
-def optimizer_step(optimizers, scaler, norm: Tensor) -> None:
+def optimizer_step(optimizers, scaler, norm: Tensor, powersgd=None) -> None:
     """Steps the optimizers unless the gradient norm is not finite, which every rank sees alike.
 
     Fused optimizers skip on the device, so the host never waits for the norm; Muon has no such switch.
+    PowerSGD would carry such a gradient on, so it starts afresh.
     """
+    if powersgd and not norm.isfinite():
+        for kind in POWERSGD:
+            getattr(powersgd, kind).clear()
     skip = 1.0 - norm.isfinite().float()
     for optimizer in optimizers:
-        if optimizer.defaults.get("fused"):
-            optimizer.grad_scale, optimizer.found_inf = None, skip
+        inner = shard_of(optimizer)
+        if inner.defaults.get("fused"):
+            device = optimizer.param_groups[0]["params"][0].device  # the host's with --cpu-offload
+            inner.grad_scale, inner.found_inf = None, skip.to(device)
             optimizer.step()
         elif not skip.item():
             optimizer.step()
@@ -618,6 +748,42 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """
     mixed = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + rank) * 0x94D049BB133111EB
     torch.manual_seed((mixed ^ mixed >> 31) % 2**63)
+
+
+class Outer:
+    """DiLoCo (Douillard et al., 2023, arXiv 2311.08105): processes train apart, and every H steps meet.
+
+    There the mean of what each has moved, sent in bfloat16, makes one step of SGD with Nesterov momentum from
+    where they last met.
+    """
+
+    def __init__(self, model: nn.Module, every: int, start: int, lr: float, momentum: float):
+        self.params = dict(model.named_parameters())
+        self.every, self.start, self.lr, self.momentum = every, start, lr, momentum
+        self.velocity = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.params.items()}
+        self._origin: list[Tensor] | None = None  # where they last met
+
+    def apart(self, step: int) -> bool:
+        """Whether step `step`, counted from 0, is made without the others. To be asked before the step."""
+        if step >= self.start and self._origin is None:
+            self._origin = [p.detach().clone() for p in self.params.values()]
+        return step >= self.start
+
+    def meets(self, step: int) -> bool:
+        """Whether the processes meet after `step` steps, without anything else that makes them."""
+        return (step - self.start) % self.every == 0
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        moves = [(origin - p).to(torch.bfloat16).div_(dist.get_world_size())
+                 for origin, p in zip(self._origin, self.params.values())]
+        for work in [dist.all_reduce(move, async_op=True) for move in moves]:
+            work.wait()
+        for origin, move, (name, p) in zip(self._origin, moves, self.params.items()):
+            move = move.float()
+            velocity = self.velocity[name].mul_(self.momentum).add_(move)
+            origin.sub_(move.add_(velocity, alpha=self.momentum), alpha=self.lr)
+            p.copy_(origin)
 
 
 class StopVote:
@@ -688,45 +854,105 @@ class StopVote:
 # Checkpoints. One file holds the whole, unsharded state; rank 0 writes and reads it.
 
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
-GROUPS = ("model", "ema", "optimizer")  # of tensors in a checkpoint, each a dict by name
+# Groups of tensors in a checkpoint, each a dict by name: `outer` is DiLoCo's momentum, `local` what differs
+# between ranks, as `3/optimizer/embed.weight/exp_avg`.
+GROUPS = ("model", "ema", "optimizer", "outer", "local")
+POWERSGD = ("error_dict", "p_memory_dict", "q_memory_dict")  # of torch's PowerSGDState: tensors by bucket
 OPTIMIZER_STATE = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
 
 
 def optimizer_tensors(model: nn.Module, optimizers) -> dict[str, Tensor]:
-    """The state of the optimizers by parameter name, such as `embed.weight/exp_avg`."""
+    """The optimizer state that this process holds, by parameter name, such as `embed.weight/exp_avg`."""
     names = {id(p): name for name, p in model.named_parameters()}
-    return {f"{names[id(p)]}/{key}": value for optimizer in optimizers for p, state in optimizer.state.items()
-            for key, value in state.items()}
+    return {f"{names[id(p)]}/{key}": value for optimizer in optimizers
+            for p, state in shard_of(optimizer).state.items() for key, value in state.items()}
+
+
+def whole_optimizer_tensors(model: nn.Module, optimizers, world: World):
+    """Yields (name, whole tensor) of the optimizer state on all ranks, one at a time."""
+    held = optimizer_tensors(model, optimizers)
+    if all(shard_of(optimizer) is optimizer for optimizer in optimizers):
+        yield from ((name, whole(tensor, world)) for name, tensor in held.items())
+        return
+    names = {id(p): name for name, p in model.named_parameters()}
+    like = {f"{names[id(p)]}/{key}": p for optimizer in optimizers for group in optimizer.param_groups
+            for p in group["params"] for key in sorted(OPTIMIZER_STATE[type(shard_of(optimizer)).__name__])}
+    owners = torch.tensor([world.rank if name in held else -1 for name in like], device=world.device)
+    dist.all_reduce(owners, op=dist.ReduceOp.MAX)
+    for (name, p), owner in zip(like.items(), owners.tolist()):
+        if owner >= 0:  # else no step has been made yet
+            tensor = held.get(name)
+            if tensor is None:
+                tensor = p.new_empty(() if name.endswith("/step") else p.shape)
+            dist.broadcast(tensor, src=owner)
+            yield name, tensor
+
+
+def local_tensors(model: nn.Module, optimizers, outer, powersgd) -> dict[str, Tensor]:
+    """The state that differs between ranks: the optimizer's with DiLoCo, what PowerSGD has not sent yet."""
+    held = {}
+    if outer:
+        held |= {f"optimizer/{name}": t for name, t in optimizer_tensors(model, optimizers).items()}
+    if powersgd:
+        held |= {f"{kind}/{bucket}": t for kind in POWERSGD for bucket, t in getattr(powersgd, kind).items()}
+    return held
+
+
+def restore_local(saved: dict, world: World, model: nn.Module, optimizers, outer, powersgd, say) -> None:
+    """Gives each rank its own state back, if there are as many as when it was saved; says so if not."""
+    layout = saved["layout"]["local"]
+    if layout and saved["settings"]["world_size"] != world.world_size:
+        say(f"there were {saved['settings']['world_size']} processes, now {world.world_size}: all begin with "
+            "the optimizer state of the first, and what PowerSGD had not sent yet is lost")
+        return
+    held = local_tensors(model, optimizers, outer, powersgd)
+    for name, (shape, dtype) in layout.items():
+        name = name.partition("/")[2]
+        kind, _, bucket = name.partition("/")
+        if kind in POWERSGD and powersgd and int(bucket) not in getattr(powersgd, kind):
+            held[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
+            getattr(powersgd, kind)[int(bucket)] = held[name]
+    for name, tensor in held.items():
+        if f"0/{name}" in layout:
+            parts = [saved["tensors"]["local"][f"{rank}/{name}"].to(world.device)
+                     for rank in range(world.world_size)] if world.main else None
+            dist.scatter(tensor, parts, src=0)
 
 
 @torch.no_grad()
-def restore(saved: dict, world: World, model: nn.Module, optimizers=(), ema=None, scaler=None,
+def restore(saved: dict, world: World, model: nn.Module, optimizers=(), ema=None, scaler=None, outer=None,
             averaged: bool = False) -> None:
-    """Copies what rank 0 has read with Checkpoints.load into the training state of all ranks.
+    """Copies what rank 0 has read with load_checkpoint into the training state of all ranks.
 
     Tensors travel one at a time, so no other rank reads a file or holds a second copy. `averaged` puts the
     moving average, if the run has one, into the model. State of another kind of optimizer is left out.
     """
     layout, parameters = saved["layout"], dict(model.named_parameters())
-    targets = [("ema" if averaged and name in layout["ema"] else "model", name, tensor)
-               for name, tensor in model.state_dict().items()]
-    if ema and layout["ema"]:
-        targets += [("ema", name, tensor) for name, tensor in ema.average.items()]
-    owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+
+    def receive(group: str, name: str, tensor: Tensor) -> None:
+        copy_from_main(tensor, saved["tensors"][group][name] if world.main else None, world)
+
+    for name, tensor in model.state_dict().items():
+        receive("ema" if averaged and name in layout["ema"] else "model", name, tensor)
+    for name, average in ema.average.items() if ema else ():
+        if layout["ema"]:
+            receive("ema", name, average)
+        else:  # switched on at this resume: the average begins here
+            average.copy_(parameters[name])
+    for name, velocity in outer.velocity.items() if outer else ():
+        if layout["outer"]:
+            receive("outer", name, velocity)
+    owners = {id(p): shard_of(o) for o in optimizers for group in o.param_groups for p in group["params"]}
+    mine = {id(p) for o in optimizers for group in shard_of(o).param_groups for p in group["params"]}
     for name, (shape, dtype) in layout["optimizer"].items() if optimizers else ():
         parameter, key = name.rsplit("/", 1)
         p = parameters[parameter]
         if key in OPTIMIZER_STATE[type(owners[id(p)]).__name__]:
-            state = owners[id(p)].state[p]
-            state[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=p.device)
-            targets.append(("optimizer", name, state[key]))
-    for group, name, tensor in targets:
-        if world.main:
-            tensor.copy_(saved["tensors"][group][name])
-        dist.broadcast(tensor, src=0)
-    if ema and not layout["ema"]:  # switched on at this resume: the average begins here
-        for name, average in ema.average.items():
-            average.copy_(parameters[name])
+            dtype = getattr(torch, dtype)
+            tensor = torch.empty_like(p, dtype=dtype) if shape else p.new_empty((), dtype=dtype)
+            receive("optimizer", name, tensor)
+            if id(p) in mine:
+                owners[id(p)].state[p][key] = tensor
     if scaler is not None and scaler.is_enabled() and saved["scaler"]:
         scaler.load_state_dict(saved["scaler"])
 
@@ -794,7 +1020,7 @@ def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = Fals
             if set_aside:
                 bad.rename(bad.with_suffix(".damaged"))
         layout = {group: {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
-                          for name, t in saved["tensors"][group].items()} for group in GROUPS}
+                          for name, t in saved["tensors"].get(group, {}).items()} for group in GROUPS}
         return {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
             "path": str(path), "layout": layout}
 
@@ -817,17 +1043,34 @@ class Checkpoints:
         self._thread = None
         self.saved_step = saved_step  # the newest step that is, or will be, in a checkpoint
 
-    def save(self, step: int, loss: float, meta: dict, model: nn.Module, optimizers, ema=None,
-             scaler=None) -> None:
-        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts)."""
+    def save(self, step: int, loss: float, meta: dict, model: nn.Module, optimizers, ema=None, scaler=None,
+             outer=None, powersgd=None) -> None:
+        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts).
+
+        All ranks send what they alone hold, one tensor at a time.
+        """
         self.saved_step = step
+        self._jobs.join()  # one save at a time: the buffers are in use until it is written
+        copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+
+        def keep(group: str, name: str, tensor: Tensor) -> None:
+            if self.world.main:
+                copies[group][name] = self._copy(group, name, tensor)
+
+        replicated = {"model": model.state_dict(), "ema": ema.average if ema else {},
+                      "outer": outer.velocity if outer else {}}
+        for group, named in replicated.items():
+            for name, tensor in named.items():
+                keep(group, name, whole(tensor, self.world))
+        for name, tensor in whole_optimizer_tensors(model, optimizers, self.world):
+            keep("optimizer", name, tensor)
+        for name, tensor in local_tensors(model, optimizers, outer, powersgd).items():
+            parts = [torch.empty_like(tensor) for _ in range(self.world.world_size * self.world.main)]
+            dist.gather(tensor, parts or None, dst=0)
+            for rank, part in enumerate(parts):
+                keep("local", f"{rank}/{name}", part)
         if not self.world.main:
             return
-        self._jobs.join()  # one save at a time: the buffers are in use until it is written
-        tensors = {"model": model.state_dict(), "ema": ema.average if ema else {},
-                   "optimizer": optimizer_tensors(model, optimizers)}
-        copies = {group: {name: self._copy(group, name, t) for name, t in named.items()}
-                  for group, named in tensors.items()}
         self.world.synchronize()  # copies to pinned memory may still be under way
         state = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__),
                  "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else {}, **meta}

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -53,9 +55,9 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of the rotary angles (Su et al., 2021), float32 (2, T, D/2)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    """cos and sin of the rotary angles (Su et al., 2021), float32 (2, T, D/2), on the CPU in any context."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device="cpu"), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -814,25 +816,35 @@ def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, 
     return lr * (min_ratio + (1 - min_ratio) * max(share, 0.0))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this process holds, in the same memory; other tensors themselves."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class EMA:
     """An exponential moving average of the parameters, used for evaluation, sampling and export."""
 
     def __init__(self, model: nn.Module, decay: float):
-        self.decay = decay
+        self.model, self.decay = model, decay
         self.params = dict(model.named_parameters())
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_lerp_(list(self.average.values()), list(self.params.values()), 1 - self.decay)
+        torch._foreach_lerp_([local(t) for t in self.average.values()],
+                             [local(p) for p in self.params.values()], 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchanges the average with the model's parameters; calling it again restores both, bit for bit."""
         for name, p in self.params.items():
+            p, average = local(p), local(self.average[name])
             held = p.clone()
-            p.copy_(self.average[name])
-            self.average[name].copy_(held)
+            p.copy_(average)
+            average.copy_(held)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # gathered copies of what the parameters were
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -27,11 +27,12 @@ import torch
 
 import data
 import monitor
-from ddp_utils import (ArgumentParser, Checkpoints, StopVote, add_common_flags, add_sampling_flags,
+from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_flags, add_sampling_flags,
                        assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients,
                        compute_dtype, evaluate, init, load_data, load_to_resume, no_sync, on_main,
-                       optimizer_step, positive, reduce_sum, restore, run, seed_step, settings_of, share,
-                       start_model, table_of, tokenizer_id, use_defaults, use_text_model, warm_up, wrap)
+                       optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
+                       settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
+                       use_defaults, use_text_model, warm_up, wrap)
 from model import (EMA, GPT2, Block, GPT2Config, continue_text, learning_rate, make_optimizers, num_params,
                    pad_vocab)
 
@@ -106,8 +107,11 @@ def main() -> None:
     model = start_model(GPT2, config, args, tokenizer, world, saved, log.say)
     dtype = model.compute_dtype = compute_dtype(args.precision, world.device)
     optimizers = make_optimizers(model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay)
+    optimizers = shard_optimizers(optimizers, args.strategy)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     ema = EMA(model, args.ema) if args.ema else None
+    outer = args.outer_every and Outer(model, args.outer_every, args.outer_start, args.outer_lr,
+                                       args.outer_momentum)
 
     settings = settings_of(args) | {
         "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
@@ -121,8 +125,7 @@ def main() -> None:
     epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
     if saved:
         check_resumable(saved, identity, log.say)
-        restore(saved, world, model, optimizers, ema, scaler)
-        del saved["tensors"]
+        restore(saved, world, model, optimizers, ema, scaler, outer)
         step, samples = saved["step"], saved["samples"]
         epoch, ends_epoch = saved["epoch"], saved["ends_epoch"]
 
@@ -143,7 +146,7 @@ def main() -> None:
         block.checkpointing = args.checkpoint_activations
         if compiled:
             block.compile()
-    wrapped = wrap(model, world)
+    wrapped = wrap(model, world, args.comm, args.warmup)
 
     # -------------------------------------------------------------------------- say what is going to happen
     c = model.config
@@ -156,7 +159,7 @@ def main() -> None:
             f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
             f"activations {settings['precision']}, no autocast, GradScaler "
             f"{'on' if scaler.is_enabled() else 'off'}, compile {'on' if compiled else 'off'}, "
-            f"activation checkpointing {args.checkpoint_activations}")
+            f"activation checkpointing {args.checkpoint_activations}, strategy {args.strategy}")
     log.say(f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
             f"{args.seq_len}; {dataset.val.num_tokens if dataset.val else 0:,} validation tokens of unigram "
             f"entropy {entropy:.4f}")
@@ -184,15 +187,22 @@ def main() -> None:
 
     example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
     warm_up(wrapped, *[lambda: wrapped(example, example)[0]] * 2)
+    powersgd = getattr(wrapped, "powersgd", None)
+    if powersgd:
+        powersgd.iter = step
+    if saved:
+        restore_local(saved, world, model, optimizers, outer, powersgd, log.say)
+        del saved["tensors"]
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
     resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
     checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None)
 
     def save():
         position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
-        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler)
+        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler, outer,
+                         powersgd)
 
-    def show_sample():
+    def show_sample():  # on all ranks, each of which may hold a shard
         if ema:
             ema.swap()
         text = continue_text(model, tokenizer, args.sample_prompt, args.max_new_tokens, args.temperature,
@@ -203,6 +213,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- training
     vote, stopping = StopVote(world), 0
+    apart = False  # whether the processes have parted since they last had the same parameters
     assert_in_sync(model.state_dict())
     checked, first, begun = step, step, time.perf_counter()
     window = begun, step  # tokens per second are counted from here to the next record
@@ -210,7 +221,7 @@ def main() -> None:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
             saves = saves and math.isfinite(record["grad_norm"])  # else good checkpoints would be pushed out
-            if saves or step - checked >= 200:
+            if saves or step - checked >= 200 and not apart:
                 assert_in_sync(model.state_dict())
                 checked = step
             if saves and checkpoints.saved_step != step:
@@ -231,7 +242,7 @@ def main() -> None:
                     checkpoints.mark_best()
                 log.save_history()
                 evaluations += 1
-                if world.main and args.sample_every and evaluations % args.sample_every == 0 and step < steps:
+                if args.sample_every and evaluations % args.sample_every == 0 and step < steps:
                     show_sample()
             if ends_epoch and not stopping:
                 log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | "
@@ -244,12 +255,13 @@ def main() -> None:
         if step >= steps or stopping:
             break
 
+        apart = outer and outer.apart(step)
         seed_step(args.seed, step, world.rank)
         lr = learning_rate(step, steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         local_loss = torch.zeros((), device=world.device)
         for micro_batch in range(grad_accum):
             x, y = next(loader)  # (B, T) each
-            with no_sync(wrapped, micro_batch < grad_accum - 1):
+            with no_sync(wrapped, micro_batch < grad_accum - 1 or apart):
                 loss, _ = wrapped(x, y)
                 scaler.scale(loss / grad_accum).backward()
             local_loss += loss.detach() / (grad_accum * world.world_size)
@@ -258,7 +270,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         norm = clip_gradients(model.parameters(), args.grad_clip)
-        optimizer_step(optimizers, scaler, norm)
+        optimizer_step(optimizers, scaler, norm, powersgd)
         wrapped.zero_grad(set_to_none=True)
         if ema:
             ema.update()
@@ -270,6 +282,10 @@ def main() -> None:
         vote.count(norm, scaler)
         stopping = vote.read()
         vote.start()
+        if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps):
+            outer.meet()
+            apart = False
+        stopping = 0 if apart else stopping  # checkpoints need the same parameters on all ranks
         log.tick(step)
 
         if is_logged() or ends_epoch or step % args.save_every == 0 or stopping:
@@ -291,11 +307,11 @@ def main() -> None:
         log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of step "
                 f"{checkpoints.saved_step}: the same command goes on")
         return log.close()
-    if world.main:
-        show_sample()
+    show_sample()
     log.close()
-    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all "
-            f"ranks were in sync; the run lies in {out}")
+    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters "
+            f"{'of all ranks were in sync' if args.strategy in ('ddp', 'zero1') else 'are in shards'}; "
+            f"the run lies in {out}")
     lock.close()
 
 

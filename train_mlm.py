@@ -29,11 +29,12 @@ import torch
 import data
 import monitor
 from data import UserError
-from ddp_utils import (ArgumentParser, Checkpoints, StopVote, World, add_common_flags, assert_in_sync,
+from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, World, add_common_flags, assert_in_sync,
                        assert_same_flags, check_resumable, claim, clip_gradients, compute_dtype, evaluate,
                        init, load_data, load_model, load_to_resume, local_rank, no_sync, number, on_main,
-                       optimizer_step, positive, reduce_sum, restore, run, seed_step, settings_of, share,
-                       start_model, table_of, tokenizer_id, use_defaults, warm_up, wrap)
+                       optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
+                       settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
+                       use_defaults, warm_up, wrap)
 from model import (EMA, MLM, Block, MLMConfig, learning_rate, make_optimizers, num_params, pad_vocab, to_hf)
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -261,8 +262,11 @@ def main() -> None:
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
     dtype = model.compute_dtype = compute_dtype(args.precision, world.device)
     optimizers = make_optimizers(model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay)
+    optimizers = shard_optimizers(optimizers, args.strategy)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     ema = EMA(model, args.ema) if args.ema else None
+    outer = args.outer_every and Outer(model, args.outer_every, args.outer_start, args.outer_lr,
+                                       args.outer_momentum)
 
     settings = settings_of(args) | {
         "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
@@ -276,8 +280,7 @@ def main() -> None:
     epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
     if saved:
         check_resumable(saved, identity, log.say)
-        restore(saved, world, model, optimizers, ema, scaler)
-        del saved["tensors"]
+        restore(saved, world, model, optimizers, ema, scaler, outer)
         step, samples = saved["step"], saved["samples"]
         epoch, ends_epoch = saved["epoch"], saved["ends_epoch"]
 
@@ -298,7 +301,7 @@ def main() -> None:
         block.checkpointing = args.checkpoint_activations
         if compiled:
             block.compile()
-    wrapped = wrap(model, world)
+    wrapped = wrap(model, world, args.comm, args.warmup)
 
     # -------------------------------------------------------------------------- say what is going to happen
     c = model.config
@@ -311,7 +314,7 @@ def main() -> None:
             f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
             f"activations {settings['precision']}, no autocast, GradScaler "
             f"{'on' if scaler.is_enabled() else 'off'}, compile {'on' if compiled else 'off'}, "
-            f"activation checkpointing {args.checkpoint_activations}")
+            f"activation checkpointing {args.checkpoint_activations}, strategy {args.strategy}")
     log.say(f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
             f"{args.seq_len}; {dataset.val.num_tokens if dataset.val else 0:,} validation tokens of unigram "
             f"entropy {entropy:.4f}")
@@ -340,6 +343,12 @@ def main() -> None:
     example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
     masked = torch.arange(masker.k, device=world.device).expand(batch, -1)
     warm_up(wrapped, *[lambda: wrapped(example, masked, torch.zeros_like(masked))[0]] * 2)
+    powersgd = getattr(wrapped, "powersgd", None)
+    if powersgd:
+        powersgd.iter = step
+    if saved:
+        restore_local(saved, world, model, optimizers, outer, powersgd, log.say)
+        del saved["tensors"]
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples,
                          masker)
     resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
@@ -354,10 +363,12 @@ def main() -> None:
 
     def save():
         position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
-        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler)
+        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler, outer,
+                         powersgd)
 
     # ---------------------------------------------------------------------------------------------- training
     vote, stopping = StopVote(world), 0
+    apart = False  # whether the processes have parted since they last had the same parameters
     assert_in_sync(model.state_dict())
     checked, first, begun = step, step, time.perf_counter()
     window = begun, step  # tokens per second are counted from here to the next record
@@ -365,7 +376,7 @@ def main() -> None:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
             saves = saves and math.isfinite(record["grad_norm"])  # else good checkpoints would be pushed out
-            if saves or step - checked >= 200:
+            if saves or step - checked >= 200 and not apart:
                 assert_in_sync(model.state_dict())
                 checked = step
             if saves and checkpoints.saved_step != step:
@@ -397,12 +408,13 @@ def main() -> None:
         if step >= steps or stopping:
             break
 
+        apart = outer and outer.apart(step)
         seed_step(args.seed, step, world.rank)
         lr = learning_rate(step, steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         local_loss = torch.zeros((), device=world.device)
         for micro_batch in range(grad_accum):
             x, positions, labels = next(loader)  # (B, T), (B, K), (B, K)
-            with no_sync(wrapped, micro_batch < grad_accum - 1):
+            with no_sync(wrapped, micro_batch < grad_accum - 1 or apart):
                 loss, _ = wrapped(x, positions, labels)
                 scaler.scale(loss / grad_accum).backward()
             local_loss += loss.detach() / (grad_accum * world.world_size)
@@ -411,7 +423,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         norm = clip_gradients(model.parameters(), args.grad_clip)
-        optimizer_step(optimizers, scaler, norm)
+        optimizer_step(optimizers, scaler, norm, powersgd)
         wrapped.zero_grad(set_to_none=True)
         if ema:
             ema.update()
@@ -423,6 +435,10 @@ def main() -> None:
         vote.count(norm, scaler)
         stopping = vote.read()
         vote.start()
+        if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps):
+            outer.meet()
+            apart = False
+        stopping = 0 if apart else stopping  # checkpoints need the same parameters on all ranks
         log.tick(step)
 
         if is_logged() or ends_epoch or step % args.save_every == 0 or stopping:
@@ -446,8 +462,9 @@ def main() -> None:
                 f"{checkpoints.saved_step}: the same command goes on")
         return log.close()
     log.close()
-    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters of all "
-            f"ranks were in sync; the run lies in {out}")
+    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters "
+            f"{'of all ranks were in sync' if args.strategy in ('ddp', 'zero1') else 'are in shards'}; "
+            f"the run lies in {out}")
     lock.close()
 
 

@@ -64,7 +64,7 @@ def check_sync(world: World) -> None:
         model.L.blocks[0].down.weight.data.view(-1).view(torch.int32)[3] ^= 1
     message = raises(RunError, lambda: ddp_utils.assert_in_sync(model.state_dict()))
     assert message.startswith("L.blocks.0.down.weight on rank 1"), message
-    ddp_utils.broadcast(model.state_dict().values())
+    ddp_utils.copy_model(model, model, world)
     ddp_utils.assert_in_sync(model.state_dict())
 
 
