@@ -137,6 +137,26 @@ def check_skipped_updates(world: World) -> None:
         ddp_utils.assert_in_sync(model.state_dict())
 
 
+def check_powersgd_forgets(world: World) -> None:
+    """A gradient that is not finite must not live on in what PowerSGD keeps for the next steps."""
+    model = make()
+    optimizers, vote = make_optimizers(model, "adamw", 1e-2, (0.9, 0.95), 0.1), StopVote(world)
+    wrapped, scaler = ddp_utils.wrap(model, world, "powersgd:1"), torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(poison=False, powersgd=wrapped.powersgd):
+        model.zero_grad()
+        (wrapped(*batch(world.rank))[0] * (float("inf") if poison and world.rank == 1 else 1)).backward()
+        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
+        ddp_utils.optimizer_step(optimizers, scaler, norm, powersgd)
+        return bool(norm.isfinite())
+
+    assert [step() for _ in range(4)] == [True] * 4 and wrapped.powersgd.error_dict
+    assert not step(poison=True) and step() and step()
+    ddp_utils.assert_in_sync(model.state_dict())
+    assert not step(poison=True, powersgd=None) and not step(), "the test would not notice"
+    vote.close()
+
+
 def check_stop(world: World) -> None:
     vote = StopVote(world)
     assert vote.read() == 0

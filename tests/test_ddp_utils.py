@@ -13,7 +13,8 @@ from ddp_utils import (Checkpoints, Damaged, RunError, World, finished, load_che
                        restore)
 from model import EMA, HRM, HRMConfig, make_optimizers
 
-CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "stop"]
+CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "powersgd_forgets",
+          "stop"]
 
 
 def test_two_processes():

@@ -1,0 +1,55 @@
+"""Runs many trainer commands in one process group, one after the other, which saves starting Python for each:
+test_strategies.py starts this file under torchrun with a JSON list of command lines. Before each stands the
+name of a sabotage, or nothing, so that a test can show that it would notice.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ddp_utils  # noqa: E402
+from model import EMA, local  # noqa: E402
+
+
+def clip_alone(parameters, max_norm):
+    """Like clip_gradients, but each rank looks at its own shards only."""
+    gradients = [local(p.grad) for p in parameters]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def keep_gathered(self):
+    """Like EMA.swap, but what zero2 has gathered stays as it was."""
+    for name, p in self.params.items():
+        p, average = local(p), local(self.average[name])
+        held = p.detach().clone()
+        p.detach().copy_(average)
+        average.copy_(held)
+
+
+SABOTAGE = {"": {}, "norm": {"clip_gradients": clip_alone}, "local": {"restore_local": lambda *args: None}}
+
+
+def main() -> None:
+    world = ddp_utils.init(timeout=60)
+    for sabotage, script, *arguments in json.loads(sys.argv[1]):
+        if world.main:
+            print(f"===== {sabotage} {script} {' '.join(arguments)}", flush=True)
+        trainer = importlib.import_module(script.removesuffix(".py"))
+        changed = {"init": lambda *args: world} | SABOTAGE.get(sabotage, {})
+        swap = keep_gathered if sabotage == "ema" else EMA.swap
+        with mock.patch.multiple(trainer, **changed), mock.patch.object(EMA, "swap", swap), \
+                mock.patch.object(sys, "argv", [script, *arguments]):
+            trainer.main()
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    ddp_utils.run(main)
