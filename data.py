@@ -1199,6 +1199,17 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
     return default_directory(data, tokenizer_name or default_tokenizer(data))
 
 
+def expected_ids(data: str, tokenizer_name: str | None) -> int:
+    """How many ids a trainer's --data and --tokenizer have, [MASK] included, before anything is prepared."""
+    manifest = read_manifest(directory_of(data, tokenizer_name))
+    if manifest:
+        return max(manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask"] + 1)
+    name = tokenizer_name or default_tokenizer(data)
+    if name.startswith("bpe:"):
+        return int(name[4:])
+    return {"bytes": 258, "cl100k_base": 100278, "o200k_base": 200020}.get(name, 50258)
+
+
 def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int) -> Path:
     """directory_of(data), prepared if need be, endless sources up to `max_tokens`.
 

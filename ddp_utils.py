@@ -37,14 +37,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from data import Dataset, UserError, cpu_count, fsync_directory, load_tokenizer, locate
-from model import Block, continue_text, from_hf, local, to_hf
+from data import (Dataset, UserError, cpu_count, expected_ids, fsync_directory, load_tokenizer, locate,
+                  plan_batch)
+from model import Block, continue_text, from_hf, local, pad_vocab, to_hf
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
@@ -216,6 +221,14 @@ positive = number(1, kind=int)
 share = number(0, 1, open_end=True)
 
 
+def machine(text: str) -> tuple[int, float]:
+    """A type for argparse: '8x141' → (8, 141.0)."""
+    match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not GPUs and the GB of each, such as 8x141")
+    return int(match[1]), float(match[2])
+
+
 def comm(text: str) -> str:
     """A type for argparse: fp32, bf16 or powersgd:RANK."""
     if not re.fullmatch(r"fp32|bf16|powersgd:[1-9]\d*", text):
@@ -275,6 +288,8 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if any)")
     g.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="(auto: nccl on GPUs)")
     g.add_argument("--timeout", type=positive, default=600, help="seconds to wait for a lost process (600)")
+    g.add_argument("--dry-run", nargs="?", const=(0, 0.0), type=machine, metavar="GPUSxGB",
+                   help="only estimate the memory that each process needs: here, or for example on 8x141")
 
     g = parser.add_argument_group("slow links between nodes, with --strategy ddp")
     g.add_argument("--comm", type=comm, default="fp32", metavar="fp32|bf16|powersgd:RANK",
@@ -328,7 +343,8 @@ def table_of(sizes: dict[str, dict]) -> str:
 def settings_of(args: argparse.Namespace) -> dict:
     """The flags that shape a run, as plain data."""
     others = {"out", "resume", "prompt", "export", "sample_prompt", "sample_every", "max_new_tokens",
-              "temperature", "top_k", "top_p", "epochs", "timeout", "fill", "probe", "list_presets"}
+              "temperature", "top_k", "top_p", "epochs", "timeout", "dry_run", "fill", "probe",
+              "list_presets"}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(args).items() if k not in others}
 
 
@@ -633,6 +649,125 @@ def evaluate(model: nn.Module, ema, batches, world: World, vote) -> tuple[dict |
         ema.swap()
     *totals, count = reduce_sum([*sums], world)
     return (None, stopping) if stopping else ({n: total / count for n, total in zip(names, totals)}, 0)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Memory, before anything is run
+
+
+class _Alive(TorchDispatchMode):
+    """Remembers the storage of every tensor that is computed, without keeping it alive."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.sizes = {StorageWeakRef(t.untyped_storage()) for t in known}, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    def bytes(self) -> int:
+        """What is still there of what was computed."""
+        return sum(n for storage, n in self.sizes.items()
+                   if storage not in self.known and not storage.expired())
+
+
+def activation_bytes(loss, others) -> int:
+    """Bytes that stay in memory for the backward pass of loss(), without the tensors `others`."""
+    with _Alive(others) as alive:
+        kept = loss()
+        found = alive.bytes()
+    del kept
+    return found
+
+
+def fake_model(kind: type, config) -> nn.Module:
+    """A model of tensors on the CPU without memory. To be called in a FakeTensorMode."""
+    with torch.device("meta"):
+        model = kind(config)
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(p.shape)))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape))
+    return model
+
+
+def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int, optimizer: str = "adamw",
+              ema: bool = False, diloco: bool = False) -> dict[str, float]:
+    """Bytes for parameters, gradients and optimizer state in each process, by kind, at the fullest moment.
+
+    zero2 and zero3 hold, beside their shards, what is gathered: zero2 all parameters, zero3 those of two
+    blocks, of which one is fetched ahead, and those outside of blocks; and the gradients of one block.
+    """
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    blocks = [sum(4 * p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block)]
+    everything, outside = sum(sizes.values()), sum(sizes.values()) - sum(blocks)
+    hidden = sum(n for name, n in sizes.items() if optimizer == "muon" and ".blocks." in name)
+    state = 2 * everything - hidden  # Muon keeps one number for each, AdamW two
+    sharded = strategy in ("zero2", "zero3")
+    share = 1 / processes if sharded else 1
+    gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
+    return {"parameters": (0 if cpu_offload else everything * share) + gathered,
+            "gradients": (0 if cpu_offload else everything * share) + sharded * (outside + max(blocks)),
+            "optimizer": 0 if cpu_offload else state if strategy == "ddp" else state / processes,
+            "other": (ema and not cpu_offload) * everything * share + diloco * 2 * everything}
+
+
+def dry_run(kind: type, args, flags, preset: dict, loss) -> None:
+    """--dry-run: prints what each process would hold, with every strategy, and whether that fits.
+
+    loss(model, ids (B, T)) is run on tensors that have a shape but no memory, so what autograd keeps is
+    counted rather than guessed; a compiled model keeps less. `flags` are those that configure the model.
+    """
+    if int(os.environ.get("RANK", 0)) > 0:
+        return
+    processes, gigabytes = args.dry_run if args.dry_run[0] else this_machine(args.device)
+    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum,
+                             preset["global_batch"], preset["batch"])
+    ids = args.vocab_size or pad_vocab(expected_ids(args.data, args.tokenizer))
+    config = kind.Config(vocab_size=ids, padded_vocab=ids, **{flag: getattr(args, flag) for flag in flags})
+    precision = "bf16" if args.precision == "auto" else args.precision
+    with FakeTensorMode():
+        model = fake_model(kind, config)
+        model.compute_dtype = compute_dtype(precision, torch.device("cpu"))
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            block.checkpointing = args.checkpoint_activations
+        x = torch.zeros((batch, args.seq_len), dtype=torch.long)
+        activations = activation_bytes(lambda: loss(model, x), [*model.parameters(), *model.buffers()])
+    print(f"{kind.__name__} of {sum(p.numel() for p in model.parameters()):,} parameters, {processes} "
+          f"processes with {gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, "
+          f"{precision}, activation checkpointing "
+          f"{args.checkpoint_activations}; in GB:")
+    fits = {}
+    for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload"):
+        name, _, offload = strategy.partition(" ")
+        held = memory_of(model, name, bool(offload), processes, args.optimizer, args.ema > 0,
+                         name == "ddp" and bool(args.outer_every)) | {"activations": activations}
+        if not fits:
+            print("  ".join([f"{'--strategy':20}", *(f"{part:>11}" for part in held), "   together"]))
+        together = sum(held.values()) / 1e9
+        fits[strategy] = together <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
+        print("  ".join([f"{strategy:20}", *(f"{n / 1e9:11.2f}" for n in held.values()), f"{together:11.2f}",
+                         "fits" if fits[strategy] else "does not fit"]))
+    chosen = args.strategy + " --cpu-offload" * args.cpu_offload
+    others = " or ".join(f"--strategy {strategy}" for strategy, does in fits.items() if does)
+    print(f"--strategy {chosen} " + ("fits." if fits[chosen] else "does not fit: use a smaller --batch, "
+          f"--checkpoint-activations block, or {others or 'more processes'}."))
+
+
+def this_machine(device: str) -> tuple[int, float]:
+    """(processes that torchrun has started, GB of memory for each)."""
+    if device != "cpu" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(os.environ.get("WORLD_SIZE", 1)), total / 1e9
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import data
 import monitor
 from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_flags, add_sampling_flags,
                        assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients,
-                       compute_dtype, evaluate, init, load_data, load_to_resume, no_sync, on_main,
+                       compute_dtype, dry_run, evaluate, init, load_data, load_to_resume, no_sync, on_main,
                        optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
                        use_defaults, use_text_model, warm_up, wrap)
@@ -79,6 +79,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.dry_run:
+        return dry_run(GPT2, args, MODEL_FLAGS, SIZES[args.size], lambda model, x: model(x, x)[0])
     world = init(args.backend, args.device, args.timeout)
     assert_same_flags(world, vars(args))
     directory = data.directory_of(args.data, args.tokenizer)

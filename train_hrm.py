@@ -26,8 +26,8 @@ import monitor
 from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_flags, add_sampling_flags,
                        assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients,
-                       compute_dtype, evaluate, init, load_data, load_to_resume, no_sync, number, on_main,
-                       optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
+                       compute_dtype, dry_run, evaluate, init, load_data, load_to_resume, no_sync, number,
+                       on_main, optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
                        use_defaults, use_text_model, warm_up, wrap)
 from model import (EMA, HRM, Block, HRMConfig, continue_text, learning_rate, make_optimizers, num_params,
@@ -108,6 +108,9 @@ def bp_steps_at(step: int, steps: int, bp_range: tuple[int, int]) -> int:
 
 def main() -> None:
     args = parse_args()
+    if args.dry_run:
+        return dry_run(HRM, args, MODEL_FLAGS, SIZES[args.size], lambda model, x: model(
+            x, x, bp_steps=args.bp_steps[1], ponder_weight=1.0, fixed_depth=True)[0])
     world = init(args.backend, args.device, args.timeout)
     assert_same_flags(world, vars(args))
     directory = data.directory_of(args.data, args.tokenizer)

@@ -30,9 +30,9 @@ import data
 import monitor
 from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, World, add_common_flags, assert_in_sync,
-                       assert_same_flags, check_resumable, claim, clip_gradients, compute_dtype, evaluate,
-                       init, load_data, load_model, load_to_resume, local_rank, no_sync, number, on_main,
-                       optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
+                       assert_same_flags, check_resumable, claim, clip_gradients, compute_dtype, dry_run,
+                       evaluate, init, load_data, load_model, load_to_resume, local_rank, no_sync, number,
+                       on_main, optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
                        use_defaults, warm_up, wrap)
 from model import (EMA, MLM, Block, MLMConfig, learning_rate, make_optimizers, num_params, pad_vocab, to_hf)
@@ -233,6 +233,9 @@ def main() -> None:
     args, preset = parse_args()
     if args.list_presets:
         return list_presets() if local_rank() == 0 else None
+    if args.dry_run:
+        k = round(args.mask_rate * args.seq_len)
+        return dry_run(MLM, args, MODEL_FLAGS, preset, lambda model, x: model(x, x[:, :k], x[:, :k])[0])
     world = init(args.backend, args.device, args.timeout)
     assert_same_flags(world, vars(args))
     directory = data.directory_of(args.data, args.tokenizer)

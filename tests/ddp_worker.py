@@ -11,7 +11,7 @@ import torch
 import ddp_utils
 from data import UserError
 from ddp_utils import RunError, StopVote, World
-from model import HRM, HRMConfig, make_optimizers
+from model import HRM, HRMConfig, local, make_optimizers
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
 
@@ -155,6 +155,37 @@ def check_powersgd_forgets(world: World) -> None:
     ddp_utils.assert_in_sync(model.state_dict())
     assert not step(poison=True, powersgd=None) and not step(), "the test would not notice"
     vote.close()
+
+
+def check_memory(world: World) -> None:
+    """Parameters, gradients and optimizer state in bytes after a step, as --dry-run says it, and half of it
+    where that is what a strategy promises."""
+    held = {}
+    for strategy in ("ddp", "zero1", "zero2", "zero3", "offload"):
+        offload = strategy == "offload"
+        strategy = "zero3" if offload else strategy
+        torch.manual_seed(0)
+        config = HRMConfig(**TINY | {"d_model": 64, "ff": 128})
+        model = ddp_utils.build(HRM, config, world, strategy, offload)
+        ddp_utils.copy_model(model, HRM(config) if world.main else None, world)
+        optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
+        optimizers = ddp_utils.shard_optimizers(optimizers, strategy)
+        wrapped = ddp_utils.wrap(model, world)
+        wrapped(*batch(world.rank))[0].backward()
+        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
+        ddp_utils.optimizer_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), norm)
+        state = ddp_utils.optimizer_tensors(model, optimizers).items()
+        tensors = {"parameters": list(model.parameters()), "gradients": [p.grad for p in model.parameters()],
+                   "optimizer": [t for name, t in state if not name.endswith("/step")]}
+        held[strategy, offload] = {what: sum(local(t).nbytes for t in ts) for what, ts in tensors.items()}
+        said = ddp_utils.memory_of(model, strategy, False, world.world_size)
+        for what, n in held[strategy, offload].items():
+            if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
+                assert 0.7 * said[what] <= n <= 1.3 * said[what], (strategy, what, n, said)
+            elif what == "optimizer" or strategy in ("ddp", "zero1"):
+                assert n == said[what], (strategy, what, n, said)
+            else:  # what is gathered for the time of a step is gone
+                assert n == held["ddp", False][what] / 2 < said[what], (strategy, what, n, said)
 
 
 def check_stop(world: World) -> None:

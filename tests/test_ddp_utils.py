@@ -1,20 +1,22 @@
 """ddp_utils.py: agreement of several processes, and checkpoints on disk."""
 
+import contextlib
 import os
 import random
 
 import pytest
 import torch
 from conftest import run
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddp_utils
 from data import UserError
 from ddp_utils import (Checkpoints, Damaged, RunError, World, finished, load_checkpoint, read_checkpoint,
                        restore)
-from model import EMA, HRM, HRMConfig, make_optimizers
+from model import EMA, GPT2, HRM, MLM, Block, HRMConfig, make_optimizers
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "powersgd_forgets",
-          "stop"]
+          "memory", "stop"]
 
 
 def test_two_processes():
@@ -238,3 +240,21 @@ def test_precision(precision, dtype):
 def test_world_describes_a_single_process(world):
     assert isinstance(world, World) and world.main and world.world_size == 1
     assert world.prefix == "[Rank 0/1 | Node node0 | Device cpu]"
+
+
+@pytest.mark.parametrize("kind, flags", ((HRM, {"bp_steps": 3}), (GPT2, {}), (MLM, {})))
+@pytest.mark.parametrize("mode", ("none", "block", "selective"))
+def test_dry_run_counts_what_autograd_really_keeps(kind, flags, mode):
+    config = kind.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
+    found = []
+    for fake in (False, True):
+        with FakeTensorMode() if fake else contextlib.nullcontext():
+            model = ddp_utils.fake_model(kind, config) if fake else kind(config)
+            model.compute_dtype = torch.bfloat16
+            for block in (m for m in model.modules() if isinstance(m, Block)):
+                block.checkpointing = mode
+            x = torch.zeros((4, 64), dtype=torch.long)
+            inputs = (x, x[:, :20], x[:, :20]) if kind is MLM else (x, x)
+            found.append(ddp_utils.activation_bytes(lambda: model(*inputs, **flags)[0],
+                                                    [*model.parameters(), *model.buffers(), x]))
+    assert found[0] == found[1] > 4 * 64 * 32 * 2

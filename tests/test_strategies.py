@@ -174,3 +174,10 @@ def test_combinations_that_are_refused(tmp_path, shards, model, flags, sentence)
     assert done.code == 2 and sentence in done.out, done.out
     assert not (tmp_path / "out").exists()
 
+
+def test_dry_run_says_what_fits():
+    small = TRAINERS["hrm"].here("--size", "25m", "--data", "fineweb-edu", "--dry-run", "8x2")
+    large = TRAINERS["hrm"].here("--size", "25m", "--data", "fineweb-edu", "--dry-run", "8x80")
+    assert small.code == large.code == 0 and "8 processes with 80 GB" in large.out
+    assert "--strategy ddp does not fit" in small.out and "--strategy ddp fits." in large.out
+    assert "is not GPUs" in TRAINERS["hrm"].here("--dry-run", "8").out
