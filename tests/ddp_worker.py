@@ -200,6 +200,20 @@ def check_stop(world: World) -> None:
     assert vote.read() == signal.SIGUSR1
 
 
+def differing_depth(world: World, agree: bool) -> None:
+    """A forward pass with zero3 in which rank 0 wants one cycle and rank 1 wants all. If each goes its own
+    way, rank 1 waits for parameters that rank 0 does not send."""
+    config = HRMConfig(**TINY | {"halt": True})
+    model = ddp_utils.build(HRM, config, world, "zero3")
+    ddp_utils.copy_model(model, HRM(config) if world.main else None, world)
+    wish, decide = torch.tensor(float(world.rank)), model.everyone_halted
+    model.everyone_halted = lambda remaining: decide(wish) if agree else not wish.item()
+    with torch.no_grad():
+        cycles = model(*batch(world.rank))[1]["cycles"]
+    print(f"rank {world.rank} ran {cycles:.0f} cycles\n", end="", flush=True)
+    time.sleep(0 if agree else 8)  # a rank that ends would be noticed at once
+
+
 def main() -> None:
     world = ddp_utils.init(timeout=30)
     for name, check in list(globals().items()):
@@ -212,4 +226,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["fail"]:
         main = lambda: 1 / 0  # noqa: E731
+    elif sys.argv[1:]:  # agree or alone
+        main = lambda: differing_depth(ddp_utils.init(timeout=5), sys.argv[1] == "agree")  # noqa: E731
     ddp_utils.run(main)
