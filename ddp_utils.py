@@ -702,7 +702,8 @@ def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int
     """Bytes for parameters, gradients and optimizer state in each process, by kind, at the fullest moment.
 
     zero2 and zero3 hold, beside their shards, what is gathered: zero2 all parameters, zero3 those of two
-    blocks, of which one is fetched ahead, and those outside of blocks; and the gradients of one block.
+    blocks, of which one is fetched ahead, and those outside of blocks; and the gradients of a block and of
+    what is outside. With the others, the largest gradient comes in two parts, of embedding and head.
     """
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
     blocks = [sum(4 * p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block)]
@@ -713,7 +714,8 @@ def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int
     share = 1 / processes if sharded else 1
     gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
     return {"parameters": (0 if cpu_offload else everything * share) + gathered,
-            "gradients": (0 if cpu_offload else everything * share) + sharded * (outside + max(blocks)),
+            "gradients": (0 if cpu_offload else everything * share)
+            + (outside + max(blocks) if sharded else max(sizes.values())),
             "optimizer": 0 if cpu_offload else state if strategy == "ddp" else state / processes,
             "other": (ema and not cpu_offload) * everything * share + diloco * 2 * everything}
 

@@ -182,8 +182,10 @@ def check_memory(world: World) -> None:
         for what, n in held[strategy, offload].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
                 assert 0.7 * said[what] <= n <= 1.3 * said[what], (strategy, what, n, said)
-            elif what == "optimizer" or strategy in ("ddp", "zero1"):
+            elif what == "optimizer" or what == "parameters" and strategy in ("ddp", "zero1"):
                 assert n == said[what], (strategy, what, n, said)
+            elif strategy in ("ddp", "zero1"):
+                assert n == said[what] - max(p.nbytes for p in model.parameters()), (strategy, what, n, said)
             else:  # what is gathered for the time of a step is gone
                 assert n == held["ddp", False][what] / 2 < said[what], (strategy, what, n, said)
 

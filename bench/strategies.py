@@ -1,0 +1,90 @@
+"""Memory of one process with each --strategy: what it holds between steps, and its peak, in GB.
+
+    python bench/strategies.py --ranks 2 4          # GPT-2 124M, on CPUs with gloo
+
+Held are the bytes of the tensors themselves: parameters, gradients, AdamW's state. The peak is that of the
+process (VmHWM) above what it had before the model was built, with an allocator that returns what is freed;
+beside it stands what --dry-run says. On CPUs, offloading moves nothing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload")
+BATCH, SEQ_LEN = 1, 128
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process now (VmRSS) or at most so far (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
+
+
+def measure(strategy: str) -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import ddp_utils
+    from model import GPT2, GPT2Config, local, make_optimizers
+    world = ddp_utils.init(timeout=300)
+    name, _, offload = strategy.partition(" ")
+    config, x = GPT2Config(seq_len=SEQ_LEN), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
+    with FakeTensorMode():
+        fake, ids = ddp_utils.fake_model(GPT2, config), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
+        said = sum(ddp_utils.memory_of(fake, name, False, world.world_size).values())
+        said += ddp_utils.activation_bytes(lambda: fake(ids, ids)[0], fake.parameters())
+    before = resident("VmRSS")
+    model = ddp_utils.build(GPT2, config, world, name, bool(offload))
+    for p in model.parameters():  # weights do not matter here, and rank 0 should not hold a second copy
+        torch.nn.init.constant_(local(p), 0.01)
+    optimizers = ddp_utils.shard_optimizers(make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1), name)
+    wrapped = ddp_utils.wrap(model, world)
+    for _ in range(3):
+        wrapped.zero_grad(set_to_none=True)
+        wrapped(x, x)[0].backward()
+        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
+        ddp_utils.optimizer_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), norm)
+    held = [list(model.parameters()), [p.grad for p in model.parameters()],
+            list(ddp_utils.optimizer_tensors(model, optimizers).values())]
+    found = [sum(local(t).nbytes for t in tensors) for tensors in held]
+    numbers = [*found, sum(found), resident("VmHWM") - before, said]
+    numbers = torch.tensor(numbers, dtype=torch.float64)
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+    if world.main:
+        print("RESULT", json.dumps((numbers / 1e9).tolist()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    args = parser.parse_args()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    print("The fullest process, GB; GPT-2 124M, fp32\n")
+    columns = "ranks", "strategy", "parameters", "gradients", "optimizer", "held", "peak", "--dry-run"
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for ranks in args.ranks:
+        for strategy in STRATEGIES:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       f"--nproc-per-node={ranks}", __file__, "--strategy", strategy]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300,
+                                  env=environment)
+            line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
+            if line is None:
+                sys.exit(done.stderr)
+            numbers = json.loads(line[len("RESULT"):])
+            print(f"| {ranks} | {strategy} | " + " | ".join(f"{n:.2f}" for n in numbers) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    if "--strategy" in sys.argv:
+        from ddp_utils import run
+        run(lambda: measure(sys.argv[-1]))
+    else:
+        main()
