@@ -1,12 +1,12 @@
-"""All nodes meet before torchrun starts, so that what is wrong is one sentence and not ten minutes of silence.
+"""All nodes meet before torchrun starts, so that what is wrong is one sentence, not ten minutes of silence.
 
     python3 roll_call.py ADDR PORT NNODES NODE_RANK GPUS_PER_NODE SECONDS
 
 Node 0 listens at ADDR:PORT until every NODE_RANK has come once, the others knock there. torchrun's static
 rendezvous would notice neither a missing nor a repeated node: both are a time-out that names nobody.
-Prints the name of the network interface that leads to the others, for gloo and NCCL, which guess wrongly where
-/etc/hosts gives this machine the address 127.0.1.1. Exit code 1 with one sentence if something is wrong;
-ends within SECONDS on node 0, and within about twice that elsewhere. Needs nothing but Python.
+Prints the name of the network interface that leads to the others, for gloo and NCCL, which guess wrongly
+where /etc/hosts gives this machine the address 127.0.1.1. Exit code 1 with one sentence if something is
+wrong; ends within SECONDS on node 0, and within about twice that elsewhere. Needs nothing but Python.
 """
 
 import contextlib
@@ -70,7 +70,8 @@ def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
     except OSError as error:
         way_out = (f"end what listens there (`ss -ltnp | grep {port}`), perhaps an earlier run, or choose "
                    "another on all nodes" if error.errno == errno.EADDRINUSE else "choose another one")
-        raise Problem(f"MASTER_PORT {port} cannot be used on node 0 ({os.strerror(error.errno)}): {way_out}.") from None
+        reason = os.strerror(error.errno)
+        raise Problem(f"MASTER_PORT {port} cannot be used on node 0 ({reason}): {way_out}.") from None
     here = {0: (socket.gethostname(), gpus, None)}  # rank: host, GPUs, connection
     deadline = time.monotonic() + seconds
 
@@ -164,8 +165,8 @@ def main() -> None:
         raise Problem(f"MASTER_ADDR {name} is not known here ({error.strerror}): give the IPv4 address of "
                       "node 0.") from None
     if rank == 0 and not is_ours(address):
-        raise Problem(f"MASTER_ADDR {address} is not an address of this machine, though NODE_RANK=0 says that "
-                      "it is node 0: see `ip -4 addr`, or correct NODE_RANK.")
+        raise Problem(f"MASTER_ADDR {address} is not an address of this machine, though NODE_RANK=0 says "
+                      "that it is node 0: see `ip -4 addr`, or correct NODE_RANK.")
     interface = interface_towards(address)
     if nodes > 1 and not interface and address.startswith("127."):
         raise Problem(f"MASTER_ADDR {name} is {address} on this machine, which no other can reach: give the "
