@@ -76,7 +76,7 @@ def problem_in(reports: list[dict]) -> str:
             "torch": "install the same requirements.txt everywhere",
             "nccl": "install the same build of torch everywhere",
             "code": "copy the same version of the trainers to every machine",
-            "data": "copy the same files to every machine, or prepare them there by the same command"}.items():
+            "data": "copy the same files to every machine, or prepare them there as on the others"}.items():
         values = [report[what] for report in reports]
         if what == "python":
             values = [value.rpartition(".")[0] for value in values]  # 3.11.2 and 3.11.9 are the same
@@ -177,7 +177,7 @@ class Together:
             if self.rank == 0:
                 named = re.search(r"[Rr]anks? ([\d, ]+) failed to pass", error)
                 silent = [int(r) for r in re.findall(r"\d+", named[1])] if named else []
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + min(5, self.limit / 2)
                 while not silent or time.monotonic() < deadline and not named:
                     silent = [r for r in range(len(self.hosts)) if not self.store.check([f"failed {r}"])]
                     if not silent:
@@ -190,7 +190,7 @@ class Together:
                         "each other at every port, so open the firewall between them, and set "
                         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network card that leads there "
                         "(`ip -4 addr`).")
-            return tell(self.store, self.rank, "failure", text, here - 1, self.limit + 10)
+            return tell(self.store, self.rank, "failure", text, here - 1, self.limit)
         except RuntimeError:
             return f"rank 0 ({self.hosts[0]}) is silent since {what}: look at that machine and the network."
 
@@ -302,7 +302,7 @@ def seconds_of_micro_batch(model, kind: str, batch: int, world: World, checkpoin
 def measure_compute(kind: str, preset: dict, flags: tuple, world: World) -> tuple[float, str]:
     """FLOP/s that this rank reaches with this preset, and a note on how that was measured."""
     batch, changes = preset["batch"], {}
-    if world.device.type == "cpu":  # a sequence in a few seconds, else in a model of fewer layers, else a part of it
+    if world.device.type == "cpu":  # one sequence in a few seconds, or a part of one in fewer layers
         a = torch.randn(1024, 1024)
         a @ a
         begun = time.perf_counter()
