@@ -4,10 +4,10 @@
 #   MASTER_ADDR=192.168.50.10 MASTER_PORT=29500 NNODES=5 NODE_RANK=0 GPUS_PER_NODE=1 \
 #       cluster/ddp_launch.sh train_gpt2.py --size gpt2
 #
-# MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE, the processes to start
-# here, may differ between nodes. All nodes meet first and name who is missing: PREFLIGHT_TIMEOUT (120) seconds.
-# Exit code 2: a variable is wrong, start again by hand. 1: the run has failed; the same line again goes on from
-# the newest checkpoint, so a loop around it is what brings a node back (trainer@.service, README).
+# MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE, the processes to
+# start here, may differ between nodes. First all nodes meet, or it is said who is missing after
+# PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable is wrong. 1: the run has failed; the same line goes on
+# from the newest checkpoint, so a loop around it brings a node back (trainer@.service, README).
 set -euo pipefail
 
 fail() {
@@ -23,8 +23,8 @@ number() { # NAME LOW HIGH
 }
 
 for name in MASTER_ADDR MASTER_PORT NNODES NODE_RANK GPUS_PER_NODE; do
-    [[ -n ${!name:-} ]] || fail "$name is not set: set MASTER_ADDR (IPv4 address of node 0), MASTER_PORT (29500), \
-NNODES (how many machines), NODE_RANK (0 to NNODES - 1, each once) and GPUS_PER_NODE (processes on this one)."
+    [[ -n ${!name:-} ]] || fail "$name is not set: set MASTER_ADDR (IPv4 address of node 0), MASTER_PORT \
+(29500), NNODES (how many machines), NODE_RANK (0 to NNODES - 1) and GPUS_PER_NODE (processes on this one)."
 done
 PREFLIGHT_TIMEOUT=${PREFLIGHT_TIMEOUT:-120}
 number MASTER_PORT 1 65535
@@ -45,7 +45,7 @@ fi
 
 # torchrun's own restarts (PET_MAX_RESTARTS) come back with gloo only if each has a store of its own
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Static rendezvous, so that rank 0 is always on node 0. Without SIGUSR1 in the list it would end torchrun alone.
+# Static rendezvous, so that rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
 exec torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-conf="timeout=$PREFLIGHT_TIMEOUT" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"

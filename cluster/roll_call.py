@@ -168,7 +168,7 @@ def main() -> None:
         raise Problem(f"MASTER_ADDR {address} is not an address of this machine, though NODE_RANK=0 says "
                       "that it is node 0: see `ip -4 addr`, or correct NODE_RANK.")
     interface = interface_towards(address)
-    if nodes > 1 and not interface and address.startswith("127."):
+    if nodes > 1 and address.startswith("127.") and name not in (address, "localhost"):
         raise Problem(f"MASTER_ADDR {name} is {address} on this machine, which no other can reach: give the "
                       "address of its network card instead, see `ip -4 addr`.")
     if rank == 0:
