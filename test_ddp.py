@@ -28,6 +28,7 @@ from ddp_utils import ArgumentParser, RunError, World, compute_dtype, init, loca
 from model import GPT2, HRM, MLM, Block, num_params, pad_vocab
 
 KINDS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
+SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 BUCKET = 25 * 2**20  # bytes in which DDP sends gradients
 MASK_RATE, BP_STEPS = 0.3, 5  # the defaults of train_mlm.py, and of train_hrm.py after its ramp
 
@@ -108,7 +109,7 @@ def tell(store: dist.Store, rank: int, key: str, text: str, listeners: int, time
 
 
 def meet(report: dict, timeout: float) -> tuple[dist.Store, list[dict]]:
-    """Waits for all ranks at MASTER_ADDR, and compares their reports. UserError on all ranks alike."""
+    """Waits for all ranks at MASTER_ADDR, prints and compares their reports. UserError on all ranks alike."""
     env, world_size, rank, store = os.environ, 1, 0, dist.HashStore()
     if {"RANK", "WORLD_SIZE"} & env.keys():
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -139,11 +140,15 @@ def meet(report: dict, timeout: float) -> tuple[dist.Store, list[dict]]:
             deadline = time.monotonic() + timeout
             while (missing := [r for r in everyone if not store.check([r])]) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            verdict = problem_in([json.loads(store.get(r)) for r in everyone]) if not missing else (
+            reports = {r: json.loads(store.get(r)) for r in everyone if r not in missing}
+            for r, found in reports.items():
+                print(f"rank {r}: {found['host']}, {found['device']} {found['gpu']}; " + ", ".join(
+                    f"{what} {found[what]}" for what in SHOWN), flush=True)
+            verdict = problem_in([*reports.values()]) if not missing else (
                 f"of {world_size} ranks there did not come within {timeout:g} s: {', '.join(missing)}; start "
                 "them, and see whether they reach MASTER_ADDR.")
-        listeners = sum(store.check([r]) for r in everyone[1:]) if rank == 0 else 0
-        if verdict := tell(store, rank, "verdict", verdict, listeners, timeout + 5):
+        present = len(reports) if rank == 0 else 0
+        if verdict := tell(store, rank, "verdict", verdict, present - 1, timeout + 5):
             raise UserError(verdict)
         return store, [json.loads(store.get(r)) for r in everyone]
     except RuntimeError:
@@ -373,11 +378,6 @@ def main() -> None:
 
     store, reports = meet(report_of(args), args.timeout)
     hosts, rank = [report["host"] for report in reports], int(os.environ.get("RANK", 0))
-    if rank == 0:
-        for i, report in enumerate(reports):
-            shown = ("backend", "python", "torch", "nccl", "code", "data")
-            print(f"rank {i}: {report['host']}, {report['device']} {report['gpu']}; " +
-                  ", ".join(f"{what} {report[what]}" for what in shown), flush=True)
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a time-out then is an exception, not an abort
     limit = args.timeout / 2  # of each wait: one for the step, and one until the others have heard of it
     together = Together(store, hosts, rank, limit)

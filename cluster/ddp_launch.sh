@@ -6,8 +6,8 @@
 #
 # MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE, the processes to
 # start here, may differ between nodes. First all nodes meet, or it is said who is missing after
-# PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable is wrong. 1: the run has failed; the same line goes on
-# from the newest checkpoint, so a loop around it brings a node back (trainer@.service, README).
+# PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable is wrong. 1: the run has failed; the same line goes
+# on from the newest checkpoint, so a loop around it brings a node back (trainer@.service, README).
 set -euo pipefail
 
 fail() {
@@ -45,7 +45,7 @@ fi
 
 # torchrun's own restarts (PET_MAX_RESTARTS) come back with gloo only if each has a store of its own
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Static rendezvous, so that rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
+# Static rendezvous: rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
 exec torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-conf="timeout=$PREFLIGHT_TIMEOUT" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"
