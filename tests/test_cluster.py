@@ -80,6 +80,7 @@ def test_check_says_ok(shards):
         assert re.search(line, ended.out, re.M), (line, ended.out)
 
 
+@pytest.mark.long
 def test_check_of_one_process():
     ended = run(0, "test_ddp.py", "--device", "cpu", timeout=60)
     assert ended.code == 0 and ended.out.splitlines()[-1] == "OK", ended.out
@@ -108,7 +109,7 @@ def test_missing_ranks_are_named():
 @pytest.mark.parametrize("fault, code, sentence", [
     ("hangs", 1, "rank 1 (HOST) did not get through all_reduce, broadcast and all_gather: look at that"),
     ("clock", 2, "the clock of rank 1 (HOST) is 5.0 s ahead of that of rank 0 (HOST)"),
-    ("wrong", 1, "all_reduce gave wrong numbers on rank 1 (HOST)")])
+    pytest.param("wrong", 1, "all_reduce gave wrong numbers on rank 1 (HOST)", marks=pytest.mark.long)])
 def test_faults_are_found(faulty, fault, code, sentence):
     processes = ranks(faulty, fault, "--device", "cpu", "--timeout", "12")
     ended = finish(processes[0], 40)
