@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import statistics
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -172,10 +173,15 @@ class Together:
                 dist.monitored_barrier(self.group, timedelta(seconds=self.limit), wait_all_ranks=True)
             return step(*args)
         except RuntimeError as error:
-            raise RunError(self.blame(what, str(error))) from None
+            # on its own thread, because a TCPStore that has lost its host can block for ever
+            found = [f"rank 0 ({self.hosts[0]}) is silent since {what}: look at that machine and the network."]
+            thread = threading.Thread(target=self.blame, args=(what, str(error), found), daemon=True)
+            thread.start()
+            thread.join(self.limit + 2)
+            raise RunError(found[-1]) from None
 
-    def blame(self, what: str, error: str) -> str:
-        """Who did not even fail in this step: the same sentence on all ranks that did."""
+    def blame(self, what: str, error: str, found: list[str]) -> None:
+        """Appends who did not even fail in this step: the same sentence on all ranks that did."""
         here, text = 1, ""
         try:
             self.store.set(f"failed {self.rank}", "")
@@ -195,9 +201,9 @@ class Together:
                         "each other at every port, so open the firewall between them, and set "
                         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network card that leads there "
                         "(`ip -4 addr`).")
-            return tell(self.store, self.rank, "failure", text, here - 1, self.limit)
+            found.append(tell(self.store, self.rank, "failure", text, here - 1, self.limit))
         except RuntimeError:
-            return f"rank 0 ({self.hosts[0]}) is silent since {what}: look at that machine and the network."
+            pass  # rank 0 has gone
 
 
 def check_collectives(world: World) -> str:
