@@ -174,7 +174,7 @@ class Together:
             return step(*args)
         except RuntimeError as error:
             # on its own thread, because a TCPStore that has lost its host can block for ever
-            found = [f"rank 0 ({self.hosts[0]}) is silent since {what}: look at that machine and the network."]
+            found = [f"rank 0 ({self.hosts[0]}) is silent since {what}: look at it and at the network."]
             thread = threading.Thread(target=self.blame, args=(what, str(error), found), daemon=True)
             thread.start()
             thread.join(self.limit + 2)
