@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Starts a trainer on this node. The same line on every node, only NODE_RANK differs:
+#
+#   MASTER_ADDR=192.168.50.10 MASTER_PORT=29500 NNODES=5 NODE_RANK=0 GPUS_PER_NODE=1 \
+#       cluster/ddp_launch.sh train_gpt2.py --size gpt2
+#
+# MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE, the processes to
+# start here, may differ between nodes. First all nodes meet, or it is said who is missing after
+# PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable is wrong. 1: the run has failed; the same line goes
+# on from the newest checkpoint, so a loop around it brings a node back (trainer@.service, README).
+set -euo pipefail
+
+fail() {
+    echo "ddp_launch.sh: $1" >&2
+    exit 2
+}
+
+number() { # NAME LOW HIGH
+    local value=${!1}
+    if ! [[ $value =~ ^[0-9]{1,6}$ ]] || ((10#$value < $2 || 10#$value > $3)); then
+        fail "$1=$value is not a whole number from $2 to $3."
+    fi
+}
+
+for name in MASTER_ADDR MASTER_PORT NNODES NODE_RANK GPUS_PER_NODE; do
+    [[ -n ${!name:-} ]] || fail "$name is not set: set MASTER_ADDR (IPv4 address of node 0), MASTER_PORT \
+(29500), NNODES (how many machines), NODE_RANK (0 to NNODES - 1) and GPUS_PER_NODE (processes on this one)."
+done
+PREFLIGHT_TIMEOUT=${PREFLIGHT_TIMEOUT:-120}
+number MASTER_PORT 1 65535
+number NNODES 1 4096
+number NODE_RANK 0 $((10#$NNODES - 1))
+number GPUS_PER_NODE 1 64
+number PREFLIGHT_TIMEOUT 1 86400
+(($# > 0)) || fail "no script is named: ddp_launch.sh train_gpt2.py --size gpt2"
+[[ -f $1 ]] || fail "$1 does not exist in $PWD: go to the directory of the trainers first."
+command -v torchrun >/dev/null || fail "torchrun is not on the PATH: activate the virtual environment."
+
+interface=$(python3 "$(dirname "${BASH_SOURCE[0]}")/roll_call.py" "$MASTER_ADDR" "$((10#$MASTER_PORT))" \
+    "$((10#$NNODES))" "$((10#$NODE_RANK))" "$((10#$GPUS_PER_NODE))" "$((10#$PREFLIGHT_TIMEOUT))")
+if ((10#$NNODES > 1)) && [[ -n $interface ]]; then
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
+fi
+
+# torchrun's own restarts (PET_MAX_RESTARTS) come back with gloo only if each has a store of its own
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Static rendezvous: rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
+exec torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
+    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-conf="timeout=$PREFLIGHT_TIMEOUT" \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"

@@ -1,0 +1,187 @@
+"""All nodes meet before torchrun starts, so that what is wrong is one sentence, not ten minutes of silence.
+
+    python3 roll_call.py ADDR PORT NNODES NODE_RANK GPUS_PER_NODE SECONDS
+
+Node 0 listens at ADDR:PORT until every NODE_RANK has come once, the others knock there. torchrun's static
+rendezvous would notice neither a missing nor a repeated node: both are a time-out that names nobody.
+Prints the name of the network interface that leads to the others, for gloo and NCCL, which guess wrongly
+where /etc/hosts gives this machine the address 127.0.1.1. Exit code 1 with one sentence if something is
+wrong; ends within SECONDS on node 0, and within about twice that elsewhere. Needs nothing but Python.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import time
+
+
+class Problem(Exception):
+    """One sentence that says what is wrong and how to go on."""
+
+
+def say(text: str) -> None:
+    print(f"ddp_launch.sh: {text}", file=sys.stderr, flush=True)
+
+
+def is_ours(address: str) -> bool:
+    """Whether this machine has this IPv4 address."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def interface_towards(address: str) -> str:
+    """The interface through which packets to this IPv4 address leave, '' if it cannot be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+        except OSError as error:
+            raise Problem(f"this machine has no way to MASTER_ADDR {address} ({error.strerror}): give it an "
+                          "address in the same network, see `ip addr`.") from None
+        ours = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == ours:
+                    return name
+    return ""
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Makes a connection fail within 20 s of the other machine's death, also where it sends no farewell."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
+    """Node 0: waits until every NODE_RANK has come, and tells all of them that, or what is wrong."""
+    try:
+        server = socket.create_server(("", port))
+    except OSError as error:
+        way_out = (f"end what listens there (`ss -ltnp | grep {port}`), perhaps an earlier run, or choose "
+                   "another on all nodes" if error.errno == errno.EADDRINUSE else "choose another one")
+        reason = os.strerror(error.errno)
+        raise Problem(f"MASTER_PORT {port} cannot be used on node 0 ({reason}): {way_out}.") from None
+    here = {0: (socket.gethostname(), gpus, None)}  # rank: host, GPUs, connection
+    deadline = time.monotonic() + seconds
+
+    def receive() -> None:
+        connection, peer = server.accept()
+        try:
+            connection.settimeout(5)
+            hello = json.loads(connection.makefile().readline(1000))
+            rank, host = hello["node_rank"], f"{hello['host']} ({peer[0]})"
+        except (OSError, ValueError, KeyError, TypeError):  # not one of ours
+            return connection.close()
+        if rank in here:
+            bad = f"NODE_RANK={rank} was given to both {here[rank][0]} and {host}: give each node its own."
+        elif hello["nodes"] != nodes:
+            bad = f"NNODES is {nodes} on node 0 and {hello['nodes']} on node {rank}, {host}: make them equal."
+        else:
+            keep_alive(connection)
+            here[rank] = (host, hello["gpus"], connection)
+            return say(f"node {rank} has come: {host}; {len(here)} of {nodes} are here")
+        here[f"refused {rank}"] = (host, 0, connection)
+        raise Problem(bad)
+
+    def connections() -> dict:
+        return {connection: rank for rank, (*_, connection) in here.items() if connection}
+
+    try:
+        say(f"node 0 waits at port {port} for {nodes - 1} others")
+        while len(here) < nodes:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = [f"node {rank}" for rank in range(nodes) if rank not in here]
+                raise Problem(f"{', '.join(missing)} {'have' if len(missing) > 1 else 'has'} not come within "
+                              f"{seconds:g} s: start ddp_launch.sh there too, with MASTER_ADDR and "
+                              "MASTER_PORT of node 0, and look at the firewall.")
+            readable = select.select([server, *connections()], [], [], left)[0]
+            for connection in readable:
+                if connection is not server:  # one that has come says nothing more, so it has gone
+                    rank = connections()[connection]
+                    say(f"node {rank} has gone again: {here.pop(rank)[0]}")
+                    connection.close()
+            if server in readable:
+                receive()
+        verdict = {"go": True}
+    except Problem as problem:
+        verdict = {"wrong": str(problem)}
+        raise
+    finally:
+        for connection in connections():
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps(verdict).encode() + b"\n")
+        for connection in connections():
+            with contextlib.suppress(OSError):
+                connection.settimeout(1)
+                connection.recv(1)  # the other end closes first, so that the port is free for torchrun
+            connection.close()
+        server.close()
+    say("; ".join(f"node {rank} {here[rank][0]}: {here[rank][1]} processes" for rank in range(nodes)))
+
+
+def answer(address: str, port: int, hello: dict, seconds: float) -> None:
+    """Nodes from 1 on: knock at node 0 until it opens, then wait for what it says."""
+    deadline, why = time.monotonic() + seconds, ""
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((address, port), timeout=min(5, seconds)) as connection:
+                keep_alive(connection)
+                connection.sendall(json.dumps(hello).encode() + b"\n")
+                connection.settimeout(seconds + 10)
+                verdict = json.loads(connection.makefile().readline(10_000))
+            if verdict.get("go"):
+                return
+            why = verdict["wrong"]
+            break
+        except (ValueError, KeyError, AttributeError):
+            why = "something else answers at that port"
+        except OSError as error:
+            why = str(error.strerror or error)
+        time.sleep(0.5)
+    else:
+        own = "; it is an address of this very machine" if is_ours(address) else ""
+        raise Problem(f"node 0 at {address}:{port} did not answer within {seconds:g} s ({why}{own}): wrong "
+                      "MASTER_ADDR or MASTER_PORT, a firewall, or node 0 was not started.")
+    raise Problem(why)
+
+
+def main() -> None:
+    name, port, nodes, rank, gpus, seconds = sys.argv[1], *map(int, sys.argv[2:7])
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise Problem(f"MASTER_ADDR {name} is not known here ({error.strerror}): give the IPv4 address of "
+                      "node 0.") from None
+    if rank == 0 and not is_ours(address):
+        raise Problem(f"MASTER_ADDR {address} is not an address of this machine, though NODE_RANK=0 says "
+                      "that it is node 0: see `ip -4 addr`, or correct NODE_RANK.")
+    interface = interface_towards(address)
+    if nodes > 1 and address.startswith("127.") and name not in (address, "localhost"):
+        raise Problem(f"MASTER_ADDR {name} is {address} on this machine, which no other can reach: give the "
+                      "address of its network card instead, see `ip -4 addr`.")
+    if rank == 0:
+        call_roll(port, nodes, gpus, seconds)
+    else:
+        hello = {"node_rank": rank, "nodes": nodes, "gpus": gpus, "host": socket.gethostname()}
+        answer(address, port, hello, seconds)
+    print(interface)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Problem as problem:
+        say(problem)
+        sys.exit(1)
