@@ -304,6 +304,9 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("output")
     g.add_argument("--out", type=Path, help="directory of the run (default: runs/<model>-<size>-<data>)")
     g.add_argument("--log-every", type=positive, default=10, help="steps between log lines (10)")
+    g.add_argument("--wandb", action="store_true", help="send the curves to Weights & Biases as well")
+    g.add_argument("--profile", type=number(0, kind=int), default=0, metavar="N", help="print where the time "
+                   "of N steps goes, and write trace.json.gz for a browser; 0: do not (0)")
     g.add_argument("--eval-every", type=positive, help="steps between evaluations; epochs end with one too")
     g.add_argument("--eval-batches", type=number(0, kind=int), help="global batches in an evaluation; "
                    "0 is the whole validation split")
@@ -344,7 +347,7 @@ def settings_of(args: argparse.Namespace) -> dict:
     """The flags that shape a run, as plain data."""
     others = {"out", "resume", "prompt", "export", "sample_prompt", "sample_every", "max_new_tokens",
               "temperature", "top_k", "top_p", "epochs", "timeout", "dry_run", "fill", "probe",
-              "list_presets"}
+              "list_presets", "wandb", "profile"}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(args).items() if k not in others}
 
 

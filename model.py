@@ -132,6 +132,14 @@ class Block(nn.Module):
                           preserve_rng_state=self.dropout > 0, **selective)
 
 
+def recomputed_flops(mode: str, matrices: float, down: float, attention: float, dropout: float) -> float:
+    """What activation checkpointing adds for one token to blocks of so many weights in matrices, `down` of
+    them in the last product, and so many FLOPs of attention. Mode block repeats the forward pass as far as it
+    has to: the result of `down` is needed only if dropout follows. Selective repeats no product.
+    """
+    return 2 * (matrices if dropout else matrices - down) + attention if mode == "block" else 0.0
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Σ cross-entropy of softmax(hidden · weightᵀ + bias), a few rows at a time: no (N, V) tensor exists.
     With `count`, also how many targets have the largest logit of their row.
@@ -421,18 +429,20 @@ class HRM(nn.Module):
         z, _, _ = self.think(idx, cache=cache, fixed_depth=True)
         return F.linear(z[:, -1], self.head_weight.to(z.dtype)).float()
 
-    def flops_per_token(self, bp_steps: int, cycles: float | None = None) -> float:
+    def flops_per_token(self, bp_steps: int, cycles: float | None = None, recompute: str = "none") -> float:
         """Matrix-product FLOPs of one training step for one token, attention counted as full T × T.
 
         Counts every stack call forward, those that keep a graph twice backward, and the head. `cycles` is how
-        many H-cycles ran, all if None. What activation checkpointing computes again is not counted.
+        many H-cycles ran, all if None. `recompute`, a mode of activation checkpointing, adds what it repeats.
         """
         c, cycles = self.config, cycles or self.config.cycles
         matrices = c.n_layer * (5 * c.d_model**2 + 3 * c.d_model * c.ff)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
         calls = cycles * (c.l_cycles + 1)
         kept = cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, calls)
-        return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab
+        down = c.n_layer * c.d_model * c.ff
+        again = kept * recomputed_flops(recompute, matrices, down, attention, c.dropout)
+        return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab + again
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -557,11 +567,15 @@ class GPT2(nn.Module):
         x = self.hidden(idx, cache)[:, -1]
         return F.linear(x, self.head_weight.to(x.dtype)).float()
 
-    def flops_per_token(self) -> float:
-        """Matrix-product FLOPs of one training step for one token, attention counted as full T × T."""
+    def flops_per_token(self, recompute: str = "none") -> float:
+        """Matrix-product FLOPs of one training step for one token, attention counted as full T × T.
+
+        `recompute`, a mode of activation checkpointing, adds what that repeats.
+        """
         c = self.config
-        matrices = c.n_layer * 12 * c.d_model**2 + c.d_model * c.padded_vocab
-        return 3 * (2 * matrices + c.n_layer * 4 * c.seq_len * c.d_model)
+        matrices, attention = c.n_layer * 12 * c.d_model**2, c.n_layer * 4 * c.seq_len * c.d_model
+        again = recomputed_flops(recompute, matrices, c.n_layer * 4 * c.d_model**2, attention, c.dropout)
+        return 3 * (2 * (matrices + c.d_model * c.padded_vocab) + attention) + again
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -704,14 +718,18 @@ class MLM(nn.Module):
         """FlexAttention skips what lies outside the window, but needs a GPU and heads of 16 channels."""
         return device.type == "cuda" and self.config.head_dim >= 16
 
-    def flops_per_token(self, mask_rate: float) -> float:
+    def flops_per_token(self, mask_rate: float, recompute: str = "none") -> float:
         """Matrix-product FLOPs of one training step for one token of the input, of which a share of
-        `mask_rate` passes the head. Attention is counted as full T × T, in local layers too.
+        `mask_rate` passes the head. Attention is counted as full T × T, in local layers too. `recompute`, a
+        mode of activation checkpointing, adds what that repeats.
         """
         c = self.config
         matrices = c.n_layer * (4 * c.d_model**2 + 3 * c.d_model * c.ff)
-        matrices += mask_rate * (c.d_model**2 + c.d_model * c.padded_vocab)
-        return 3 * (2 * matrices + c.n_layer * 4 * c.seq_len * c.d_model)
+        attention = c.n_layer * 4 * c.seq_len * c.d_model
+        head = mask_rate * (c.d_model**2 + c.d_model * c.padded_vocab)
+        # dropout comes before `down`, so nothing needs the result of that
+        again = recomputed_flops(recompute, matrices, c.n_layer * c.d_model * c.ff, attention, 0.0)
+        return 3 * (2 * (matrices + head) + attention) + again
 
 
 def num_params(model: nn.Module) -> int:

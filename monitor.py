@@ -1,44 +1,71 @@
-"""Looking at a run. RunLog writes what a trainer reports:
+"""Looking at a machine and at runs.
+
+    python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
+    python monitor.py --once --json                      # one reading, for a script
+    python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a table of the run, and its curves as a PNG
+    python monitor.py runs/one runs/two --output two.png
+    python monitor.py runs/one runs/two --follow         # live and as text, for a terminal far away
+
+A trainer reports to a RunLog, which writes into the directory of the run:
 
     train.log             everything that was printed
     metrics.jsonl         one JSON object for each logged step
     history.json          the same as lists, for plotting
     training_history.png  loss, learning rate and throughput, if matplotlib is installed
     tb/                   the same curves for TensorBoard, if that is installed
+    trace.json.gz         what --profile has recorded, for chrome://tracing or ui.perfetto.dev
 
-A step has one line in metrics.jsonl, whatever happens: a resumed run cuts off what is past its checkpoint.
+A step has one line in metrics.jsonl and one point in each curve, whatever happens: see RunLog.write.
+GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and torch's own messages.
+torch is imported only by what a trainer calls, so the commands start at once.
 """
 
+import argparse
 import contextlib
 import json
 import math
 import os
+import re
 import resource
+import secrets
+import shutil
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-import torch
-
 from data import UserError, write_atomically
 
-# Dense bf16 tensor-core peaks of the vendor's data sheets in TFLOP/s, by what the device name contains.
-PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250, "RTX 4090": 165, "RTX 3090": 71}
+GB, MB = 2**30, 2**20
+
+# Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
+# first match counts. From NVIDIA's data sheets of A100, H100, H200 and HGX B200 (of which those with sparsity
+# are twice as high), and its white papers on Ada (RTX 4090) and GA102 (RTX 3090).
+PEAK_TFLOPS = {r"\bA100\b": 312, r"\bH100 PCIe": 756, r"\bH100 NVL": 835, r"\bH100\b": 989,
+               r"\bH200 NVL": 835, r"\bH200\b": 989, r"\bB200\b": 2250, r"RTX 4090$": 165.2,
+               r"RTX 3090$": 71}
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of this GPU, None if unknown."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+def peak_flops(device, say=print) -> float | None:
+    """Peak bf16 FLOP/s of a torch device. None, and a sentence for `say`, where it is unknown."""
+    import torch
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(pattern, name):
+            return tflops * 1e12
+    say(f"MFU is not shown, unknown peak of this {name}"
+        + (": add it to PEAK_TFLOPS in monitor.py" if device.type == "cuda" else ""))
+    return None
 
 
-def memory_gb(device: torch.device) -> float:
-    """The most memory so far in GB (10^9 bytes): of tensors on a GPU, else of the process."""
+def memory_gb(device) -> float:
+    """The most memory so far in GB: of tensors on a GPU, else of the process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        import torch
+        return torch.cuda.max_memory_allocated(device) / GB
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
 
 
 def human_count(n: float) -> str:
@@ -59,15 +86,251 @@ def human_time(seconds: float) -> str:
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
 
 
-class RunLog:
-    """The log of a run in directory `out`. Only rank 0 (`active`) writes; others may call everything."""
+# -----------------------------------------------------------------------------------------------------------
+# The machine
 
-    def __init__(self, out: Path, active: bool, prefix: str, total_steps: int):
+
+def cgroup_memory(root=Path("/sys/fs/cgroup"),
+                  membership=Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+    """(bytes in use, limit) of the tightest memory limit on this process, as containers have; else None.
+
+    cgroups v2 and v1. In use is what cannot be dropped: inactive file cache does not count.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                base, names = root, ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                base = root / "memory"
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            group = base / path.lstrip("/")
+            for directory in (group, *group.parents):  # inside a container the path may be that of the host
+                with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
+                    limit = int((directory / names[0]).read_text())
+                    used = int((directory / names[1]).read_text())
+                    stat = dict(row.split() for row in (directory / "memory.stat").read_text().splitlines())
+                    found.append((limit, used - int(stat.get(names[2], 0))))
+                if directory == base:
+                    break
+    limit, used = min(found, default=(None, None))
+    return limit and (used, limit)
+
+
+class Machine:
+    """Reads what a machine does: with psutil and NVML where they are installed, else /proc and nvidia-smi.
+
+    Raises UserError where there is neither psutil nor /proc.
+    """
+
+    def __init__(self):
+        self.psutil = self.nvml = None
+        with contextlib.suppress(ImportError):
+            import psutil
+            self.psutil = psutil
+        if not self.psutil and not Path("/proc/stat").exists():
+            raise UserError("CPU and memory cannot be read here without /proc: pip install psutil.")
+        self._cpu, self._network, self._since = self._cpu_time(), self._traffic(), time.monotonic()
+
+    def _cpu_time(self) -> tuple[float, float]:
+        """(busy, all) CPU time since the machine was started."""
+        if self.psutil:
+            t = self.psutil.cpu_times()
+            total = sum(t) - getattr(t, "guest", 0) - getattr(t, "guest_nice", 0)  # user and nice have them
+            return total - t.idle - getattr(t, "iowait", 0), total
+        with open("/proc/stat") as file:
+            ticks = [int(n) for n in file.readline().split()[1:9]]
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes (received, sent) by all interfaces but the loopback."""
+        if self.psutil:
+            cards = self.psutil.net_io_counters(pernic=True)
+            counted = [(c.bytes_recv, c.bytes_sent) for name, c in cards.items() if not name.startswith("lo")]
+        else:
+            rows = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+            fields = [numbers.split() for name, numbers in rows if not name.strip().startswith("lo")]
+            counted = [(int(f[0]), int(f[8])) for f in fields]
+        return sum(c[0] for c in counted), sum(c[1] for c in counted)
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes of RAM (in use, total), of the container if that has less."""
+        if self.psutil:
+            memory = self.psutil.virtual_memory()
+            used, total = memory.total - memory.available, memory.total
+        else:
+            rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+            info = {row[0]: int(row[1]) * 1024 for row in rows if len(row) > 1}
+            used, total = info["MemTotal:"] - info["MemAvailable:"], info["MemTotal:"]
+        limited = cgroup_memory()
+        return limited if limited and limited[1] < total else (used, total)
+
+    def _process_memory(self) -> int:
+        """Resident bytes of all processes that run one of the trainers, or of this one if there are none."""
+        total = 0
+        if self.psutil:
+            for process in self.psutil.process_iter(["cmdline", "memory_info"]):
+                if is_trainer(process.info["cmdline"] or []) and process.info["memory_info"]:
+                    total += process.info["memory_info"].rss
+            return total or self.psutil.Process().memory_info().rss
+        page = os.sysconf("SC_PAGE_SIZE")
+        for task in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it may have ended by now
+                if is_trainer((task / "cmdline").read_bytes().decode(errors="replace").split("\0")):
+                    total += int((task / "statm").read_text().split()[1]) * page
+        return total or int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    def cpu_and_ram(self) -> dict:
+        """Percent of the CPU time since the last call, and of RAM: what is cheap to know."""
+        before, self._cpu = self._cpu, self._cpu_time()
+        busy, total = self._cpu[0] - before[0], self._cpu[1] - before[1]
+        used, size = self._memory()
+        return {"cpu_percent": round(min(max(100 * busy / total, 0), 100), 1) if total > 0 else 0.0,
+                "ram_percent": round(100 * used / size, 1), "ram_used": used, "ram_total": size}
+
+    def read(self) -> dict:
+        """Everything. Sizes are bytes; CPU and network are means since the last call."""
+        before, since = self._network, self._since
+        self._network, self._since = self._traffic(), time.monotonic()
+        seconds = max(self._since - since, 1e-3)
+        disk = shutil.disk_usage(".")
+        return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **self.cpu_and_ram(),
+                "process_ram": self._process_memory(),
+                "disk_percent": round(100 * disk.used / (disk.used + disk.free), 1),  # as df counts
+                "disk_used": disk.used, "disk_total": disk.total,
+                "received_per_sec": round((self._network[0] - before[0]) / seconds),
+                "sent_per_sec": round((self._network[1] - before[1]) / seconds), "gpus": self.gpus()}
+
+    def gpus(self) -> list[dict]:
+        """Each GPU as a dict; what the driver does not tell is None."""
+        if self.nvml is None:
+            try:
+                import pynvml
+                pynvml.nvmlInit()
+                self.nvml = pynvml
+            except Exception:  # not installed, or there is no driver that fits; NVML's errors are its own
+                self.nvml = False
+        return self._gpus_of_nvml(self.nvml) if self.nvml else gpus_of_nvidia_smi()
+
+    @staticmethod
+    def _gpus_of_nvml(nvml) -> list[dict]:
+        def ask(name, *args):
+            try:
+                return getattr(nvml, f"nvmlDeviceGet{name}")(*args)
+            except nvml.NVMLError:
+                return None
+
+        found = []
+        for i in range(nvml.nvmlDeviceGetCount()):
+            gpu = nvml.nvmlDeviceGetHandleByIndex(i)
+            load, memory, power = ask("UtilizationRates", gpu), ask("MemoryInfo", gpu), ask("PowerUsage", gpu)
+            found.append({"index": i, "name": ask("Name", gpu), "utilization_percent": load and load.gpu,
+                          "memory_used": memory and memory.used, "memory_total": memory and memory.total,
+                          "power_watts": power and power / 1000,
+                          "temperature_celsius": ask("Temperature", gpu, nvml.NVML_TEMPERATURE_GPU)})
+        return found
+
+
+def is_trainer(command: list[str]) -> bool:
+    """Whether a command line is Python running one of the trainers (torchrun only starts them)."""
+    script = next((part for part in command[1:] if part and not part.startswith("-")), "")
+    return re.fullmatch(r"train_\w+\.py", Path(script).name) is not None
+
+
+def gpus_of_nvidia_smi() -> list[dict]:
+    """As Machine.gpus, some 100 times slower; empty without nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    fields = "index,name,utilization.gpu,memory.used,memory.total,power.draw,temperature.gpu"
+    try:
+        out = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+                             capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # it is there, but the driver is not
+        return []
+
+    def value(text: str, unit: int = 1) -> float | None:
+        try:
+            return float(text) * unit
+        except ValueError:  # "[N/A]", "[Not Supported]"
+            return None
+
+    found = []
+    for line in out.splitlines():
+        index, name, load, used, total, power, heat = line.split(", ")
+        found.append({"index": int(index), "name": name, "utilization_percent": value(load),
+                      "memory_used": value(used, MB), "memory_total": value(total, MB),
+                      "power_watts": value(power), "temperature_celsius": value(heat)})
+    return found
+
+
+def lines_of(reading: dict) -> list[str]:
+    """What Machine.read has found, as text."""
+    r = reading
+    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% "
+             f"({r['ram_used'] / GB:.1f} GB / {r['ram_total'] / GB:.1f} GB) | "
+             f"process RAM: {r['process_ram'] / GB:.1f} GB",
+             f"  - Disk: {r['disk_percent']:.1f}% ({r['disk_used'] / GB:.1f} GB / "
+             f"{r['disk_total'] / GB:.1f} GB) | Network: {r['received_per_sec'] / MB:.1f} MB/s in, "
+             f"{r['sent_per_sec'] / MB:.1f} MB/s out"]
+    for gpu in r["gpus"]:
+        used, total = gpu["memory_used"], gpu["memory_total"]
+        memory = None if used is None or total is None else f"{used / GB:.1f} GB / {total / GB:.1f} GB"
+        known = {"Util": (gpu["utilization_percent"], "{:.0f}%"), "Memory": (memory, "{}"),
+                 "Power": (gpu["power_watts"], "{:.0f} W"), "Temp": (gpu["temperature_celsius"], "{:.0f} C")}
+        lines.append(" | ".join([f"  - GPU {gpu['index']} ({gpu['name']})", *(
+            f"{what}: {form.format(value)}" for what, (value, form) in known.items() if value is not None)]))
+    return lines
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What a trainer reports
+
+# The curves of TensorBoard and wandb, by the keys of a record
+TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss": "Loss/val_epoch",
+        "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
+        "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu", "hfu": "Throughput/hfu",
+        "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
+        "val_accuracy": "MLM/val_accuracy", "val_nats_per_byte": "MLM/val_nats_per_byte"}
+
+
+def read_metrics(run_directory: Path) -> list[dict]:
+    """The records of a run up to the first broken line, such as a kill leaves. Raises OSError."""
+    records = []
+    text = Path(run_directory, "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+            record["step"]
+        except (ValueError, TypeError, KeyError):
+            break
+        records.append(record)
+    return records
+
+
+def history_of(records: list[dict]) -> dict[str, list]:
+    """Records as lists of equal length by key; None where a record lacks a key."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    return {key: [record.get(key) for record in records] for key in keys}
+
+
+class RunLog:
+    """The log of a run in directory `out`. Only rank 0 (`active`) writes; others may call everything.
+
+    `wandb` sends the curves to Weights & Biases as well; `profile` is a number of steps, see Profile.
+    """
+
+    def __init__(self, out: Path, active: bool, prefix: str, total_steps: int, wandb: bool = False,
+                 profile: int = 0):
         self.out, self.active, self.prefix, self.total_steps = Path(out), active, prefix, total_steps
         self.records: list[dict] = []
-        self._bar = self._tensorboard = self._metrics = None
+        self._use_wandb = wandb
+        self._bar = self._tensorboard = self._wandb = self._metrics = self._machine = None
         self._next_drawing = 0.0
         self._lock = threading.Lock()  # the thread that writes checkpoints speaks too
+        self._profile = Profile(self.out, profile, self.say) if active and profile else None
         if active:
             self._text = open(self.out / "train.log", "a", encoding="utf-8")
 
@@ -92,25 +355,22 @@ class RunLog:
         """Opens the files at a step, 0 or that of the checkpoint, and forgets what was logged after it.
 
         The record of this very step is kept if complete(record). Returns, on rank 0, whether there is one.
+        Raises UserError if --wandb cannot be had, or nothing can be written.
         """
         if not self.active:
             return False
-        path = self.out / "metrics.jsonl"
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    kept.append(json.loads(line))
-                except ValueError:
-                    break  # the run was killed while it wrote this line
-        self.records = [r for r in kept if r["step"] < step or r["step"] == step and complete(r)]
+        if self._use_wandb:
+            self._open_wandb(settings)
+        with contextlib.suppress(FileNotFoundError):
+            self.records = [r for r in read_metrics(self.out)
+                            if r["step"] < step or r["step"] == step and complete(r)]
         self._rewrite_metrics()
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-            self._tensorboard = SummaryWriter(self.out / "tb", purge_step=step + 1)
-            self._tensorboard.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
-        except ImportError:
-            self.say("curves for TensorBoard are not written: pip install tensorboard")
+        self._open_tensorboard(step, settings)
+        if self._tensorboard or self._wandb:
+            try:
+                self._machine = Machine()
+            except UserError as error:
+                self.say(f"no curves of CPU and RAM: {error}")
         if sys.stdout.isatty():
             from tqdm import tqdm  # comes with datasets
             self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True,
@@ -122,16 +382,60 @@ class RunLog:
         write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
         self._metrics = open(path, "a", encoding="utf-8")
 
+    def _open_tensorboard(self, step: int, settings: dict) -> None:
+        """Has TensorBoard drop all that follows the last record kept, and shows it the settings."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
+        except ImportError:
+            return self.say("curves for TensorBoard are not written: pip install tensorboard")
+        # TensorBoard reads files in the order of their names, which begin with the second of their birth
+        born = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
+        while str(int(time.time())) in born:
+            time.sleep(0.05)
+        last = self.records[-1]["step"] if self.records else -1
+        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=last + 1)
+        self._tensorboard.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()), step)
+        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+        for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would make a run of its own
+            self._tensorboard.file_writer.add_summary(summary)
+        for record in () if born else self.records:
+            self._to_tensorboard(scalars_of(record), record)
+
+    def _open_wandb(self, settings: dict) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("--wandb needs its package: pip install wandb, or leave it out.") from None
+        name = self.out / "wandb-id"  # the run over there that this one continues; steps it knows it ignores
+        if not name.exists():
+            write_atomically(name, secrets.token_hex(4).encode())
+        try:
+            self._wandb = wandb.init(project="flat-distributed-training", name=self.out.name, config=settings,
+                                     dir=self.out, id=name.read_text(), resume="allow")
+        except wandb.Error as error:
+            raise UserError(f"--wandb does not start ({error}): use `wandb login` or WANDB_MODE=offline, or "
+                            "leave it out.") from None
+
     def tick(self, step: int) -> None:
-        """Moves the progress bar on."""
+        """Ends a step: moves the progress bar and the profile on."""
+        if self._profile and not self._profile.tick():
+            self._profile = None
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
+
+    def phase(self, name: str) -> None:
+        """Says for --profile what begins here: one of Profile.PHASES."""
+        if self._profile:
+            self._profile.phase(name)
 
     def step_line(self, r: dict, eta: float) -> None:
         """Prints a record as a line or beside the progress bar. Sync=OK: a failed comparison ends the run."""
         if not self.active:
             return
         mfu = f"{r['mfu']:.1%} MFU | " if r["mfu"] is not None else ""
+        if mfu and r.get("hfu", r["mfu"]) != r["mfu"]:
+            mfu += f"{r['hfu']:.1%} HFU | "
         line = (f"step {r['step']}/{self.total_steps} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
                 f"grad {r['grad_norm']:.2f} | {human_count(r['tokens_per_sec'])} tok/s | "
                 f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync=OK")
@@ -143,11 +447,20 @@ class RunLog:
             self.say(f"{self.prefix} {line}")
 
     def write(self, record: dict) -> None:
-        """Adds the record of a step to all curves. JSON knows no NaN and no infinity, they become null."""
+        """Adds the record of a step to all curves. JSON knows no NaN and no infinity, they become null.
+
+        TensorBoard has a step before metrics.jsonl has it, so that after a kill it can have too much, which
+        `begin` drops, and never too little.
+        """
         if not self.active:
             return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
+        scalars = scalars_of(record) | self._system()
+        if self._tensorboard:
+            self._to_tensorboard(scalars, record)
+        if self._wandb:
+            self._wandb.log(scalars, step=record["step"])
         try:
             if self._metrics is None:
                 self._rewrite_metrics()
@@ -157,14 +470,27 @@ class RunLog:
         except (OSError, UserError) as error:  # the next record tries again with all of them
             self._metrics = None
             self.say(f"WARNING: metrics.jsonl was not written ({error})")
-        if self._tensorboard:
-            names = {"loss": "Loss/train_step", "val_loss": "Loss/val_epoch", "lr": "LR",
-                     "grad_norm": "GradNorm", "tokens_per_sec": "Throughput/tokens_per_sec",
-                     "mfu": "Throughput/mfu", "mem_gb": "System/mem_gb",
-                     "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder"}
-            for key, name in names.items():
-                if record.get(key) is not None:
-                    self._tensorboard.add_scalar(name, record[key], record["step"])
+
+    def _system(self) -> dict[str, float]:
+        if not self._machine:
+            return {}
+        now, torch = self._machine.cpu_and_ram(), sys.modules.get("torch")
+        found = {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
+        if torch and torch.cuda.is_initialized():  # what torch holds; asking the driver would cost more
+            found["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
+        return found
+
+    def _to_tensorboard(self, scalars: dict[str, float], record: dict) -> None:
+        """Writes all points of a step as one event, of which a kill leaves all or nothing."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        try:
+            self._tensorboard.file_writer.add_summary(Summary(value=values), record["step"],
+                                                      record.get("time"))
+            self._tensorboard.flush()
+        except OSError as error:
+            self.say(f"WARNING: no more curves for TensorBoard until the next start ({error})")
+            self._tensorboard = None
 
     def sample(self, text: str, step: int) -> None:
         """Prints a text that the model has written, and shows it in TensorBoard."""
@@ -173,54 +499,324 @@ class RunLog:
             self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
-        """Writes history.json and draws training_history.png, unless that would take over 1 % of the time."""
+        """Writes history.json and draws training_history.png, unless that took over 0.5 % of the time."""
         if not self.active or not self.records or not last and time.perf_counter() < self._next_drawing:
             return
         begun = time.perf_counter()
-        keys = list(self.records[-1])
-        history = {key: [r.get(key) for r in self.records] for key in keys}
         try:
-            write_atomically(self.out / "history.json", json.dumps(history).encode())
-            draw_history(history, self.out / "training_history.png", self.out.name)
+            write_atomically(self.out / "history.json", json.dumps(history_of(self.records)).encode())
+            draw_curves({self.out.name: self.records}, self.out / "training_history.png")
         except ImportError:
-            pass  # said once, at the end
+            if last:
+                self.say("training_history.png is not drawn: pip install matplotlib")
         except (OSError, UserError) as error:
             self.say(f"WARNING: the history was not written ({error})")
-        self._next_drawing = time.perf_counter() + 100 * (time.perf_counter() - begun)
+        self._next_drawing = time.perf_counter() + 200 * (time.perf_counter() - begun)
 
     def close(self) -> None:
         if not self.active:
             return
+        if self._profile:
+            self._profile.finish()
+            self._profile = None
         self.save_history(last=True)
-        if "matplotlib" not in sys.modules:
-            self.say("training_history.png is not drawn: pip install matplotlib")
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         if self._tensorboard:
-            self._tensorboard.close()
+            with contextlib.suppress(OSError):
+                self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
 
 
-def draw_history(history: dict, path: Path, title: str) -> None:
-    """Draws loss, learning rate and throughput over the steps into a PNG."""
+def scalars_of(record: dict) -> dict[str, float]:
+    return {tag: record[key] for key, tag in TAGS.items() if record.get(key) is not None}
+
+
+class Profile:
+    """Where the time of some steps goes: a trace for a browser, and a table. Begins after two steps more.
+
+    The table has seconds of the wall clock. For that a GPU is waited for where one phase ends and the next
+    begins, so the total is higher than without a profile. Communication runs beside the backward pass.
+    """
+
+    PHASES = ("data", "forward", "backward", "optimizer", "save", "evaluation", "other")
+
+    def __init__(self, out: Path, steps: int, say):
+        self.out, self.steps, self.say = out, steps, say
+        self.done, self.profiler, self.seconds = -2, None, dict.fromkeys(self.PHASES, 0.0)
+
+    def tick(self) -> bool:
+        """Counts a step; False after the last one."""
+        self.done += 1
+        if self.done == 0:
+            from torch.profiler import profile
+            self.profiler = profile()
+            self.profiler.start()
+            self._enter("other")
+        elif self.done == self.steps:
+            self.finish()
+        elif self.profiler:
+            self.phase("other")
+        return self.done < self.steps
+
+    def _enter(self, name: str) -> None:
+        import torch
+        self.name, self.begun = name, time.perf_counter()
+        self.range = torch.profiler.record_function(name)
+        self.range.__enter__()
+
+    def _leave(self) -> None:
+        import torch
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.range.__exit__(None, None, None)
+        self.seconds[self.name] += time.perf_counter() - self.begun
+
+    def phase(self, name: str) -> None:
+        if self.profiler:
+            self._leave()
+            self._enter(name)
+
+    def finish(self) -> None:
+        """Writes the trace and prints the table, of as many steps as there were."""
+        if not self.profiler:
+            return self.say("--profile has nothing to show: the run was over before it began")
+        self._leave()
+        self.profiler.stop()
+        steps, total = max(self.done, 1), sum(self.seconds.values())
+        rows = list(self.seconds.items())
+        messages = re.compile(r"gloo:|ncclDevKernel|ncclKernel")
+        averages = [e for e in self.profiler.key_averages() if messages.match(e.key)]
+        communication = sum(e.self_device_time_total or e.cpu_time_total for e in averages) / 1e6
+        rows.insert(3, ("communication", communication))
+        self.say(f"profile of {steps} steps, {total / steps * 1000:.1f} ms each; communication runs beside "
+                 "the others:")
+        for name, seconds in rows:
+            self.say(f"  {name:13} {seconds / steps * 1000:10.2f} ms {seconds / total:7.1%}")
+        path = self.out / "trace.json.gz"
+        try:
+            self.profiler.export_chrome_trace(str(path))
+            self.say(f"the trace is {path}: open it in chrome://tracing or ui.perfetto.dev")
+        except OSError as error:
+            self.say(f"WARNING: the trace was not written ({error})")
+        self.profiler = None
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Runs as pictures and tables
+
+# One run has a style of its own in each of three ways, so that they can be told apart in grey.
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "0.2")
+LINES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
+    """Draws loss, learning rate and throughput of runs, records by name, into a PNG 800 pixels wide.
+
+    Over the steps if it is one run, over tokens if they are several. Raises ImportError and OSError.
+    """
     from matplotlib.figure import Figure  # without pyplot, which would want a display
     figure = Figure(figsize=(8, 8))
-    figure.subplots_adjust(0.11, 0.07, 0.97, 0.95, hspace=0.08)
     loss, lr, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
-    steps = history["step"]
-    loss.plot(steps, history["loss"], label="training", color="0.6", linewidth=1)
-    evaluated = [(s, v) for s, v in zip(steps, history["val_loss"]) if v is not None]
-    if evaluated:
-        loss.plot(*zip(*evaluated), label="validation", color="tab:blue", marker="o", markersize=4)
-    loss.set(ylabel="loss (nats per token)", title=title)
-    loss.legend()
-    lr.plot(steps, history["lr"], color="tab:green")
+    one = len(runs) == 1
+    for i, (name, records) in enumerate(runs.items()):
+        x, color = "step" if one else "tokens", COLORS[i % len(COLORS)]
+        style = {"color": color, "linestyle": LINES[i % len(LINES)]}
+
+        def curve(axes, key, x=x, records=records, **kwargs):
+            points = [(r[x], r[key]) for r in records if r.get(key) is not None and r.get(x) is not None]
+            if points:
+                axes.plot(*zip(*points), **kwargs)
+
+        curve(loss, "loss", label="training" if one else None, **({"color": "0.6"} if one else style),
+              linewidth=1, alpha=1 if one else 0.6)
+        curve(loss, "val_loss", label="validation" if one else name, marker=MARKERS[i % len(MARKERS)],
+              markersize=5, **style)
+        if not one and not any(r.get("val_loss") is not None for r in records):
+            loss.plot([], [], label=name, **style)
+        curve(lr, "lr", **style)
+        curve(speed, "tokens_per_sec", **style)
+    loss.set_ylabel("loss (nats per token)")
+    loss.set_title(next(iter(runs)) if one else "validation loss (with marks) and training loss (thin)")
+    if loss.get_legend_handles_labels()[0]:
+        loss.legend(handlelength=4)
     lr.set_ylabel("learning rate")
-    speed.plot(steps, history["tokens_per_sec"], color="tab:orange")
-    speed.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
+    lr.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
+    speed.set(ylabel="tokens/s", xlabel="step" if one else "tokens", ylim=(0, None))
     for axes in (loss, lr, speed):
         axes.grid(alpha=0.3)
+    figure.subplots_adjust(0.12, 0.07, 0.97, 0.95, hspace=0.12)
+    figure.align_ylabels()
     temporary = path.with_name(".tmp-" + path.name)
     figure.savefig(temporary, format="png", dpi=100)
     os.replace(temporary, path)
 
+
+def summary_of(records: list[dict]) -> dict:
+    """The last state of a run and its best. Hours are those of training, without evaluations and pauses."""
+    last = records[-1] if records else {}
+    evaluated = [(r["val_loss"], r["step"]) for r in records if r.get("val_loss") is not None]
+    best, best_step = min(evaluated, default=(None, None))
+    seconds = tokens = 0
+    for record in records:
+        if record.get("tokens_per_sec"):
+            seconds += (record["tokens"] - tokens) / record["tokens_per_sec"]
+            tokens = record["tokens"]
+    return {"step": last.get("step", 0), "loss": last.get("loss"),
+            "val_loss": evaluated[-1][0] if evaluated else None,
+            "best_val_loss": best, "best_step": best_step,
+            "tokens": tokens, "tokens_per_sec": round(tokens / seconds, 1) if seconds else None,
+            "hours": round(seconds / 3600, 4)}
+
+
+def table_of_runs(runs: dict[str, list[dict]]) -> list[str]:
+    rows = [["run", "step", "loss", "val loss", "best", "at step", "tokens", "tokens/s", "hours"]]
+    for name, records in runs.items():
+        s = summary_of(records)
+        losses = ["-" if s[k] is None else f"{s[k]:.4f}" for k in ("loss", "val_loss", "best_val_loss")]
+        rows.append([name, str(s["step"]), *losses, str(s["best_step"] or "-"), human_count(s["tokens"]),
+                     human_count(s["tokens_per_sec"] or 0), f"{s['hours']:.3f}"])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+            for row in rows]
+
+
+def sparkline(values: list[float], width: int, bars: str = "▁▂▃▄▅▆▇█") -> str:
+    """Numbers as a line of at most `width` characters, each the mean of its share."""
+    width = min(width, len(values))
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
+    low, high = min(means), max(means)
+    return "".join(bars[int((m - low) / ((high - low) or 1) * (len(bars) - 1) + 0.5)] for m in means)
+
+
+def sparklines(runs: dict[str, list[dict]]) -> list[str]:
+    """Loss, validation loss, learning rate and throughput of runs as text: first, curve, last."""
+    width = min(max(shutil.get_terminal_size().columns - 45, 10), 80)
+    try:
+        "▁█".encode(sys.stdout.encoding or "ascii")
+        bars = {}
+    except UnicodeEncodeError:
+        bars = {"bars": "_.-=+*#@"}
+    lines = []
+    for name, records in runs.items():
+        lines += ["", name]
+        for key, label, form in (("loss", "training loss", "{:.4f}".format),
+                                 ("val_loss", "validation loss", "{:.4f}".format),
+                                 ("lr", "learning rate", "{:.1e}".format),
+                                 ("tokens_per_sec", "tokens/s", human_count)):
+            if values := [r[key] for r in records if r.get(key) is not None]:
+                lines.append(f"  {label:15} {form(values[0]):>8} {sparkline(values, width, **bars)} "
+                             f"{form(values[-1])}")
+    return lines
+
+
+def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
+    """Records by name, that of the directory unless two share it. Raises UserError if one is no run."""
+    names = [d.resolve().name for d in directories]
+    runs = {}
+    for directory, name in zip(directories, names):
+        path = directory / "metrics.jsonl"
+        try:
+            records = read_metrics(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{directory} has no metrics.jsonl: name the directory of a run, such as "
+                            "runs/hrm-tiny-stdlib-bpe4096.") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}): name another run.") from None
+        if not records and path.stat().st_size > 0:
+            raise UserError(f"{path} does not begin with the record of a step: name another run.")
+        runs[str(directory) if names.count(name) > 1 else name] = records
+    return runs
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; --help lists all flags.")
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and a million seconds")
+    return value
+
+
+def parse_args(argv) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to draw and to list; "
+                        "without any, the machine is shown")
+    parser.add_argument("--interval", type=seconds, default=4.0, help="seconds between two readings (4)")
+    parser.add_argument("--once", action="store_true", help="stop after the first reading")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
+    parser.add_argument("--follow", action="store_true", help="show runs again and again, as text")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
+                        "training_history.png of a single run, runs.png here of several)")
+    args = parser.parse_args(argv)
+    if (args.follow or args.output) and not args.runs:
+        parser.error("--follow and --output need the directory of a run")
+    return args
+
+
+def watch_machine(args: argparse.Namespace) -> None:
+    machine, wait = Machine(), min(0.5, args.interval)  # use is that of a while, the first one a short one
+    while True:
+        time.sleep(wait)
+        reading, wait = machine.read(), args.interval
+        print(json.dumps(reading) if args.json else "\n".join(lines_of(reading)), flush=True)
+        if args.once:
+            return
+
+
+def show_runs(args: argparse.Namespace) -> None:
+    while True:
+        runs = read_runs(args.runs)
+        if args.json:
+            lines = [json.dumps({"run": name, **summary_of(records)}) for name, records in runs.items()]
+        else:
+            lines = table_of_runs(runs) + (sparklines(runs) if args.follow else [])
+        clear = "\033[H\033[J" if args.follow and sys.stdout.isatty() else ""
+        print(clear + "\n".join(lines), flush=True)
+        if not args.follow:
+            return draw_runs(runs, args)
+        if args.once:
+            return
+        time.sleep(args.interval)
+
+
+def draw_runs(runs: dict[str, list[dict]], args: argparse.Namespace) -> None:
+    path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
+    try:
+        draw_curves(runs, path)
+        print(f"the curves are in {path}", file=sys.stderr)
+    except ImportError:
+        print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): give another --output.") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit code: 0, also after Ctrl-C or when the reader goes away, or 2."""
+    try:
+        args = parse_args(argv)
+        show_runs(args) if args.runs else watch_machine(args)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:  # as in `python monitor.py | head`; at its end Python would flush into it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

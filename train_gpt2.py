@@ -101,7 +101,7 @@ def main() -> None:
 
     # ------------------------------------------------------------------- model, optimizer, state to resume
     lock = claim(out, world)
-    log = monitor.RunLog(out, world.main, world.prefix, steps)
+    log = monitor.RunLog(out, world.main, world.prefix, steps, args.wandb, args.profile)
     saved = load_to_resume(out, args.resume, world, log.say)
     config = GPT2Config(vocab_size=tokenizer.vocab_size,
                        padded_vocab=args.vocab_size or pad_vocab(tokenizer.vocab_size),
@@ -132,13 +132,14 @@ def main() -> None:
         epoch, ends_epoch = saved["epoch"], saved["ends_epoch"]
 
     def is_logged():
-        return step == 1 or step % args.log_every == 0 or step >= steps or evaluates()
+        return step == 1 or step % args.log_every == 0 or step >= steps or ends_epoch or evaluates()
 
     def evaluates():
         due = step % args.eval_every == 0 or step >= steps or ends_epoch
         return due and dataset.val is not None
 
-    logged = log.begin(step, settings, lambda record: record["val_loss"] is not None or not evaluates())
+    logged = on_main(world, lambda: log.begin(
+        step, settings, lambda record: record["val_loss"] is not None or not evaluates()))
     if world.main:
         data.write_atomically(out / "config.json", json.dumps(identity, indent=2).encode())
         data.write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
@@ -173,7 +174,6 @@ def main() -> None:
     # --------------------------------------------------------------------------------------------- get going
     # `record` describes the last step as long as something is to be done about it: after a step that is due,
     # and after a resume unless it was done before the run was stopped.
-    logged = on_main(world, lambda: logged)
     record = None if logged or not saved else saved["record"]
     if step >= steps and record is None:
         log.say(f"this run is complete after {step} steps: raise --steps to go on, give another --out to "
@@ -185,7 +185,7 @@ def main() -> None:
     epoch_begun = time.perf_counter() - epoch["seconds"]
     val_losses = [r["val_loss"] for r in log.records if r["val_loss"] is not None]
     best, evaluations = min(val_losses, default=math.inf), len(val_losses)
-    peak = monitor.peak_flops(world.device)
+    peak = monitor.peak_flops(world.device, log.say)
 
     example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
     warm_up(wrapped, *[lambda: wrapped(example, example)[0]] * 2)
@@ -200,9 +200,11 @@ def main() -> None:
     checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None)
 
     def save():
+        log.phase("save")
         position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
         checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler, outer,
                          powersgd)
+        log.phase("other")
 
     def show_sample():  # on all ranks, each of which may hold a shard
         if ema:
@@ -229,10 +231,14 @@ def main() -> None:
             if saves and checkpoints.saved_step != step:
                 save()
             if evaluates() and not stopping:
+                log.phase("evaluation")
                 batches = data.validation_batches(dataset.val, batch, world.rank, world.world_size,
                                                   world.device, args.eval_batches * global_batch or None)
                 means, stopping = evaluate(model, ema, batches, world, vote)
                 record["val_loss"] = None if stopping else means["loss"]
+            if ends_epoch or step >= steps:
+                record["epoch_loss"] = epoch["loss"] / epoch["steps"]
+                record["epoch_seconds"] = epoch["seconds"]
             if is_logged() and not (evaluates() and record["val_loss"] is None):  # else after a resume
                 log.write(record)
                 log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
@@ -262,11 +268,15 @@ def main() -> None:
         lr = learning_rate(step, steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         local_loss = torch.zeros((), device=world.device)
         for micro_batch in range(grad_accum):
+            log.phase("data")
             x, y = next(loader)  # (B, T) each
+            log.phase("forward")
             with no_sync(wrapped, micro_batch < grad_accum - 1 or apart):
                 loss, _ = wrapped(x, y)
+                log.phase("backward")
                 scaler.scale(loss / grad_accum).backward()
             local_loss += loss.detach() / (grad_accum * world.world_size)
+        log.phase("optimizer")
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
             for group in optimizer.param_groups:
@@ -295,10 +305,12 @@ def main() -> None:
             now = time.perf_counter()
             epoch["seconds"] = now - epoch_begun
             tokens_per_sec = (step - window[1]) * global_batch * args.seq_len / (now - window[0])
-            flops = tokens_per_sec * model.flops_per_token()
+            modes = ("none", args.checkpoint_activations)
+            flops = [tokens_per_sec * model.flops_per_token(mode) for mode in modes]
+            mfu, hfu = (f / (peak * world.world_size) if peak else None for f in flops)
             record = {"step": step, "loss": mean_loss, "val_loss": None, "lr": lr, "grad_norm": norm.item(),
                       "tokens": samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
-                      "mfu": flops / (peak * world.world_size) if peak else None,
+                      "mfu": mfu, "hfu": hfu,
                       "mem_gb": round(monitor.memory_gb(world.device), 3), "time": round(time.time(), 3)}
 
     # ----------------------------------------------------------------------------------------------- the end

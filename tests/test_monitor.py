@@ -1,0 +1,643 @@
+"""monitor.py: readings against what the system says, the command, RunLog's curves, pictures and tables."""
+
+import base64
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, finish, kill, start
+
+import monitor
+from data import UserError
+from monitor import GB, MB, Machine, RunLog
+
+COMMAND = [sys.executable, ROOT / "monitor.py"]
+
+
+def block(monkeypatch, *names: str) -> None:
+    """Makes the import of these packages fail as if they were not installed."""
+    for name in [*sys.modules]:
+        if name.split(".")[0] in names:
+            monkeypatch.delitem(sys.modules, name)
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+    if "tensorboard" in names:
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+
+
+def command(capsys, *arguments) -> tuple[int, str, str]:
+    """Exit code, output and errors of `python monitor.py …`, run in this process."""
+    code = monitor.main([str(a) for a in arguments])
+    return code, *capsys.readouterr()
+
+
+def record(step: int, **changes) -> dict:
+    return {"step": step, "loss": 5.0 - step / 10, "val_loss": None, "lr": 1e-3, "grad_norm": 1.0,
+            "tokens": step * 100, "tokens_per_sec": 50.0, "mfu": 0.25, "hfu": 0.5, "mem_gb": 1.0,
+            "time": 1.7e9 + step} | changes
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The machine
+
+
+def ticks() -> list[int]:
+    return [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+
+
+@pytest.mark.parametrize("without", [(), ("psutil", "pynvml")], ids=["extras", "no extras"])
+def test_a_reading_agrees_with_proc_stat_and_free(monkeypatch, capsys, without):
+    if not Path("/proc/stat").exists() or not shutil.which("free"):
+        pytest.skip("needs /proc and free")
+    block(monkeypatch, *without)
+    before = ticks()
+    code, out, _ = command(capsys, "--once", "--json", "--interval", "0.6")
+    after = ticks()
+    reading = json.loads(out)
+    spent = [b - a for a, b in zip(before[:8], after)]
+    busy = 100 * (1 - (spent[3] + spent[4]) / sum(spent))
+    assert code == 0 and abs(reading["cpu_percent"] - busy) < 12, (reading["cpu_percent"], busy)
+    row = subprocess.run(["free", "-b"], capture_output=True, text=True).stdout.splitlines()[1].split()
+    total, available = int(row[1]), int(row[-1])
+    if reading["ram_total"] == total:  # else a container has less
+        assert abs(reading["ram_used"] - (total - available)) < 0.03 * total
+    else:
+        assert reading["ram_total"] == monitor.cgroup_memory()[1] < total
+    assert abs(reading["ram_percent"] - 100 * reading["ram_used"] / reading["ram_total"]) < 0.1
+    assert 10 * MB < reading["process_ram"] < reading["ram_total"]
+
+
+def test_psutil_and_proc_agree():
+    pytest.importorskip("psutil")
+    with_psutil, without = Machine(), Machine()
+    without.psutil = None
+    for method in ("_cpu_time", "_traffic", "_memory", "_process_memory"):
+        ours, theirs = getattr(without, method)(), getattr(with_psutil, method)()
+        if method == "_cpu_time":  # ticks of 10 ms against seconds
+            ours = [n / os.sysconf("SC_CLK_TCK") for n in ours]
+        assert ours == pytest.approx(theirs, rel=0.05, abs=MB if method == "_traffic" else 1), method
+
+
+def test_lines_are_those_of_the_issue(capsys):
+    code, out, _ = command(capsys, "--once", "--interval", "0.1")
+    first, second = out.splitlines()[:2]
+    assert code == 0 and re.fullmatch(
+        r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] CPU: \d+\.\d% \| RAM: \d+\.\d% \(\d+\.\d GB / \d+\.\d GB\) \| "
+        r"process RAM: \d+\.\d GB", first), first
+    assert re.match(r"  - Disk: \d+\.\d% .* \| Network: \d+\.\d MB/s in, \d+\.\d MB/s out$", second), second
+
+
+GPU_LINE = "  - GPU 0 (NVIDIA RTX 4090) | Util: 89% | Memory: 12.1 GB / 24.0 GB | Power: 350 W | Temp: 65 C"
+
+
+def gpu_lines(machine: Machine) -> list[str]:
+    return monitor.lines_of(machine.read())[2:]
+
+
+def test_gpus_by_nvml(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def unsupported(gpu):
+        if gpu == 1:
+            raise NVMLError
+        return 350_400  # milliwatts
+
+    stub = SimpleNamespace(
+        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetName=lambda gpu: "NVIDIA RTX 4090",
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=89),
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=12.1 * GB, total=24 * GB),
+        nvmlDeviceGetPowerUsage=unsupported, nvmlDeviceGetTemperature=lambda gpu, which: 65)
+    monkeypatch.setitem(sys.modules, "pynvml", stub)
+    assert gpu_lines(Machine()) == [
+        GPU_LINE, GPU_LINE.replace("GPU 0", "GPU 1").replace(" | Power: 350 W", "")]
+
+
+def test_gpus_by_nvidia_smi(monkeypatch, tmp_path):
+    block(monkeypatch, "pynvml")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, NVIDIA RTX 4090, 89, 12390, 24564, 350.4, 65'\n"
+                   "echo '1, NVIDIA A100-SXM4-80GB, [N/A], 1024, 2048, [Not Supported], 40'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert gpu_lines(Machine()) == [
+        GPU_LINE, "  - GPU 1 (NVIDIA A100-SXM4-80GB) | Memory: 1.0 GB / 2.0 GB | Temp: 40 C"]
+    smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert gpu_lines(Machine()) == []
+
+
+@pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs a GPU")
+@pytest.mark.parametrize("without", [(), ("pynvml",)], ids=str)
+def test_gpus_agree_with_nvidia_smi(monkeypatch, without):
+    block(monkeypatch, *without)
+    out = subprocess.run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+                         capture_output=True, text=True).stdout
+    expected = [(name, int(total)) for name, total in (line.split(", ") for line in out.splitlines())]
+    assert [(g["name"], round(g["memory_total"] / MB)) for g in Machine().gpus()] == expected
+
+
+@pytest.mark.parametrize("membership, files, expected", [
+    # v2 in a container that sees its own group as the root
+    ("0::/", {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 300"},
+     (400, 1000)),
+    ("0::/", {"memory.max": "max", "memory.current": "700", "memory.stat": "inactive_file 0"}, None),
+    # v2 on a host: the limit of a parent is tighter
+    ("0::/a/b", {"a/b/memory.max": "900", "a/b/memory.current": "1", "a/b/memory.stat": "", "a/memory.max":
+                 "500", "a/memory.current": "200", "a/memory.stat": "inactive_file 50"}, (150, 500)),
+    # v1, where the path is that of the host and the container sees its group as the root
+    ("9:name=systemd:/\n4:cpu,memory:/docker/x\n0::/", {
+        "memory/memory.limit_in_bytes": "800", "memory/memory.usage_in_bytes": "600",
+        "memory/memory.stat": "total_inactive_file 100"}, (500, 800)),
+    ("", {}, None)], ids=["v2", "v2 max", "v2 parent", "v1", "none"])
+def test_memory_limits_of_containers(tmp_path, membership, files, expected):
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text)
+    (tmp_path / "self").write_text(membership)
+    assert monitor.cgroup_memory(tmp_path / "fs", tmp_path / "self") == expected
+
+
+def test_a_container_shows_its_limit(monkeypatch):
+    monkeypatch.setattr(monitor, "cgroup_memory", lambda: (3 * GB, 4 * GB))
+    reading = Machine().read()
+    assert (reading["ram_used"], reading["ram_total"], reading["ram_percent"]) == (3 * GB, 4 * GB, 75.0)
+
+
+def test_trainers_are_told_from_their_launcher():
+    assert monitor.is_trainer(["python", "-u", "/x/train_hrm.py", "--size", "tiny"])
+    for other in (["python", "-m", "torch.distributed.run", "train_hrm.py"], ["vim", "notes"], [], ["python"],
+                  ["/venv/python", "/venv/bin/torchrun", "--nproc_per_node=2", "train_hrm.py"]):
+        assert not monitor.is_trainer(other)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_starting_needs_no_torch():
+    done = finish(start([sys.executable, "-c", "import sys, monitor; assert 'torch' not in sys.modules"]))
+    assert done.code == 0, done.out
+
+
+def test_ctrl_c_ends_it_quietly(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    for arguments in ((), (tmp_path, "--follow")):
+        process = start([*COMMAND, *arguments, "--interval", "0.2"])
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        done = finish(process, 20)
+        assert done.code == 0 and "Traceback" not in done.out and "Interrupt" not in done.out, done.out
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    done = finish(start(["bash", "-c", f"{sys.executable} {ROOT / 'monitor.py'} --interval 0.1 | head -n 1; "
+                         "echo code ${PIPESTATUS[0]}"]), 20)
+    assert done.out.splitlines()[1:] == ["code 0"], done.out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["nowhere"], "nowhere has no metrics.jsonl"), (["file"], "file has no metrics.jsonl"),
+    (["broken"], "does not begin with the record of a step"), (["--interval", "0"], "not between"),
+    (["--interval", "x"], "invalid seconds"), (["--follow"], "need the directory of a run"),
+    (["--frequency", "1"], "unrecognized"), (["good", "--output", "no/where.png"], "cannot be written")],
+    ids=str)
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for name, text in (("broken", "no json\n"), ("good", json.dumps(record(1)) + "\n")):
+        Path(name).mkdir()
+        Path(name, "metrics.jsonl").write_text(text)
+    code, _, errors = command(capsys, *arguments)
+    assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
+    assert message in errors
+
+
+# -----------------------------------------------------------------------------------------------------------
+# RunLog
+
+
+def begun(out: Path, step: int = 0, keep: bool = True, **options) -> RunLog:
+    log = RunLog(out, True, "[Rank 0/1]", 10, **options)
+    log.begin(step, {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None}, lambda record: keep)
+    return log
+
+
+def curves(out: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points of each curve as TensorBoard reads them."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(out / "tb"), {"scalars": 0, "tensors": 0})
+    events.Reload()
+    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return found | {tag: len(events.Tensors(tag)) for tag in events.Tags()["tensors"]}
+
+
+def test_tags(tmp_path):
+    log = begun(tmp_path)
+    log.write(record(1, val_loss=4.5, epoch_loss=4.8, epoch_seconds=12.0, bp_steps=2, cycles=2.0, ponder=0.1))
+    log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_nats_per_byte=1.0))
+    log.sample("def main():\n    pass", 2)
+    log.close()
+    found = curves(tmp_path)
+    assert found.pop("sample/text_summary") == found.pop("settings/text_summary") == 1
+    for tag in ("System/CPU_percent", "System/RAM_percent"):
+        assert [step for step, _ in found.pop(tag)] == [1, 2]
+    one = {"Loss/train_step": 4.9, "Loss/train_epoch": 4.8, "Loss/val_epoch": 4.5, "Time/epoch_seconds": 12.0,
+           "LR": 1e-3, "GradNorm": 1.0, "Throughput/tokens_per_sec": 50.0, "Throughput/mfu": 0.25,
+           "Throughput/hfu": 0.5, "HRM/bp_steps": 2, "HRM/cycles": 2, "HRM/ponder": 0.1}
+    assert {t: v for t, ((s, v), *_) in found.items() if s == 1} == pytest.approx(one)
+    assert [t for t, points in found.items() if len(points) == 2] == [
+        "LR", "GradNorm", "Throughput/tokens_per_sec", "Throughput/hfu"]  # not the loss, which was NaN
+    assert found["MLM/val_accuracy"] == [(2, 0.5)]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["loss"] is None
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["logged", "not logged"])
+def test_a_resumed_run_has_one_point_for_each_step(tmp_path, keep):
+    """Stopped after step 8 without a word, as by kill -9, and again from the checkpoint of step 5."""
+    log = begun(tmp_path)
+    for step in range(1, 9):
+        log.write(record(step))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')
+    log = begun(tmp_path, 5, keep)
+    for step in range(6 if keep else 5, 11):
+        log.write(record(step, loss=step))
+    log.close()
+    again = 6 if keep else 5
+    expected = [(s, 5 - s / 10) for s in range(1, again)] + [(s, s) for s in range(again, 11)]
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert [(r["step"], r["loss"]) for r in monitor.read_metrics(tmp_path)] == expected
+    assert [*zip(history["step"], history["loss"])] == expected
+    points = curves(tmp_path)["Loss/train_step"]
+    assert [s for s, _ in points] == [*range(1, 11)]
+    assert [v for _, v in points] == pytest.approx([v for _, v in expected])
+
+
+def test_tensorboard_that_is_installed_later_has_the_whole_curve(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        block(patch, "tensorboard", "matplotlib", "psutil")
+        log = begun(tmp_path)
+        log.write(record(1, val_loss=4.0))
+        log.write(record(2))
+        log.close()
+        said = capsys.readouterr().out
+        for package in ("tensorboard", "matplotlib"):
+            assert len(re.findall(f"pip install {package}", said)) == 1, said
+        assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "history.json", "train.log"}
+        code, out, errors = command(capsys, tmp_path)
+        assert code == 0 and "pip install matplotlib" in errors and "4.8000" in out
+    log = begun(tmp_path, 2)
+    log.write(record(3))
+    log.close()
+    assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3]
+
+
+def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeypatch, capsys):
+    log = begun(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log._tensorboard.file_writer.event_writer._async_writer._writer, "flush", full)
+    log.write(record(1))
+    log.write(record(2))
+    assert capsys.readouterr().out.count("No space left on device") == 1
+    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2]
+
+
+def test_wandb(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(
+        "calls = []\n"
+        "class Error(Exception): pass\n"
+        "class Run:\n"
+        "    def log(self, scalars, step): calls.append((step, scalars))\n"
+        "    def finish(self): calls.append('finish')\n"
+        "def init(**options):\n"
+        "    if options['config']['lr'] == 0: raise Error('not logged in')\n"
+        "    calls.append(options)\n"
+        "    return Run()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    out = tmp_path / "run"
+    out.mkdir()
+    for step in (0, 1):  # the second one resumes
+        log = begun(out, step, wandb=True)
+        log.write(record(step + 1))
+        log.close()
+    first, point, _, second, *_ = sys.modules.pop("wandb").calls
+    assert first["id"] == second["id"] and first["resume"] == "allow" and first["name"] == "run"
+    assert first["config"]["bp_steps"] == [2, 5] and point[0] == 1
+    assert point[1]["Loss/train_step"] == 4.9 and "System/CPU_percent" in point[1]
+    log = RunLog(out, True, "", 10, wandb=True)
+    with pytest.raises(UserError, match="not logged in.*wandb login"):
+        log.begin(0, {"lr": 0}, lambda record: True)
+    block(monkeypatch, "wandb")
+    with pytest.raises(UserError, match="pip install wandb"):
+        begun(out, wandb=True)
+
+
+def test_ranks_that_are_not_active_write_nothing(tmp_path):
+    log = RunLog(tmp_path, False, "", 10, wandb=True, profile=3)
+    assert log.begin(0, {}, lambda record: True) is False
+    log.say("x")
+    log.phase("data")
+    log.tick(1)
+    log.write(record(1))
+    log.step_line(record(1), 0)
+    log.sample("x", 1)
+    log.close()
+    assert not any(tmp_path.iterdir())
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Peaks
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA B200", 2250),
+    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 3090", 71),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA RTX A1000", None), ("NVIDIA GH200 480GB", None), ("Tesla T4", None)])
+def test_peaks(monkeypatch, name, tflops):
+    import torch
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    said = []
+    peak = monitor.peak_flops(torch.device("cuda", 0), said.append)
+    assert peak == (tflops and pytest.approx(tflops * 1e12))
+    assert bool(said) == (tflops is None) and all(f"unknown peak of this {name}" in text for text in said)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Runs as pictures and tables
+
+
+@pytest.fixture
+def runs(tmp_path) -> list[Path]:
+    for i, name in enumerate(("one", "two", "deep/one")):
+        (tmp_path / name).mkdir(parents=True)
+        records = [record(step, loss=5 - step / 10 - i / 3, val_loss=None if step % 5 else 4.0 - step / 10)
+                   for step in range(1, 21)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return [tmp_path / name for name in ("one", "two", "deep/one")]
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+
+
+def test_a_run_as_table_and_picture(runs, capsys):
+    pytest.importorskip("matplotlib")
+    with open(runs[0] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "loss": 9')  # it is being written
+    code, out, errors = command(capsys, runs[0])
+    assert code == 0 and "the curves are in" in errors
+    assert [line.split() for line in out.splitlines()] == [
+        "run step loss val loss best at step tokens tokens/s hours".split(),
+        ["one", "20", "3.0000", "2.0000", "2.0000", "20", "2.00k", "50", "0.011"]]
+    assert png_size(runs[0] / "training_history.png") == (800, 800)
+    code, out, _ = command(capsys, runs[0], "--json")
+    assert json.loads(out) == {"run": "one", "step": 20, "loss": 3.0, "val_loss": 2.0, "best_val_loss": 2.0,
+                               "best_step": 20, "tokens": 2000, "tokens_per_sec": 50.0, "hours": 0.0111}
+
+
+def test_several_runs_can_be_told_apart_in_grey(runs, monkeypatch, capsys, tmp_path):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn, plain = [], figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda f, *a, **k: drawn.append(f) or plain(f, *a, **k))
+    code, out, _ = command(capsys, *runs, "--output", tmp_path / "all.png")
+    assert code == 0 and png_size(tmp_path / "all.png") == (800, 800)
+    loss = drawn[0].axes[0]
+    names = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert names == [str(runs[0]), "two", str(runs[2])]
+    styles = [(line.get_linestyle(), line.get_marker()) for line in loss.get_lines()
+              if line.get_marker() != "None"]
+    assert len({style for style, _ in styles}) == len({marker for _, marker in styles}) == 3
+
+
+def test_follow_draws_with_text(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = command(capsys, runs[1], "--follow", "--once")
+    assert code == 0
+    line = next(line for line in out.splitlines() if "training loss" in line)
+    assert re.fullmatch(r"  training loss +4\.5667 █[█▇▆▅▄▃▂▁]{13}▁ 2\.6667", line), line
+    assert monitor.sparkline([1, 1, 1], 10) == "▁▁▁" and monitor.sparkline([0, 7], 10, "01234567") == "07"
+    assert monitor.sparkline([*range(100)], 5, "01234") == "01234"
+    done = finish(start([*COMMAND, runs[1], "--follow", "--once"], PYTHONIOENCODING="ascii"))
+    assert done.code == 0 and "#" in done.out, done.out
+
+
+def test_a_run_that_has_just_begun_can_be_looked_at(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").touch()
+    code, out, _ = command(capsys, tmp_path, "--follow", "--once")
+    assert code == 0 and out.splitlines()[1].split()[1:4] == ["0", "-", "-"]
+    assert command(capsys, tmp_path)[0] == 0
+
+
+# -----------------------------------------------------------------------------------------------------------
+# With the trainers
+
+
+@pytest.mark.parametrize("family, mode, dropout", [
+    ("HRM", "block", 0.0), ("GPT2", "block", 0.0), ("MLM", "block", 0.0)] + [
+    pytest.param(family, mode, dropout, marks=pytest.mark.long) for mode in ("none", "block", "selective")
+    for family in ("HRM", "HRM halt", "GPT2", "MLM") for dropout in (0.0, 0.1)
+    if (mode, dropout) != ("block", 0.0) or family == "HRM halt"])
+def test_flops_with_recomputation_are_those_that_torch_counts(family, mode, dropout):
+    """Of a training step under the math backend, because the counter sees no flash attention on CPUs."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import model as models
+    name = family.split()[0]
+    shape = {"vocab_size": 60, "padded_vocab": 64, "seq_len": 32, "n_layer": 3, "n_head": 2, "d_model": 64,
+             "dropout": dropout} | {"HRM": {"ff": 160, "halt": "halt" in family}, "GPT2": {},
+                                    "MLM": {"ff": 96, "eot": 59}}[name]
+    net = getattr(models, name)(getattr(models, f"{name}Config")(**shape))
+    for block_ in net.modules():
+        if isinstance(block_, models.Block):
+            block_.checkpointing = mode
+    x = torch.randint(59, (2, 32))
+    how, steps = ((x, x), {}), ()
+    if name == "HRM":
+        how, steps = ((x, x), {"bp_steps": 5, "ponder_weight": 0.01, "fixed_depth": True}), (5, None)
+    elif name == "MLM":
+        positions = torch.arange(8).expand(2, -1)
+        how, steps = ((x, positions, positions), {}), (8 / 32,)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        net(*how[0], **how[1])[0].backward()
+    counted = counter.get_total_flops() / x.numel()
+    assert net.flops_per_token(*steps, mode) == pytest.approx(counted, rel=0.02)
+    if mode == "block":  # control: without recomputation it is not
+        assert net.flops_per_token(*steps) != pytest.approx(counted, rel=0.02)
+
+
+# Ends itself by kill -9 at the record of step 8, once the checkpoint of that step is there.
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+import monitor, train_gpt2
+from ddp_utils import run
+where, monitor_write, to_tensorboard = sys.argv.pop(1), monitor.RunLog.write, monitor.RunLog._to_tensorboard
+def die(log):
+    while not list((log.out / "checkpoints").glob("step_00000008*")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+def write(log, record):
+    monitor_write(log, record)
+    if where == "after" and record["step"] == 8: die(log)
+def write_tensorboard(log, scalars, record):
+    if where == "before" and record["step"] == 8: die(log)
+    to_tensorboard(log, scalars, record)
+    if where == "between" and record["step"] == 8: die(log)
+monitor.RunLog.write, monitor.RunLog._to_tensorboard = write, write_tensorboard
+run(train_gpt2.main)
+"""
+
+
+@pytest.mark.parametrize("where", ["between", *(
+    pytest.param(where, marks=pytest.mark.long) for where in ("before", "after"))])
+def test_kill_9_between_a_save_and_its_log_line(tmp_path, shards, where):
+    """Before the record, between TensorBoard and metrics.jsonl, or after them: always one point a step."""
+    from runs import Trainer
+    gpt2, out = Trainer("train_gpt2.py", max_new_tokens=5), tmp_path / "run"
+    changes = {"steps": 16, "eval_every": 4, "save_every": 4}
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    died = finish(start([sys.executable, script, where, *gpt2.flags(shards, out, **changes)]))
+    assert died.code == -signal.SIGKILL, died.out
+    done = gpt2.train(0, shards, out, **changes)
+    assert done.code == 0 and "resuming after step 8" in done.out, done.out
+    records = monitor.read_metrics(out)
+    history = json.loads((out / "history.json").read_text())
+    assert [r["step"] for r in records] == history["step"] == [*range(1, 17)]
+    found = curves(out)
+    for tag, key in (("Loss/train_step", "loss"), ("Loss/val_epoch", "val_loss"), ("LR", "lr"),
+                     ("Loss/train_epoch", "epoch_loss"), ("Time/epoch_seconds", "epoch_seconds")):
+        expected = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        assert [step for step, _ in found[tag]] == [step for step, _ in expected], tag
+        assert [v for _, v in found[tag]] == pytest.approx([v for _, v in expected]), tag
+        assert history[key] == [r.get(key) for r in records]
+    assert [s for s, _ in found["Loss/val_epoch"]] == [4, 8, 12, 16]
+    assert [s for s, _ in found["System/CPU_percent"]] == [*range(1, 17)]
+
+
+@pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 0)] + [
+    pytest.param(script, ranks, marks=pytest.mark.long) for script, ranks in (
+        ("train_gpt2.py", 2), ("train_hrm.py", 2), ("train_mlm.py", 2))])
+def test_profile(tmp_path, shards, script, ranks):
+    import gzip
+
+    from runs import Trainer
+    out = tmp_path / "run"
+    flags = {"max_new_tokens": 5} if "mlm" not in script else {}
+    done = Trainer(script, **flags).train(ranks, shards, out, steps=8, profile=4, save_every=2)
+    assert done.code == 0 and "unknown peak of this CPU" in done.out, done.out
+    rows = dict(re.findall(r"^  (\w+) +(\d+\.\d+) ms +\d+\.\d%$", done.out, re.MULTILINE))
+    assert list(rows) == ["data", "forward", "backward", "communication", "optimizer", "save", "evaluation",
+                          "other"]
+    assert all(float(rows[name]) > 0 for name in ("data", "forward", "backward", "optimizer", "save"))
+    assert float(rows["communication"]) > 0 or ranks == 0
+    total = float(re.search(r"profile of 4 steps, (\d+\.\d) ms each", done.out)[1])
+    assert abs(sum(map(float, rows.values())) - float(rows["communication"]) - total) < 0.1
+    with gzip.open(out / "trace.json.gz") as file:
+        events = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert events.count("forward") >= 4 and any(name.startswith("aten::") for name in events if name)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# In a browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Browser:
+    """Headless Chromium over a pair of pipes, in the DevTools protocol."""
+
+    def __init__(self, profile: Path):
+        theirs, self.write = os.pipe()
+        self.read, answers = os.pipe()
+        self.process = subprocess.Popen([
+            "bash", "-c", f'exec "$@" 3<&{theirs} 4>&{answers}', "-", CHROMIUM, "--headless", "--no-sandbox",
+            "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--window-size=1400,2600",
+            f"--user-data-dir={profile}", "--remote-debugging-pipe"], pass_fds=(theirs, answers),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(theirs)
+        os.close(answers)
+        self.count, self.rest, self.session = 0, b"", {}
+        page = self("Target.createTarget", url="about:blank")["targetId"]
+        self.session = {"sessionId": self("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]}
+
+    def __call__(self, method: str, **params) -> dict:
+        self.count += 1
+        message = {"id": self.count, "method": method, "params": params} | self.session
+        os.write(self.write, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.rest:
+                piece = os.read(self.read, 2**20)
+                assert piece, "the browser is gone"
+                self.rest += piece
+            answer, _, self.rest = self.rest.partition(b"\0")
+            answer = json.loads(answer)
+            if answer.get("id") == self.count:
+                return answer["result"]
+
+    def wait_for(self, script: str, *wanted: str, timeout: float = 30) -> None:
+        """Runs a script again and again until the page has all that is wanted."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self("Runtime.evaluate", expression=script)
+            text = self("Runtime.evaluate", expression="document.body.innerText")["result"].get("value", "")
+            flat = text.replace("\n", "")
+            if all(w in flat for w in wanted):
+                return
+            assert time.monotonic() < deadline, flat
+            time.sleep(0.5)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+def test_tensorboard_shows_the_curves_in_a_browser(tmp_path, shards):
+    """The picture is $SCREENSHOT, if that is set, to be looked at."""
+    pytest.importorskip("tensorboard")
+    imread = pytest.importorskip("matplotlib.image").imread
+    from runs import Trainer
+    Trainer("train_gpt2.py", max_new_tokens=5).train(0, shards, tmp_path / "run", eval_every=10)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    board = start([sys.executable, "-m", "tensorboard.main", "--logdir", tmp_path, "--port", port])
+    browser = Browser(tmp_path / "profile")
+    try:
+        while "Press CTRL+C" not in board.stdout.readline():
+            assert board.poll() is None
+        browser("Page.navigate", url=f"http://localhost:{port}/#timeseries")
+        opens = "document.querySelectorAll('[aria-label=\"Expand group\"]').forEach(b => b.click())"
+        browser.wait_for(opens, "Loss/train_step", "Loss/val_epoch", "LR", "TEXT", "HPARAMS")
+        blue, deadline = [66, 80, 102], time.monotonic() + 60  # the first run's color
+        while True:  # the lines come after the axes: before, this color is in some dots only
+            picture = base64.b64decode(browser("Page.captureScreenshot")["data"])
+            pixels = imread(io.BytesIO(picture))[:, 280:1130, :3] * 255
+            if (abs(pixels - blue).max(axis=2) < 12).any(axis=0).sum() > 200:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        if "SCREENSHOT" in os.environ:
+            Path(os.environ["SCREENSHOT"]).write_bytes(picture)
+    finally:
+        browser.process.kill()
+        kill(board)
