@@ -221,10 +221,13 @@ def meet(rank: int, world_size: int, timeout: float):
         raise UserError(f"{first_line(error)}: start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
                         "MASTER_PORT.")
     except dist.DistError as error:
-        busy = "EADDRINUSE" in str(error)
-        raise RunError(f"the port of {where} is in use here: give all nodes another MASTER_PORT, or end what "
-                       "uses it." if busy else f"rank {rank} found no rank 0 at {where} within "
-                       f"{timeout:g} s: check that it runs there, and MASTER_ADDR, MASTER_PORT and firewall.")
+        if "EADDRINUSE" in str(error):
+            raise RunError(f"the port of {where} is in use here: give all nodes another MASTER_PORT, or end "
+                           "what uses it.")
+        joined = re.search(r"(\d+/\d+) clients joined", str(error))
+        raise RunError((f"only {joined[1]} ranks came to {where}" if joined else f"rank {rank} found no rank 0 "
+                        f"at {where}") + f" within {timeout:g} s: see what the other nodes say; if nothing, "
+                       "check their MASTER_ADDR and MASTER_PORT, and the firewall of node 0.")
     if world_size > 1:
         heartbeat = Heartbeat(store, rank, world_size, where, timeout)
         heartbeat.wait_for_all()
