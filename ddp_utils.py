@@ -192,7 +192,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
         reason = "as asked"
     if backend == "nccl" and (device == "cpu" or not dist.is_nccl_available()):
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    store = dist.HashStore() if "RANK" not in env else meet(rank, world_size, timeout)
+    store = dist.HashStore() if "RANK" not in env else join(rank, world_size, timeout)
     # With its default, 3, a collective of NCCL that waits too long aborts the process from a thread of its
     # own, and Python cannot say a word. 2 aborts the communicator only: the collective that hangs returns,
     # with garbage, and the next one raises; a checkpoint is never written without one in between.
@@ -210,7 +210,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
 heartbeat: "Heartbeat | None" = None  # of this process, if it is one of several
 
 
-def meet(rank: int, world_size: int, timeout: float):
+def join(rank: int, world_size: int, timeout: float):
     """The store at MASTER_ADDR, once all ranks are there. Raises UserError, or RunError naming the absent."""
     global heartbeat
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -224,10 +224,10 @@ def meet(rank: int, world_size: int, timeout: float):
         if "EADDRINUSE" in str(error):
             raise RunError(f"the port of {where} is in use here: give all nodes another MASTER_PORT, or end "
                            "what uses it.")
-        joined = re.search(r"(\d+/\d+) clients joined", str(error))
-        raise RunError((f"only {joined[1]} ranks came to {where}" if joined else f"rank {rank} found no rank 0 "
-                        f"at {where}") + f" within {timeout:g} s: see what the other nodes say; if nothing, "
-                       "check their MASTER_ADDR and MASTER_PORT, and the firewall of node 0.")
+        came = re.search(r"(\d+/\d+) clients joined", str(error))
+        what = f"only {came[1]} ranks came to {where}" if came else f"rank {rank} found no rank 0 at {where}"
+        raise RunError(f"{what} within {timeout:g} s: see what the other nodes say; if nothing, check their "
+                       "MASTER_ADDR and MASTER_PORT, and the firewall of node 0.")
     if world_size > 1:
         heartbeat = Heartbeat(store, rank, world_size, where, timeout)
         heartbeat.wait_for_all()
@@ -290,8 +290,8 @@ class Heartbeat:
         except dist.DistError:
             absent = [f"rank {key}" for key in self.keys if not self.store.check([key])]
             raise RunError(f"{listed(absent)} of {len(self.keys)} did not come to {self.where} within "
-                           f"{self.timeout:g} s: see what the other nodes say, and start all of them with the "
-                           "same command but for the node's own rank.") from None
+                           f"{self.timeout:g} s: see what the other nodes say, and start all with the same "
+                           "command but for the node's own rank.") from None
 
     def raise_if_lost(self) -> None:
         """For loops that wait long without a collective. Raises RunError if a rank is lost for `timeout`."""
@@ -308,14 +308,14 @@ class Heartbeat:
 
     def ask(self) -> str:
         """Why a collective failed, in one sentence, or "" if all ranks are alive. Takes some seconds."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, when a process beside this one has failed
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a process beside this one has failed
         self._orders.put("find the cause")
         with contextlib.suppress(queue.Empty):
             if self._answers.get(timeout=self.PATIENCE + 3 * self.BEAT):
                 return self.cause
         return self.cause or (
-            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, the machine "
-            f"has stopped, or the network to it is down): {WAY_BACK}.")
+            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, its "
+            f"machine has stopped, or the network to it is down): {WAY_BACK}.")
 
     def stop(self, reason: str) -> None:
         """Says good-bye, with the reason if this rank has failed. Node 0, where the store is, leaves last."""

@@ -41,7 +41,7 @@ def ip(*arguments, program: str = "ip") -> str:
 
 
 class Lab:
-    """`count` nodes joined by a switch. `rate` limits what each sends and receives, in tc's words; None: not."""
+    """`count` nodes joined by a switch. `rate`, in tc's words, limits what each sends and receives."""
 
     serial = itertools.count()
 
@@ -97,9 +97,10 @@ class Lab:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
                                     "GLOO_SOCKET_IFNAME": "eth0"} | env
         with open(text, "w") as file:
-            process = subprocess.Popen(["ip", "netns", "exec", self.nodes[node], *map(str, command)],
-                                       cwd=self.home(node), stdout=file, stderr=subprocess.STDOUT,
-                                       env={k: str(v) for k, v in environment.items()}, start_new_session=True)
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.nodes[node], *map(str, command)], cwd=self.home(node),
+                env={k: str(v) for k, v in environment.items()}, start_new_session=True, stdout=file,
+                stderr=subprocess.STDOUT)
         process.text = text
         self.processes.append(process)
         return process
@@ -126,7 +127,7 @@ class Lab:
             raise TimeoutError(f"still running after {timeout} s: {process.args}\n{everything}") from None
 
     def kill(self, node: int) -> None:
-        """Kills all processes of a node. Its kernel still closes their connections, unless it is unplugged."""
+        """Kills all processes of a node. The kernel closes their connections; pull the plug first if not."""
         kill_all(self.nodes[node])
 
     def plug(self, node: int, in_: bool) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, finish, run, start
-from lab import Lab, Unavailable
+from lab import MASTER, PORT, Lab, Unavailable
 from runs import Trainer, assert_same_run, log_of
 
 import data
 from ddp_utils import Heartbeat, finished
 
 TIMEOUT = 15  # of the trainers' collectives, in seconds
-SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, to say so, and for a busy machine
+SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, on a busy machine
 GPT2 = Trainer("train_gpt2.py", timeout=TIMEOUT, max_new_tokens=5, global_batch=15, steps=60)
 
 
@@ -58,7 +58,7 @@ def pair(what: str, victim: int, timeout: float) -> list:
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_the_rank_that_failed_is_named(victim):
-    """It raises, it is killed, it stops: the other ends in time and names it. Rank 0 takes the store along."""
+    """It raises, is killed, or stops: the other ends in time and names it. Rank 0 takes the store along."""
     timeout = 4
     pairs = {what: pair(what, victim, timeout) for what in ("raise", "SIGKILL", "SIGSTOP")}
     begun = time.monotonic()
@@ -101,9 +101,24 @@ def test_a_start_that_fails_says_why():
 # --------------------------------------------------------------------------------------------- nodes in a lab
 
 
-def train(lab, ranks, shards, **changes) -> list:
+def train(lab, ranks, shards) -> list:
     """Starts the trainer on these nodes; the run directory is on node 0 only, as with real PCs."""
-    return lab.torchrun(ranks, "train_gpt2.py", *GPT2.flags(shards, "run", **changes))
+    return lab.torchrun(ranks, "train_gpt2.py", *GPT2.flags(shards, "run"))
+
+
+LAUNCHER = ROOT / "cluster" / "ddp_launch.sh"
+with_launcher = pytest.mark.skipif(not LAUNCHER.exists(), reason="no cluster/ddp_launch.sh")
+
+
+def launch(lab, node: int, shards, nodes: int = 3, **env):
+    """Starts the trainer on one node as the README says for five PCs."""
+    env = {"MASTER_ADDR": MASTER, "MASTER_PORT": PORT, "NNODES": nodes, "NODE_RANK": node, "GPUS_PER_NODE": 1,
+           "PREFLIGHT_TIMEOUT": 10, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | env
+    return lab.start(node, ["bash", LAUNCHER, ROOT / "train_gpt2.py", *GPT2.flags(shards, "run")], **env)
+
+
+def launch_all(lab, ranks, shards) -> list:
+    return [launch(lab, node, shards, len(ranks)) for node in range(len(ranks))]
 
 
 def wait_for_step(lab, step: int, processes) -> None:
@@ -114,9 +129,9 @@ def wait_for_step(lab, step: int, processes) -> None:
         time.sleep(0.002)
 
 
-def check_lost(lab, nodes: int, shards, tmp_path, lose, expected: str, named_by, mend=lambda: None) -> None:
+def check_lost(lab, nodes: int, shards, lose, expected: str, named_by, mend=lambda: None, train=train) -> Path:
     """lose() takes a node away from a run; the nodes in named_by say what is expected, all end in time, and
-    the same command ends as a run that was left alone."""
+    the same command goes on. Returns the run directory."""
     processes = train(lab, [1] * nodes, shards)
     wait_for_step(lab, 12, processes)
     lose()
@@ -134,29 +149,74 @@ def check_lost(lab, nodes: int, shards, tmp_path, lose, expected: str, named_by,
     done = [lab.wait(process, 90) for process in again]
     assert all(code == 0 for code, _ in done) and "resuming after step" in done[0][1], done
     assert not any((lab.home(node) / "run").exists() for node in range(1, nodes))
-    whole = run(nodes, "train_gpt2.py", *GPT2.flags(shards, tmp_path / "whole"))
-    assert whole.code == 0, whole.out
-    assert_same_run(tmp_path / "whole", out)
     assert [line["step"] for line in log_of(out)] == list(range(1, 61))
+    return out
 
 
-def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards, tmp_path):
-    check_lost(lab, 3, shards, tmp_path, lambda: lab.kill(2), r"rank 2 on node2 .* no sign of life", (0, 1))
+def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards):
+    check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* no sign of life", (0, 1))
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory) -> Path:
+    """The run of five ranks that nothing disturbs."""
+    out = tmp_path_factory.mktemp("whole")
+    done = run(5, "train_gpt2.py", *GPT2.flags(shards, out))
+    assert done.code == 0, done.out
+    return out
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["kill", "power", "cable", "kill node0", "cable of node0"])
-def test_five_nodes_and_one_is_lost(lab, shards, tmp_path, how):
+def test_five_nodes_and_one_is_lost(lab, shards, whole, how):
+    """However it is lost, the run ends as if nothing had happened."""
     def power_off():
         lab.plug(3, False)
         lab.kill(3)
 
     node = 0 if "node0" in how else 3
-    lose = {"kill": lambda: lab.kill(node), "power": power_off}.get(how.split()[0], lambda: lab.plug(node, False))
+    lose = {"kill": lambda: lab.kill(node), "power": power_off,
+            "cable": lambda: lab.plug(node, False)}[how.split()[0]]
     expected = "node0 can no longer be reached at 192.168.50.20:" if node == 0 else \
         r"rank 3 on node3 .* no sign of life"
     others = [i for i in range(5) if i != node]
-    check_lost(lab, 5, shards, tmp_path, lose, expected, others, lambda: lab.plug(node, True))
+    out = check_lost(lab, 5, shards, lose, expected, others, lambda: lab.plug(node, True))
+    assert_same_run(whole, out)
+
+
+@pytest.mark.long
+@with_launcher
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_node_is_lost_that_ddp_launch_started(lab, shards, node):
+    expected = "node0 can no longer be reached" if node == 0 else r"rank 2 on node2 .* no sign of life"
+    check_lost(lab, 3, shards, lambda: lab.kill(node), expected, [i for i in range(3) if i != node],
+               train=launch_all)
+
+
+@pytest.mark.long
+@with_launcher
+@pytest.mark.parametrize("wrong, expected", [
+    ({"MASTER_ADDR": "192.168.50.99"}, ["node 1 has not come within 10 s", "node 0 at 192.168.50.99:29500 did "
+                                        "not answer within 10 s", "node 1 has not come within 10 s"]),
+    ({"NODE_RANK": 2}, ["NODE_RANK=2 was given to both "] * 3),
+    ({"NNODES": 4}, ["NNODES is 3 on node 0 and 4 on node 1"] * 3)])
+def test_a_wrong_variable_on_one_node_is_a_sentence_on_all(lab, shards, wrong, expected):
+    processes = [launch(lab, node, shards, **wrong if node == 1 else {}) for node in range(3)]
+    for process, words in zip(processes, expected):
+        code, text = lab.wait(process, 40)
+        assert code == 1 and words in text.splitlines()[-1], text
+
+
+@pytest.mark.long
+@with_launcher
+def test_a_busy_port_is_a_sentence_on_all(lab, shards):
+    lab.start(0, [sys.executable, "-c", f"import socket, time; s = socket.create_server(('', {PORT})); "
+                  "time.sleep(600)"])
+    time.sleep(1)
+    for node, process in enumerate([launch(lab, node, shards) for node in range(3)]):
+        code, text = lab.wait(process, 60)
+        assert code == 1 and len(text.splitlines()) < 5, text
+        assert (f"MASTER_PORT {PORT} cannot be used on node 0" if node == 0 else "did not answer") in text, text
 
 
 @pytest.mark.long
