@@ -244,6 +244,7 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
+GONE = object()  # the answer of a Heartbeat that has ended
 WAY_BACK = ("mend that and start the same command again on every node; it goes on from the newest "
             "checkpoint")
 
@@ -299,49 +300,56 @@ class Heartbeat:
         if now < self._next_look:
             return
         self._next_look = now + self.PATIENCE
-        for key, value in self._read().items():
+        for key, value in self.call(self._read).items():
             if self._seen.get(key, ("", 0))[0] != value:
                 self._seen[key] = value, now
         silent = [value for value, since in self._seen.values() if now - since > self.timeout]
-        if self.cause or silent:
-            raise RunError(self.cause or lost(silent))
+        if silent:
+            raise RunError(lost(silent))
 
     def ask(self) -> str:
         """Why a collective failed, in one sentence, or "" if all ranks are alive. Takes some seconds."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a process beside this one has failed
-        self._orders.put("find the cause")
+        try:
+            self.call(self._find_cause, self.PATIENCE + 3 * self.BEAT)
+            return self.cause
+        except RunError as error:
+            return str(error)
+
+    def call(self, function, timeout: float = 0):
+        """What function(), which uses a store, returns. Raises RunError if the store does not answer: its own
+        calls would wait for ever, so the thread makes them.
+        """
+        self._orders.put(function)
         with contextlib.suppress(queue.Empty):
-            if self._answers.get(timeout=self.PATIENCE + 3 * self.BEAT):
-                return self.cause
-        return self.cause or (
+            if (answer := self._answers.get(timeout=timeout or self.timeout)) is not GONE:
+                return answer
+        raise RunError(self.cause or (
             f"node0 can no longer be reached at {self.where} (a process there has failed or ended, its "
-            f"machine has stopped, or the network to it is down): {WAY_BACK}.")
+            f"machine has stopped, or the network to it is down): {WAY_BACK}."))
 
     def stop(self, reason: str) -> None:
         """Says good-bye, with the reason if this rank has failed. Node 0, where the store is, leaves last."""
         if reason:
             self._own_cause = f"{self.name} failed first: {reason}"
-        self._orders.put("stop")
+        self._orders.put(None)
         self._thread.join(timeout=2 * self.BEAT)
         if self.cause and len(self.keys) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
             time.sleep(2 * self.BEAT * (os.environ.get("GROUP_RANK", "0") == "0"))
 
     def _work(self) -> None:
         with contextlib.suppress(Exception):  # the store is gone; if it does not answer at all, this hangs
-            order = ""
-            while not self.cause and order != "stop":
-                order = self._next_order()
-                self._beat("ended" if order == "stop" else "")
-                if order == "find the cause":
-                    self._find_cause()
-                    self._answers.put("done")
-        self._answers.put("")
-
-    def _next_order(self) -> str:
-        try:
-            return self._orders.get(timeout=self.BEAT)
-        except queue.Empty:
-            return "beat"
+            while not self.cause:
+                try:
+                    function = self._orders.get(timeout=self.BEAT)
+                except queue.Empty:
+                    self._beat()
+                    continue
+                self._beat("" if function else "ended")
+                if not function:
+                    break
+                self._answers.put(function())
+        self._answers.put(GONE)
 
     def _beat(self, last: str = "") -> None:
         self._beats += 1
@@ -623,12 +631,12 @@ def on_all(world: World, what: str, function):
     except BaseException as error:
         store.set(f"{what} failed", str(error) or type(error).__name__)
         raise
-    store.add(what, 1)
-    while store.add(what, 0) < world.world_size:
-        if store.check([f"{what} failed"]):
+    call = heartbeat.call if heartbeat else lambda function: function()
+    call(lambda: store.add(what, 1))
+    while call(lambda: store.add(what, 0)) < world.world_size:
+        if call(lambda: store.check([f"{what} failed"])):
             raise UserError(store.get(f"{what} failed").decode())
-        if heartbeat:
-            heartbeat.raise_if_lost()
+        heartbeat.raise_if_lost()
         time.sleep(0.1)
     return result
 

@@ -11,7 +11,7 @@ Five processes share the few cores of this machine, so the time of their steps s
 Computing and communicating are therefore measured apart, each alone on the machine:
 
     t1        one process with one thread makes the step of one node: its share of the global batch
-    comm      what the nodes send in a step, as the trainer sends it (DDP with its hook, Outer.meet, the vote),
+    comm      what the nodes send in a step, as the trainer sends it (DDP and its hook, Outer.meet, vote),
               over links of 1 Gbit/s in the lab (tests/lab.py), while nobody computes. The mean over the run:
               the exact steps before PowerSGD and DiLoCo begin count, and so does every meeting
     tokens/s  of all nodes: tokens of a global batch / (t1 + comm). One node has its share of them in t1
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of each link (1gbit)")
     parser.add_argument("--seeds", type=int, default=1, help="training runs of each setting (1)")
     parser.add_argument("--repeats", type=int, default=7, help="of each collective (7)")
-    parser.add_argument("--t1", type=float, help="seconds, instead of measuring: other computers, this network")
+    parser.add_argument("--t1", type=float, help="seconds, of other computers, instead of measuring")
     parser.add_argument("--json", type=Path, help="append the rows to this file")
     parser.add_argument("--quick", action="store_true", help="tiny, 20 steps, two settings")
     args = parser.parse_args()

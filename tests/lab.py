@@ -34,9 +34,10 @@ class Unavailable(Exception):
 
 def ip(*arguments, program: str = "ip") -> str:
     """What an ip command prints. Raises Unavailable with what it says if it fails."""
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=30)
+    command = [program, *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     if done.returncode:
-        raise Unavailable(f"{program} {' '.join(map(str, arguments))}: {done.stderr.strip()}")
+        raise Unavailable(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -164,20 +165,25 @@ def remove_leftovers() -> None:
 
 
 def main() -> None:
-    """lab.py WHAT RANK TIMEOUT: all-reduces until WHAT (raise, SIGKILL, SIGSTOP, none) happens to RANK."""
+    """lab.py WHAT RANK TIMEOUT: all-reduces until WHAT happens to RANK: none, raise, SIGKILL, SIGSTOP, or
+    `on_all`, SIGSTOP while the others wait without a collective."""
     import torch
 
     import ddp_utils
     what, victim, timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     world = ddp_utils.init("gloo", "cpu", timeout)
-    for step in range(10):
-        ddp_utils.reduce_sum([step], world)
-        if step == 5 and world.rank == victim:
-            print(f"victim {os.getpid()}", flush=True)
+
+    def happen():
+        if world.rank == victim and what != "none":
+            print("now it happens", flush=True)
             if what == "raise":
                 torch.zeros(2) @ torch.zeros(3)  # RuntimeError, as a broken connection is
-            elif what != "none":
-                os.kill(os.getpid(), getattr(signal, what))
+            os.kill(os.getpid(), signal.SIGKILL if what == "SIGKILL" else signal.SIGSTOP)
+
+    for step in range(10):
+        ddp_utils.reduce_sum([step], world)
+        if step == 5:
+            ddp_utils.on_all(world, "a long wait", happen) if what == "on_all" else happen()
 
 
 if __name__ == "__main__":
