@@ -86,18 +86,28 @@ def run(main) -> None:
     torch's C++ threads can abort a finished process while Python tears down, so it leaves by os._exit once
     everything is flushed. After a failure the process group is not destroyed, because that can hang.
     """
-    code, text = 0, ""
+    code, text, own = 0, "", ""
 
     def guarded():  # `record` writes what goes wrong to the file from which torchrun reports it
-        nonlocal code, text
+        nonlocal code, text, own
         try:
             main()
         except UserError as error:
-            code, text = 2, f"error: {error}"
+            code, text, own = 2, f"error: {error}", str(error)
         except RunError as error:
-            code, text = 1, f"error: {error}"
+            code, text, own = 1, f"error: {error}", str(error)
         except KeyboardInterrupt:
             code, text = 130, "stopped"
+        except Exception as error:
+            own = first_line(error)
+            if not (heartbeat and lost_connection(error)):
+                raise
+            if cause := heartbeat.ask():
+                code, text, own = 1, f"error: {cause}", ""
+            else:
+                text = (f"error: {own}: all processes are alive, so one was busy for longer than --timeout, "
+                        "or cannot reach another.")
+                raise
 
     try:
         record(guarded)()
@@ -111,6 +121,8 @@ def run(main) -> None:
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # torchrun stops this process once the first one has spoken
         print(text, file=sys.stderr, flush=True)
+    if heartbeat:
+        heartbeat.stop(own)
     if code == 0 and dist.is_initialized():
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
@@ -180,13 +192,186 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
         reason = "as asked"
     if backend == "nccl" and (device == "cpu" or not dist.is_nccl_available()):
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    options = {"timeout": timedelta(seconds=timeout), "device_id": where if device == "cuda" else None}
-    if "RANK" in env:
-        dist.init_process_group(backend, **options)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    store = dist.HashStore() if "RANK" not in env else join(rank, world_size, timeout)
+    # With its default, 3, a collective of NCCL that waits too long aborts the process from a thread of its
+    # own, and Python cannot say a word. 2 aborts the communicator only: the collective that hangs returns,
+    # with garbage, and the next one raises; a checkpoint is never written without one in between.
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                            timeout=timedelta(seconds=timeout), device_id=where if device == "cuda" else None)
     return World(rank, world_size, local_rank(), local_world_size, f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Signs of life: who has failed, when a collective has
+
+
+heartbeat: "Heartbeat | None" = None  # of this process, if it is one of several
+
+
+def join(rank: int, world_size: int, timeout: float):
+    """The store at MASTER_ADDR, once all ranks are there. Raises UserError, or RunError naming the absent."""
+    global heartbeat
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    limit = timedelta(seconds=timeout)
+    try:
+        store = next(dist.rendezvous("env://", timeout=limit))[0]
+    except ValueError as error:
+        raise UserError(f"{first_line(error)}: start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+                        "MASTER_PORT.")
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise RunError(f"the port of {where} is in use here: give all nodes another MASTER_PORT, or end "
+                           "what uses it.")
+        came = re.search(r"(\d+/\d+) clients joined", str(error))
+        what = f"only {came[1]} ranks came to {where}" if came else f"rank {rank} found no rank 0 at {where}"
+        raise RunError(f"{what} within {timeout:g} s: see what the other nodes say; if nothing, check their "
+                       "MASTER_ADDR and MASTER_PORT, and the firewall of node 0.")
+    if world_size > 1:
+        heartbeat = Heartbeat(store, rank, world_size, where, timeout)
+        heartbeat.wait_for_all()
+    return dist.PrefixStore("process group", store)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    return " ".join(f"{type(error).__name__}: {error}".split("\n", 1)[0].split())[:300]
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether this error tells that another process is gone or late, rather than of a mistake in this one."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+GONE = object()  # the answer of a Heartbeat that has ended
+WAY_BACK = ("mend that and start the same command again on every node; it goes on from the newest "
+            "checkpoint")
+
+
+def listed(names: list[str]) -> str:
+    """A list for a sentence, of bounded length."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def lost(values: list[bytes]) -> str:
+    """The sentence about ranks that have written these values last."""
+    names = [value.decode().partition("|")[0] for value in values]
+    return (f"{listed(names)} gave no sign of life any more (the process or its machine has stopped, or the "
+            f"network to it is down): {WAY_BACK}.")
+
+
+class Heartbeat:
+    """Shows the other ranks that this one lives, and finds out, after a collective has failed, who does not.
+
+    A thread with a connection of its own writes a counter to the store every BEAT seconds. A rank that fails
+    leaves its reason there; a rank whose collective fails looks for that, then for counters that stand still.
+    Whoever finds the cause publishes it, so all ranks say the same sentence.
+    """
+
+    BEAT = 1.0  # seconds
+    PATIENCE = 5.0  # seconds for which a counter stands still until its rank counts as lost
+
+    def __init__(self, store, rank: int, world_size: int, where: str, timeout: float):
+        self.rank, self.where, self.timeout = rank, where, timeout
+        self.store = dist.PrefixStore("signs of life", store.clone())
+        self.name = f"rank {rank} on node{os.environ.get('GROUP_RANK', 0)} ({os.uname().nodename})"
+        self.keys = [str(r) for r in range(world_size)]
+        self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
+        self._beats, self._seen, self._next_look = 0, {}, 0.0
+        self._orders, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
+        self._beat()
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def wait_for_all(self) -> None:
+        """Raises RunError if a rank does not show up within the timeout."""
+        try:
+            self.store.wait(self.keys, timedelta(seconds=self.timeout))
+        except dist.DistError:
+            absent = [f"rank {key}" for key in self.keys if not self.store.check([key])]
+            raise RunError(f"{listed(absent)} of {len(self.keys)} did not come to {self.where} within "
+                           f"{self.timeout:g} s: see what the other nodes say, and start all with the same "
+                           "command but for the node's own rank.") from None
+
+    def raise_if_lost(self) -> None:
+        """For loops that wait long without a collective. Raises RunError if a rank is lost for `timeout`."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + self.PATIENCE
+        for key, value in self.call(self._read).items():
+            if self._seen.get(key, ("", 0))[0] != value:
+                self._seen[key] = value, now
+        silent = [value for value, since in self._seen.values() if now - since > self.timeout]
+        if silent:
+            raise RunError(lost(silent))
+
+    def ask(self) -> str:
+        """Why a collective failed, in one sentence, or "" if all ranks are alive. Takes some seconds."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a process beside this one has failed
+        try:
+            self.call(self._find_cause, self.PATIENCE + 3 * self.BEAT)
+            return self.cause
+        except RunError as error:
+            return str(error)
+
+    def call(self, function, timeout: float = 0):
+        """What function(), which uses a store, returns. Raises RunError if the store does not answer: its own
+        calls would wait for ever, so the thread makes them.
+        """
+        self._orders.put(function)
+        with contextlib.suppress(queue.Empty):
+            if (answer := self._answers.get(timeout=timeout or self.timeout)) is not GONE:
+                return answer
+        raise RunError(self.cause or (
+            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, its "
+            f"machine has stopped, or the network to it is down): {WAY_BACK}."))
+
+    def stop(self, reason: str) -> None:
+        """Says good-bye, with the reason if this rank has failed. Node 0, where the store is, leaves last."""
+        if reason:
+            self._own_cause = f"{self.name} failed first: {reason}"
+        self._orders.put(None)
+        self._thread.join(timeout=2 * self.BEAT)
+        if self.cause and len(self.keys) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            time.sleep(2 * self.BEAT * (os.environ.get("GROUP_RANK", "0") == "0"))
+
+    def _work(self) -> None:
+        with contextlib.suppress(Exception):  # the store is gone; if it does not answer at all, this hangs
+            while not self.cause:
+                try:
+                    function = self._orders.get(timeout=self.BEAT)
+                except queue.Empty:
+                    self._beat()
+                    continue
+                self._beat("" if function else "ended")
+                if not function:
+                    break
+                self._answers.put(function())
+        self._answers.put(GONE)
+
+    def _beat(self, last: str = "") -> None:
+        self._beats += 1
+        self.store.set(self.keys[self.rank], f"{self.name}|{last or self._beats}")
+        if self._own_cause:
+            self.store.compare_set("cause", "", self._own_cause)
+        if self.store.check(["cause"]):
+            self.cause = self.store.get("cause").decode()
+
+    def _read(self) -> dict[str, bytes]:
+        return dict(zip(self.keys, self.store.multi_get(self.keys)))
+
+    def _find_cause(self) -> None:
+        before, deadline = self._read(), time.monotonic() + self.PATIENCE
+        while not self.cause:
+            time.sleep(self.BEAT / 4)
+            self._beat()
+            silent = [v for key, v in self._read().items() if v == before[key] and not v.endswith(b"|ended")]
+            if not silent:
+                return
+            if time.monotonic() > deadline:
+                self._own_cause = lost(silent)  # which the next beat publishes
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -446,10 +631,12 @@ def on_all(world: World, what: str, function):
     except BaseException as error:
         store.set(f"{what} failed", str(error) or type(error).__name__)
         raise
-    store.add(what, 1)
-    while store.add(what, 0) < world.world_size:
-        if store.check([f"{what} failed"]):
+    call = heartbeat.call if heartbeat else lambda function: function()
+    call(lambda: store.add(what, 1))
+    while call(lambda: store.add(what, 0)) < world.world_size:
+        if call(lambda: store.check([f"{what} failed"])):
             raise UserError(store.get(f"{what} failed").decode())
+        heartbeat.raise_if_lost()
         time.sleep(0.1)
     return result
 

@@ -1,0 +1,276 @@
+"""What fails while several machines train: a rank, a node, a link, a start. Nobody waits for ever, everybody
+says who it was, and the same command goes on. Needs root and iproute2 for the nodes (see lab.py)."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, finish, run, start
+from lab import MASTER, PORT, Lab, Unavailable
+from runs import Trainer, assert_same_run, log_of
+
+import data
+from ddp_utils import Heartbeat, finished
+
+TIMEOUT = 15  # of the trainers' collectives, in seconds
+SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, on a busy machine
+GPT2 = Trainer("train_gpt2.py", timeout=TIMEOUT, max_new_tokens=5, global_batch=15, steps=60)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def sentence(text: str) -> str:
+    """The one line that begins with `error: `."""
+    found = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(found) == 1, text
+    return found[0]
+
+
+@pytest.fixture
+def lab():
+    try:
+        with Lab(5) as lab:
+            yield lab
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+# --------------------------------------------------------------------------------- two ranks on this machine
+
+
+def pair(what: str, victim: int, timeout: float) -> list:
+    """Two processes of lab.py, without torchrun, which would end the second when the first has failed."""
+    port = free_port()
+    return [start([sys.executable, ROOT / "tests/lab.py", what, victim, timeout], RANK=rank, WORLD_SIZE=2,
+                  GROUP_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_the_rank_that_failed_is_named(victim):
+    """It raises, is killed, or stops: the other ends in time and names it. Rank 0 takes the store along."""
+    timeout = 4
+    pairs = {what: pair(what, victim, timeout) for what in ("raise", "SIGKILL", "SIGSTOP", "on_all")}
+    begun = time.monotonic()
+    for what, processes in pairs.items():
+        other = finish(processes[1 - victim], timeout=30 + timeout + SPARE)
+        assert other.code == 1, other.out
+        name = f"rank {victim} on node{victim}"
+        if what == "raise":
+            assert f"{name} (" in sentence(other.out), other.out
+            assert "failed first: RuntimeError: inconsistent tensor size" in sentence(other.out)
+        elif victim == 0:
+            assert "node0 can no longer be reached at 127.0.0.1:" in sentence(other.out), other.out
+        else:
+            assert f"{name} (" in sentence(other.out) and "no sign of life" in sentence(other.out), other.out
+        assert len(other.out.splitlines()) < 60
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[victim].pid, signal.SIGCONT if what == "raise" else signal.SIGKILL)
+        own = finish(processes[victim])
+        assert own.out.startswith("now it happens") and ("Traceback" in own.out) == (what == "raise"), own.out
+    assert time.monotonic() - begun < 30 + timeout + SPARE
+
+
+def test_a_start_that_fails_says_why():
+    """Nobody at MASTER_ADDR, its port in use, ranks that do not come: a sentence within the timeout."""
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        cases = {(1, free_port()): "rank 1 found no rank 0 at 127.0.0.1:",
+                 (0, port): f"the port of 127.0.0.1:{port} is in use here",
+                 (0, free_port()): "only 1/3 ranks came to 127.0.0.1:"}
+        processes = [start([sys.executable, ROOT / "tests/lab.py", "none", 0, 2], RANK=rank, WORLD_SIZE=3,
+                           MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank, port in cases]
+        for process, expected in zip(processes, cases.values()):
+            done = finish(process)
+            assert done.code == 1 and sentence(done.out).startswith(f"error: {expected}"), done.out
+            assert "Traceback" not in done.out
+
+
+# --------------------------------------------------------------------------------------------- nodes in a lab
+
+
+def train(lab, ranks, shards) -> list:
+    """Starts the trainer on these nodes; the run directory is on node 0 only, as with real PCs."""
+    return lab.torchrun(ranks, "train_gpt2.py", *GPT2.flags(shards, "run"))
+
+
+LAUNCHER = ROOT / "cluster" / "ddp_launch.sh"
+with_launcher = pytest.mark.skipif(not LAUNCHER.exists(), reason="no cluster/ddp_launch.sh")
+
+
+def launch(lab, node: int, shards, nodes: int = 3, **env):
+    """Starts the trainer on one node as the README says for five PCs."""
+    env = {"MASTER_ADDR": MASTER, "MASTER_PORT": PORT, "NNODES": nodes, "NODE_RANK": node, "GPUS_PER_NODE": 1,
+           "PREFLIGHT_TIMEOUT": 10, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | env
+    return lab.start(node, ["bash", LAUNCHER, ROOT / "train_gpt2.py", *GPT2.flags(shards, "run")], **env)
+
+
+def launch_all(lab, ranks, shards) -> list:
+    return [launch(lab, node, shards, len(ranks)) for node in range(len(ranks))]
+
+
+def wait_for_step(lab, step: int, processes) -> None:
+    deadline = time.monotonic() + 90
+    while not any(int(path.name[5:13]) >= step for path in finished(lab.home(0) / "run")):
+        assert all(process.poll() is None for process in processes), lab.wait(processes[0], 1)[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def check_lost(lab, nodes: int, shards, lose, expected: str, named_by, mend=lambda: None,
+               train=train) -> Path:
+    """lose() takes a node away from a run; the nodes in named_by say what is expected, all end in time, and
+    the same command goes on. Returns the run directory."""
+    processes = train(lab, [1] * nodes, shards)
+    wait_for_step(lab, 12, processes)
+    lose()
+    begun = time.monotonic()
+    done = [lab.wait(process, TIMEOUT + SPARE) for process in processes]
+    assert time.monotonic() - begun < TIMEOUT + SPARE
+    for node in named_by:
+        code, text = done[node]
+        assert code == 1 and re.search(expected, sentence(text)), text
+        assert len(text.splitlines()) < 100
+    out = lab.home(0) / "run"
+    assert 12 <= log_of(out)[-1]["step"] < 60, "the run was over before the node was lost"
+    mend()
+    again = train(lab, [1] * nodes, shards)
+    done = [lab.wait(process, 90) for process in again]
+    assert all(code == 0 for code, _ in done) and "resuming after step" in done[0][1], done
+    assert not any((lab.home(node) / "run").exists() for node in range(1, nodes))
+    assert [line["step"] for line in log_of(out)] == list(range(1, 61))
+    return out
+
+
+def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards):
+    check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* no sign of life", (0, 1))
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory) -> Path:
+    """The run of five ranks that nothing disturbs."""
+    out = tmp_path_factory.mktemp("whole")
+    done = run(5, "train_gpt2.py", *GPT2.flags(shards, out))
+    assert done.code == 0, done.out
+    return out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["kill", "power", "cable", "kill node0", "cable of node0"])
+def test_five_nodes_and_one_is_lost(lab, shards, whole, how):
+    """However it is lost, the run ends as if nothing had happened."""
+    def power_off():
+        lab.plug(3, False)
+        lab.kill(3)
+
+    node = 0 if "node0" in how else 3
+    lose = {"kill": lambda: lab.kill(node), "power": power_off,
+            "cable": lambda: lab.plug(node, False)}[how.split()[0]]
+    expected = "node0 can no longer be reached at 192.168.50.20:" if node == 0 else \
+        r"rank 3 on node3 .* no sign of life"
+    others = [i for i in range(5) if i != node]
+    out = check_lost(lab, 5, shards, lose, expected, others, lambda: lab.plug(node, True))
+    assert_same_run(whole, out)
+
+
+@pytest.mark.long
+@with_launcher
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_node_is_lost_that_ddp_launch_started(lab, shards, node):
+    expected = "node0 can no longer be reached" if node == 0 else r"rank 2 on node2 .* no sign of life"
+    check_lost(lab, 3, shards, lambda: lab.kill(node), expected, [i for i in range(3) if i != node],
+               train=launch_all)
+
+
+@pytest.mark.long
+@with_launcher
+@pytest.mark.parametrize("wrong, expected", [
+    ({"MASTER_ADDR": "192.168.50.99"}, [
+        "node 1 has not come within 10 s", "node 0 at 192.168.50.99:29500 did not answer within 10 s",
+        "node 1 has not come within 10 s"]),
+    ({"NODE_RANK": 2}, ["NODE_RANK=2 was given to both "] * 3),
+    ({"NNODES": 4}, ["NNODES is 3 on node 0 and 4 on node 1"] * 2 + ["ddp_launch.sh: "])])
+def test_a_wrong_variable_on_one_node_is_a_sentence_on_all(lab, shards, wrong, expected):
+    processes = [launch(lab, node, shards, **wrong if node == 1 else {}) for node in range(3)]
+    for process, words in zip(processes, expected):
+        code, text = lab.wait(process, 40)
+        assert code == 1 and words in text.splitlines()[-1], text
+
+
+@pytest.mark.long
+@with_launcher
+def test_a_busy_port_is_a_sentence_on_all(lab, shards):
+    listener = f"import socket, time; s = socket.create_server(('', {PORT})); time.sleep(600)"
+    lab.start(0, [sys.executable, "-c", listener])
+    time.sleep(1)
+    for node, process in enumerate([launch(lab, node, shards) for node in range(3)]):
+        code, text = lab.wait(process, 60)
+        assert code == 1 and len(text.splitlines()) < 5, text
+        words = f"MASTER_PORT {PORT} cannot be used on node 0" if node == 0 else "did not answer"
+        assert words in text, text
+
+
+@pytest.mark.long
+def test_a_node_that_is_cut_off_ends_too(lab, shards):
+    processes = train(lab, [1, 1, 1], shards)
+    wait_for_step(lab, 12, processes)
+    lab.plug(1, False)
+    code, text = lab.wait(processes[1], TIMEOUT + SPARE)
+    assert code == 1 and "node0 can no longer be reached" in sentence(text), text
+
+
+@pytest.mark.long
+def test_different_data_on_one_node_is_one_sentence_on_all(lab, shards, tmp_path):
+    (tmp_path / "other.txt").write_text("a different text\n" * 20000)
+    other = data.prepare(f"text:{tmp_path / 'other.txt'}", tmp_path / "other", "bytes", workers=1)
+    for node in range(5):
+        shutil.copytree(other if node == 3 else shards, lab.home(node) / "shards")
+    for process in train(lab, [1] * 5, "shards"):
+        code, text = lab.wait(process, 60)
+        assert code == 1 and "the data on rank 3 differs" in sentence(text), text
+    assert not (lab.home(0) / "run").exists()
+
+
+@pytest.mark.long
+def test_a_node_without_data_is_one_sentence_on_all(lab, shards):
+    for node in (0, 1):
+        shutil.copytree(shards, lab.home(node) / "shards")
+    for process in train(lab, [1] * 3, "shards"):
+        code, text = lab.wait(process, 60)
+        assert code == 1 and "shards" in sentence(text), text
+
+
+@pytest.mark.long
+def test_nodes_with_different_numbers_of_processes(lab, shards, tmp_path):
+    for process in train(lab, [2, 1], shards):
+        code, text = lab.wait(process, 90)
+        assert code == 0, text
+    whole = run(3, "train_gpt2.py", *GPT2.flags(shards, tmp_path / "whole"))
+    assert whole.code == 0, whole.out
+    assert_same_run(tmp_path / "whole", lab.home(0) / "run")
+
+
+def test_leftovers_of_a_killed_run_are_removed(lab):
+    """The test process that built a lab is killed; the next lab removes what it has left, and no other's."""
+    code = "import time; from lab import Lab; lab = Lab(1).__enter__()\n" \
+           "lab.start(0, ['sleep', 600]); print(*lab.nodes, flush=True); time.sleep(600)"
+    process = start([sys.executable, "-c", code], cwd=ROOT / "tests")
+    namespace = process.stdout.readline().strip()
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert Path("/run/netns", namespace).exists()
+    with Lab(1):
+        assert not Path("/run/netns", namespace).exists()
+        assert all(Path("/run/netns", node).exists() for node in lab.nodes)
