@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_leaves
 
 from data import (Dataset, UserError, cpu_count, expected_ids, fsync_directory, load_tokenizer, locate,
                   plan_batch)
-from model import Block, continue_text, from_hf, local, pad_vocab, to_hf
+from model import Block, continue_text, from_hf, local, pad_vocab, reshard, to_hf
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
@@ -681,6 +681,8 @@ def build(kind: type, config, world: World, strategy: str = "ddp", cpu_offload: 
         for block in (m for m in model.modules() if isinstance(m, Block)):
             fully_shard(block, **options)
         fully_shard(model, **options)
+        if strategy == "zero2":  # HRM calls its blocks again and again; `reshard` ends a step
+            model.set_reshard_after_backward(False)
         if hasattr(model, "decode"):
             register_fsdp_forward_method(model, "decode")
     model.to_empty(device="cpu" if cpu_offload else world.device)
@@ -976,9 +978,10 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32", exact_steps: int = 
     if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
+    # PowerSGD's all-reduces follow one another from callbacks: with several buckets, gloo mixes them up
     wrapped = DistributedDataParallel(
         model, device_ids=[world.device] if world.device.type == "cuda" else None, broadcast_buffers=False,
-        gradient_as_bucket_view=True, init_sync=False)
+        gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=1e6 if "powersgd" in comm else None)
     if comm == "bf16":
         wrapped.register_comm_hook(None, send_bf16)
     elif comm != "fp32":
@@ -1025,12 +1028,14 @@ def warm_up(wrapped: nn.Module, first, settled) -> None:
     """
     with no_sync(wrapped, True):
         first().backward()
+    reshard(wrapped)
     missing = [name for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
         raise RunError(f"{missing[0].removeprefix('module.')} gets no gradient, so it would never train.")
     for _ in range(2):
         wrapped.zero_grad(set_to_none=True)
         settled().backward()
+        reshard(wrapped)
     wrapped.zero_grad(set_to_none=True)
 
 
@@ -1096,18 +1101,25 @@ class Outer:
             self._origin = [p.detach().clone() for p in self.params.values()]
         return step >= self.start
 
+    @property
+    def parted(self) -> bool:
+        """Whether the processes have ever trained apart, so that their optimizers differ."""
+        return self._origin is not None
+
     def meets(self, step: int) -> bool:
         """Whether the processes meet after `step` steps, without anything else that makes them."""
         return (step - self.start) % self.every == 0
 
     @torch.no_grad()
     def meet(self) -> None:
-        moves = [(origin - p).to(torch.bfloat16).div_(dist.get_world_size())
+        """Gives all processes the same parameters again."""
+        moves = [(origin - p).to(torch.bfloat16).view(-1)
                  for origin, p in zip(self._origin, self.params.values())]
-        for work in [dist.all_reduce(move, async_op=True) for move in moves]:
-            work.wait()
+        together = torch.cat(moves).div_(dist.get_world_size())
+        dist.all_reduce(together)
+        moves = together.split([p.numel() for p in self.params.values()])
         for origin, move, (name, p) in zip(self._origin, moves, self.params.items()):
-            move = move.float()
+            move = move.float().view_as(p)
             velocity = self.velocity[name].mul_(self.momentum).add_(move)
             origin.sub_(move.add_(velocity, alpha=self.momentum), alpha=self.lr)
             p.copy_(origin)
@@ -1391,6 +1403,7 @@ class Checkpoints:
                 keep(group, name, whole(tensor, self.world))
         for name, tensor in whole_optimizer_tensors(model, optimizers, self.world):
             keep("optimizer", name, tensor)
+        outer = outer if outer and outer.parted else None
         for name, tensor in local_tensors(model, optimizers, outer, powersgd).items():
             parts = [torch.empty_like(tensor) for _ in range(self.world.world_size * self.world.main)]
             dist.gather(tensor, parts or None, dst=0)

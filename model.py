@@ -839,6 +839,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def reshard(model: nn.Module) -> None:
+    """Lets go of the parameters that zero2 and zero3 have gathered, which know nothing of later changes."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 class EMA:
     """An exponential moving average of the parameters, used for evaluation, sampling and export."""
 
@@ -860,9 +867,7 @@ class EMA:
             held = p.clone()
             p.copy_(average)
             average.copy_(held)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # gathered copies of what the parameters were
+        reshard(self.model)
 
 
 # -----------------------------------------------------------------------------------------------------------

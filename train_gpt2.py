@@ -34,7 +34,7 @@ from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
                        use_defaults, use_text_model, warm_up, wrap)
 from model import (EMA, GPT2, Block, GPT2Config, continue_text, learning_rate, make_optimizers, num_params,
-                   pad_vocab)
+                   pad_vocab, reshard)
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
 # 20 tokens for each parameter, and the learning rates of Brown et al., 2020.
@@ -277,6 +277,7 @@ def main() -> None:
                 scaler.scale(loss / grad_accum).backward()
             local_loss += loss.detach() / (grad_accum * world.world_size)
         log.phase("optimizer")
+        reshard(model)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
             for group in optimizer.param_groups:
@@ -295,6 +296,7 @@ def main() -> None:
         stopping = vote.read()
         vote.start()
         if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps):
+            log.phase("other")
             outer.meet()
             apart = False
         stopping = 0 if apart else stopping  # checkpoints need the same parameters on all ranks

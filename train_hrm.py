@@ -31,7 +31,7 @@ from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
                        use_defaults, use_text_model, warm_up, wrap)
 from model import (EMA, HRM, Block, HRMConfig, continue_text, learning_rate, make_optimizers, num_params,
-                   pad_vocab)
+                   pad_vocab, reshard)
 
 # Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate and batch of the paper.
 COLUMNS = ("d_model", "n_head", "n_layer", "ff", "seq_len", "global_batch", "batch", "lr", "warmup", "steps",
@@ -311,6 +311,7 @@ def main() -> None:
                 scaler.scale(objective / grad_accum).backward()
             sums += torch.stack((stats["loss"], stats["cycles"], stats["ponder"]))
         log.phase("optimizer")
+        reshard(model)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
             for group in optimizer.param_groups:
@@ -330,6 +331,7 @@ def main() -> None:
         stopping = vote.read()
         vote.start()
         if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps):
+            log.phase("other")
             outer.meet()
             apart = False
         stopping = 0 if apart else stopping  # checkpoints need the same parameters on all ranks

@@ -35,7 +35,8 @@ from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, World, add_
                        on_main, optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
                        use_defaults, warm_up, wrap)
-from model import (EMA, MLM, Block, MLMConfig, learning_rate, make_optimizers, num_params, pad_vocab, to_hf)
+from model import (EMA, MLM, Block, MLMConfig, learning_rate, make_optimizers, num_params, pad_vocab,
+                   reshard, to_hf)
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
 COLUMNS = ("n_layer", "n_head", "d_model", "ff", "seq_len", "global_batch", "batch", "lr", "warmup", "steps",
@@ -431,6 +432,7 @@ def main() -> None:
                 scaler.scale(loss / grad_accum).backward()
             local_loss += loss.detach() / (grad_accum * world.world_size)
         log.phase("optimizer")
+        reshard(model)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
             for group in optimizer.param_groups:
@@ -449,6 +451,7 @@ def main() -> None:
         stopping = vote.read()
         vote.start()
         if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps):
+            log.phase("other")
             outer.meet()
             apart = False
         stopping = 0 if apart else stopping  # checkpoints need the same parameters on all ranks

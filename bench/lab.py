@@ -41,7 +41,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this directory has a lab.py too
 
-from lab import Lab, Unavailable
+from lab import Lab, Unavailable  # noqa: E402
 
 SETTINGS = ["--comm fp32", "--comm bf16", "--comm powersgd:4"] + [
     f"--outer-every {every} --outer-start {start}"

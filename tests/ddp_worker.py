@@ -11,7 +11,7 @@ import torch
 import ddp_utils
 from data import UserError
 from ddp_utils import RunError, StopVote, World
-from model import HRM, HRMConfig, local, make_optimizers
+from model import HRM, HRMConfig, local, make_optimizers, reshard
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
 
@@ -188,6 +188,22 @@ def check_memory(world: World) -> None:
                 assert n == said[what] - max(p.nbytes for p in model.parameters()), (strategy, what, n, said)
             else:  # what is gathered for the time of a step is gone
                 assert n == held["ddp", False][what] / 2 < said[what], (strategy, what, n, said)
+
+
+def check_gathering(world: World) -> None:
+    """HRM calls each block several times in a step: zero2 gathers parameters once, zero3 again and again."""
+    found = {}
+    for strategy in ("zero2", "zero3"):
+        config = HRMConfig(**TINY)
+        model = ddp_utils.build(HRM, config, world, strategy)
+        ddp_utils.copy_model(model, HRM(config) if world.main else None, world)
+        for _ in range(2):  # two steps
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                for _ in range(3):  # micro-batches
+                    model(*batch(world.rank), bp_steps=5)[0].backward()
+                reshard(model)
+            found[strategy] = next(e.count for e in profile.key_averages() if e.key == "c10d::_allgather_base_")
+    assert found["zero2"] == 3 < found["zero3"], found  # a block of H, one of L, and what is outside
 
 
 def check_stop(world: World) -> None:

@@ -107,7 +107,9 @@ def test_adaptive_depth_is_agreed_on_under_fsdp():
 # -----------------------------------------------------------------------------------------------------------
 # Slow links
 
-SLOW = {"bf16": {"comm": "bf16"}, "powersgd": {"comm": "powersgd:2", "warmup": 4},
+SLOW = {"bf16": {"comm": "bf16"},
+        # more parameters than fit DDP's first bucket
+        "powersgd": {"comm": "powersgd:2", "warmup": 4, "d_model": 160, "n_layer": 3},
         "diloco": {"outer_every": 3, "outer_start": 4},
         "both": {"outer_every": 4, "outer_start": 8, "comm": "powersgd:2", "warmup": 3}}
 
