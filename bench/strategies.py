@@ -31,7 +31,7 @@ def measure(strategy: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     import ddp_utils
-    from model import GPT2, GPT2Config, local, make_optimizers
+    from model import GPT2, GPT2Config, local, make_optimizers, reshard
     world = ddp_utils.init(timeout=300)
     name, _, offload = strategy.partition(" ")
     config, x = GPT2Config(seq_len=SEQ_LEN), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
@@ -48,6 +48,7 @@ def measure(strategy: str) -> None:
     for _ in range(3):
         wrapped.zero_grad(set_to_none=True)
         wrapped(x, x)[0].backward()
+        reshard(model)
         norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
         ddp_utils.optimizer_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), norm)
     held = [list(model.parameters()), [p.grad for p in model.parameters()],
