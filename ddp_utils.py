@@ -1128,8 +1128,8 @@ class Outer:
 class StopVote:
     """Lets all ranks stop after the same step: at a signal to any of them, or when training has failed.
 
-    SIGTERM, SIGINT and SIGUSR1 set a flag. At the end of a step `start` sends it off in a small all-reduce,
-    which `read` collects a step later, when it has long arrived.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag, and so does the death of torchrun. At the end of a step
+    `start` sends it off in a small all-reduce, which `read` collects a step later, when it has long arrived.
     """
 
     PATIENCE = 10  # updates skipped in a row
@@ -1140,6 +1140,7 @@ class StopVote:
         self.skipped = torch.zeros((), device=self.device)  # updates in a row whose gradient was not finite
         self._host = torch.zeros(2, pin_memory=on_cuda)
         self._copied = torch.cuda.Event() if on_cuda else None
+        self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
@@ -1157,6 +1158,8 @@ class StopVote:
             self.skipped = (self.skipped + 1) * (1 - norm.isfinite().float())
 
     def start(self) -> None:
+        if self._torchrun not in (None, os.getppid()):  # it was killed; nobody would know that we live on
+            self._on_signal(signal.SIGHUP, None)
         flag = torch.full((), float(self.signal), device=self.device)
         self._vote = torch.stack((flag, self.skipped))
         self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
