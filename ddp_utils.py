@@ -1517,9 +1517,10 @@ def claim(run_directory: Path, world: World) -> contextlib.ExitStack:
                             "--out.")
         except OSError:
             pass  # a file system without locks
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}")
-        file.flush()
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename} since "
+                                    f"{time.strftime('%F %T')}".encode())
         for leftover in (run_directory / "checkpoints").glob(".tmp-*"):
             leftover.unlink()
 
