@@ -1,0 +1,148 @@
+"""Processes to be harmed. Starting Python and torch takes four seconds, so a server imports them once and forks
+a process for each run, which executes the script as `python train_gpt2.py …` would. What these processes do
+is real: they are killed by real signals, and their locks, files and sockets are those of the script.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Finished
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([
+    "processes", "torch", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure",
+    "matplotlib.backends.backend_agg", "ddp_utils", "monitor", "tokenizers", "safetensors.torch", "tiktoken"])
+
+
+def start_server() -> None:
+    """Starts the process that forks the others, in the directory whose modules it is to import."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "faults")))
+    with contextlib.chdir(ROOT), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+
+
+def _run(script: str, arguments: list[str], output: str, cwd: str | None, env: dict, fault) -> None:
+    """The child: becomes what the command line would have made of it."""
+    os.setsid()
+    multiprocessing.process._parent_process = None  # as data.py would find it in a shell
+    os.environ.update(env)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.argv = [script, *arguments]
+    if cwd:
+        os.chdir(cwd)
+    if fault:
+        fault()
+    import torch
+    torch.set_num_threads(1)
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+class KillAtOperation:
+    """Kills this process with SIGKILL `delay` seconds after its n-th operation on a file below a directory.
+
+    What is counted is opening, renaming, linking and removing. Half of these belong to saving a checkpoint,
+    so short delays hit the writing, the moment before the rename and the moments after it.
+    """
+
+    def __init__(self, directory: Path, number: int, delay: float):
+        self.directory, self.left, self.delay = str(directory), number, delay
+
+    def __call__(self):
+        sys.addaudithook(self._count)
+
+    def _count(self, event, arguments):
+        if event in ("open", "os.rename", "os.link", "os.remove") and str(arguments[0]).startswith(self.directory):
+            self.left -= 1
+            if self.left == 0:
+                threading.Thread(target=self._kill, daemon=True).start()
+
+    def _kill(self):
+        time.sleep(self.delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Group:
+    """One run on `ranks` processes (0: one, without the variables of torchrun), forked from the server."""
+
+    def __init__(self, script: str, *arguments, ranks: int = 0, cwd=None, fault=None, fault_rank: int = 0, **env):
+        self.output = tempfile.NamedTemporaryFile("r", prefix="faults-")
+        self.mark = uuid.uuid4().hex
+        common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULTS_MARK": self.mark} | env
+        if ranks:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            common |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": port}
+        start_server()
+        self.processes = []
+        for rank in range(ranks or 1):
+            env = common | ({"RANK": rank, "LOCAL_RANK": rank} if ranks else {})
+            env = {k: str(v) for k, v in env.items()}
+            process = CONTEXT.Process(target=_run, args=(
+                script, [str(a) for a in arguments], self.output.name, cwd and str(cwd), env,
+                fault if rank == fault_rank else None))
+            process.start()
+            self.processes.append(process)
+
+    @property
+    def all_alive(self) -> bool:
+        return all(p.is_alive() for p in self.processes)
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [p.exitcode for p in self.processes]
+
+    @property
+    def text(self) -> str:
+        return Path(self.output.name).read_text(errors="replace")
+
+    def send(self, number: int, rank: int = 0) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, number)
+
+    def kill(self) -> bool:
+        """Ends all with SIGKILL; whether one of them was still alive."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        return -signal.SIGKILL in self.codes
+
+    def finish(self, timeout: float = 60) -> Finished:
+        """Waits for the end of all. The code is the first that is not 0; a signal has a negative one."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        if None in self.codes:
+            self.kill()
+            pytest.fail(f"still running after {timeout} s:\n{self.text}")
+        return Finished(next((p.exitcode for p in self.processes if p.exitcode), 0), self.text)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that a Group, or a command started with FAULTS_MARK, has left behind."""
+    found = []
+    for task in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"FAULTS_MARK={mark}".encode() in (task / "environ").read_bytes():
+                found.append(int(task.name))
+    return found

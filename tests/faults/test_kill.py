@@ -1,0 +1,186 @@
+"""kill -9 at any moment: nothing that was saved is lost, and in the end it is as if nothing had happened.
+
+A life of a run is ended by SIGKILL after a random time, or shortly after a random one of its operations on
+files, which hits the middle of a save. Then the same command goes on. FAULTS_SEED repeats a choice of moments
+(not what the machine does in between).
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from conftest import children, finish, kill
+from processes import Group, KillAtOperation, marked
+from runs import Trainer, assert_same_run, log_of
+
+import ddp_utils
+from ddp_utils import NAME, finished, read_checkpoint
+
+SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
+STEPS, KEEP = 40, 3
+COMMON = {"steps": STEPS, "save_every": 2, "eval_every": 10, "keep_last": KEEP, "ema": 0.9, "batch": 2}
+TRAINERS = {
+    "hrm": Trainer("train_hrm.py", ff=64, max_new_tokens=5, h_cycles=1, l_cycles=2, dropout=0.1, **COMMON),
+    "gpt2": Trainer("train_gpt2.py", max_new_tokens=5, optimizer="muon", modern=True, **COMMON),
+    "mlm": Trainer("train_mlm.py", ff=48, window=16, whole_words=True, precision="bf16", **COMMON),
+}
+
+STRATEGY_FLAGS = {"ddp": {}}
+if "--strategy" in Path(ddp_utils.__file__).read_text():
+    STRATEGY_FLAGS["zero3"] = {"strategy": "zero3", "optimizer": "adamw"}
+
+
+@dataclass
+class Witness:
+    """Looks at a run directory, while the run lives and after it was killed."""
+
+    out: Path
+    seen: set = field(default_factory=set)  # checkpoints that had their names at some time
+
+    def look(self) -> None:
+        self.seen |= {path.name for path in finished(self.out)}
+
+    def check(self) -> None:
+        """Everything that has its name is whole, and nothing that had one is gone without a newer one."""
+        now = finished(self.out)
+        steps = [int(NAME.fullmatch(path.name)[1]) for path in now]
+        for path in [*now, *self.out.glob("checkpoints/best.pt")]:
+            read_checkpoint(path)  # raises Damaged
+        for name in self.seen - {path.name for path in now}:
+            newer = [step for step in steps if step > int(NAME.fullmatch(name)[1])]
+            assert len(newer) >= KEEP, f"{name} was there and is gone; there are {steps}"
+        strangers = [name for name in os.listdir(self.out / "checkpoints")
+                     if not NAME.fullmatch(name) and name != "best.pt" and not name.startswith(".tmp-")]
+        assert not strangers
+        if (self.out / "metrics.jsonl").exists():
+            *lines, last = (self.out / "metrics.jsonl").read_text().split("\n")
+            logged = [json.loads(line)["step"] for line in lines]
+            assert logged == list(range(1, len(logged) + 1)), logged
+        for name in ("config.json", "tokenizer.json", "history.json"):
+            if (self.out / name).exists():
+                json.loads((self.out / name).read_text())
+
+
+def check_end(out: Path, whole: Path) -> None:
+    assert_same_run(out, whole)
+    assert [line["step"] for line in log_of(out)] == list(range(1, STEPS + 1))
+    assert not list(out.rglob(".tmp-*")) and len(finished(out)) == KEEP
+
+
+def forked_life(rng, command, ranks, witness, seconds) -> bool:
+    """Runs the command until a random moment. Returns whether it was killed, or had ended before."""
+    by_time = rng.random() < 0.4
+    operation = KillAtOperation(witness.out, rng.randrange(1, 150), rng.choice((0, 0.01)) * rng.random())
+    deadline = time.monotonic() + (rng.uniform(0.05, 1) * seconds if by_time else 60)
+    group = Group(*command, ranks=ranks, fault=None if by_time else operation,
+                  fault_rank=rng.randrange(ranks or 1) if rng.random() < 0.3 else 0)
+    while group.all_alive and time.monotonic() < deadline:
+        witness.look()
+        time.sleep(0.002)
+    killed = by_time or signal.SIGKILL in (-(code or 0) for code in group.codes)
+    if killed:  # the other ranks, as if the machine had failed
+        time.sleep(rng.choice((0, 0.1)) * rng.random())
+        witness.look()
+        killed = group.kill() or killed and not by_time
+    if not killed:
+        done = group.finish()
+        assert done.code == 0, done.out
+    return killed
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name, ranks, strategy, count", [
+    ("hrm", 0, "ddp", 2), ("gpt2", 2, "ddp", 3), ("mlm", 0, "ddp", 2)] + [
+    pytest.param(name, ranks, strategy, count, marks=pytest.mark.long) for name in TRAINERS
+    for ranks, strategy, count in ((0, "ddp", 50), (2, "ddp", 40), (2, "zero3", 60))])
+def test_kill_9(tmp_path, shards, capsys, name, ranks, strategy, count):
+    """Forked processes: every life is a run of the script from its first line, but for the imports."""
+    if strategy not in STRATEGY_FLAGS:
+        pytest.skip("there is no such strategy yet")
+    rng, kills, runs = random.Random(f"{SEED} {name} {ranks} {strategy}"), 0, 0
+    trainer = TRAINERS[name]
+    begun = time.monotonic()
+    done = Group(trainer.script, *trainer.flags(shards, tmp_path / "whole", **STRATEGY_FLAGS[strategy]), ranks=ranks).finish()
+    seconds = time.monotonic() - begun
+    assert done.code == 0, done.out
+    resumed = set()
+    while kills < count:
+        out = tmp_path / f"run{runs}"
+        command = trainer.script, *trainer.flags(shards, out, **STRATEGY_FLAGS[strategy])
+        witness, runs = Witness(out), runs + 1
+        while kills < count and (killed := forked_life(rng, command, ranks, witness, seconds)):
+            kills += 1
+            if (out / "checkpoints").exists():
+                witness.check()
+        if kills >= count and killed:
+            done = Group(*command, ranks=ranks).finish()
+            assert done.code == 0, done.out
+        check_end(out, tmp_path / "whole")
+        resumed |= set(re.findall(r"resuming after step (\d+)", (out / "train.log").read_text()))
+    with capsys.disabled():
+        print(f"\n  FAULTS_SEED={SEED}: {name}, {max(ranks, 1)} processes, {strategy}: {kills} kills in {runs} runs, "
+              f"resumed from {len(resumed)} different steps, {time.monotonic() - begun:.0f} s ", end="")
+
+
+def torchrun_life(rng, trainer, shards, out, witness, **flags) -> str:
+    """Ends one life under torchrun with SIGKILL: of all processes, of a worker, or of torchrun."""
+    mark = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULTS_MARK", mark)
+        process = trainer.start(2, shards, out, **flags)
+    last = next((int(NAME.fullmatch(p.name)[1]) for p in finished(out)), 0)
+    until, deadline = last + rng.randrange(1, 9), time.monotonic() + 60
+    while not any(int(NAME.fullmatch(p.name)[1]) >= until for p in finished(out)) and process.poll() is None:
+        assert time.monotonic() < deadline, kill(process)
+        witness.look()
+        time.sleep(0.002)
+    time.sleep(0.05 * rng.random())
+    victim = rng.choice(("all", "worker", "torchrun"))
+    workers = children(process.pid)
+    if process.poll() is not None or not workers:
+        assert finish(process).code == 0
+        return "none"
+    for pid in {"all": [process.pid, *workers], "worker": [rng.choice(workers)],
+                "torchrun": [process.pid]}[victim]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    witness.look()
+    code = finish(process).code
+    deadline = time.monotonic() + 20
+    while left := marked(mark):
+        assert time.monotonic() < deadline, f"{len(left)} processes live on after the death of {victim}"
+        time.sleep(0.05)
+    return victim if code else "none"
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("strategy, count", [("ddp", 10), ("zero3", 7)])
+def test_kill_9_under_torchrun(tmp_path, shards, capsys, name, strategy, count):
+    """Also of single processes: the others end by themselves, and what they save then counts."""
+    if strategy not in STRATEGY_FLAGS:
+        pytest.skip("there is no such strategy yet")
+    rng, kills, runs = random.Random(f"{SEED} {name} {strategy}"), Counter(), 0
+    trainer, flags = TRAINERS[name], STRATEGY_FLAGS[strategy]
+    assert trainer.train(2, shards, tmp_path / "whole", **flags).code == 0
+    while kills.total() < count:
+        out, runs = tmp_path / f"run{runs}", runs + 1
+        witness = Witness(out)
+        while kills.total() < count and (kind := torchrun_life(rng, trainer, shards, out, witness, **flags)) != "none":
+            kills[kind] += 1
+            witness.check()
+        done = trainer.train(2, shards, out, **flags)
+        assert done.code == 0, done.out
+        check_end(out, tmp_path / "whole")
+    with capsys.disabled():
+        print(f"\n  FAULTS_SEED={SEED}: {name} under torchrun, {strategy}: {dict(kills)} killed ", end="")

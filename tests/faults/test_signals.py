@@ -1,0 +1,275 @@
+"""Signals, to a process or to torchrun, in every phase of a run: it ends soon, with the right exit code, with a
+checkpoint where one is promised, and leaves no process behind.
+
+From the first step on a signal means: stop after this step, save, exit with 0. Before, there is nothing to
+save: SIGINT exits with 130, any other ends the process as it ends every program.
+"""
+
+import itertools
+import os
+import re
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, children, finish, start, torchrun
+from processes import Group, marked
+from runs import Trainer, assert_same_run, log_of
+
+import data
+from ddp_utils import finished, read_checkpoint
+
+GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
+ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.005)
+
+
+def lines_of(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def code_of_death(number: int) -> int:
+    return 130 if number == signal.SIGINT else -number
+
+
+class Slow:
+    """Makes something in data or os take long, and leaves a file `begun` when it begins."""
+
+    def __init__(self, begun: Path, what: str, seconds: float, after: int = 0):
+        self.begun, self.what, self.seconds, self.after = begun, what, seconds, after
+
+    def __call__(self):
+        where, name = {"saving": (os, "fsync"), "evaluation": (data, "validation_batches"),
+                       "a step": (data.Loader, "__next__")}[self.what]
+        real, count = getattr(where, name), itertools.count()
+
+        def slow(*arguments):
+            due = self.what != "saving" or ".pt" in os.readlink(f"/proc/self/fd/{arguments[0]}")
+            if due and next(count) >= self.after:
+                self.begun.touch()
+                time.sleep(self.seconds)
+            return real(*arguments)
+
+        def slow_batches(*arguments):
+            for batch in real(*arguments):
+                self.begun.touch()
+                time.sleep(self.seconds)
+                yield batch
+
+        setattr(where, name, slow_batches if self.what == "evaluation" else slow)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# One process
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_prepare(tmp_path, number, workers):
+    """It may be stopped anywhere, also with worker processes, and then goes on to the same bytes."""
+    text = "".join(f"{n} and {n * n} more words\n" for n in range(200_000))
+    (tmp_path / "text.txt").write_text(text)
+    command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--tokenizer", "bpe:300",
+               "--shard-tokens", "100k", "--workers", workers, "--out")
+    out = tmp_path / "out"
+    group = Group(*command, out)
+    wait_for(lambda: lines_of(out / "manifest.json"))
+    group.send(number)
+    done = group.finish(10)
+    assert done.code == code_of_death(number), done.out
+    assert ("stopped: finished shards are kept" in done.out) == (number == signal.SIGINT)
+    assert "Traceback" not in done.out
+    wait_for(lambda: not marked(group.mark), 10)
+    if number == signal.SIGTERM:
+        assert Group(*command, out).finish().code == 0
+        assert Group(*command, tmp_path / "whole").finish().code == 0
+        assert ([data.sha256_of(path) for path in sorted(out.glob("*.*"))]
+                == [data.sha256_of(path) for path in sorted((tmp_path / "whole").glob("*.*"))])
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_trainer_that_prepares(tmp_path, number):
+    (tmp_path / "text.txt").write_text("a few words, again and again, which tokenize slowly\n" * 100_000)
+    group = Group(GPT2.script, *GPT2.flags(f"text:{tmp_path}/text.txt", tmp_path / "run", tokenizer="bpe:300"),
+                  cwd=tmp_path)
+    wait_for(lambda: "training bpe:300" in group.text)
+    group.send(number)
+    done = group.finish(10)
+    assert done.code == code_of_death(number) and "Traceback" not in done.out, done.out
+    wait_for(lambda: not marked(group.mark), 10)
+
+
+@pytest.mark.parametrize("number", [
+    signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in STOPS[::2])])
+def test_compile(tmp_path, shards, number):
+    group = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "run", compile=True),
+                  TORCHINDUCTOR_CACHE_DIR=tmp_path / "cache")
+    wait_for(lambda: "run directory" in group.text)
+    time.sleep(1)
+    assert "step 1/" not in group.text
+    group.send(number)
+    done = group.finish(20)
+    assert done.code == code_of_death(number) and "Traceback" not in done.out, done.out
+    wait_for(lambda: not marked(group.mark), 20)
+
+
+@pytest.mark.parametrize("number", [*STOPS, signal.SIGHUP])
+def test_training(tmp_path, shards, number):
+    out = tmp_path / "run"
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS))
+    wait_for(lambda: lines_of(out / "metrics.jsonl") > 3)
+    group.send(number)
+    done = group.finish(10)
+    assert done.code == 0, done.out
+    step = int(re.search(rf"stopped by {number.name} after step (\d+)", done.out)[1])
+    assert read_checkpoint(finished(out)[0])["step"] == step == log_of(out)[-1]["step"]
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_saving(tmp_path, shards, number):
+    """The save that is under way is finished, and the newest one is that of the last step."""
+    out = tmp_path / "run"
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS | {"save_every": 20}),
+                  fault=Slow(tmp_path / "begun", "saving", 0.5))
+    wait_for((tmp_path / "begun").exists)
+    group.send(number)
+    done = group.finish(15)
+    assert done.code == 0, done.out
+    step = int(re.search(rf"stopped by {number.name} after step (\d+)", done.out)[1])
+    steps = [read_checkpoint(path)["step"] for path in finished(out)]
+    assert steps[-1] == 20 and steps[0] == step
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_evaluation(tmp_path, shards, number):
+    """It is cut off; the run goes on with this evaluation, and ends like one that was left alone."""
+    out, flags = tmp_path / "run", {"steps": 8, "eval_every": 4, "eval_batches": 0, "batch": 4}
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **flags),
+                  fault=Slow(tmp_path / "begun", "evaluation", 0.5))
+    wait_for((tmp_path / "begun").exists)
+    group.send(number)
+    done = group.finish(10)
+    assert done.code == 0 and f"stopped by {number.name} after step 4" in done.out, done.out
+    assert [r["step"] for r in log_of(out)] == [1, 2, 3]
+    for directory in (out, tmp_path / "whole"):
+        assert Group(GPT2.script, *GPT2.flags(shards, directory, **flags)).finish().code == 0
+    assert_same_run(out, tmp_path / "whole")
+
+
+def test_ctrl_c_twice(tmp_path, shards):
+    """Twice at once counts once, for torchrun passes on what the terminal sends as well; later it means now."""
+    out = tmp_path / "run"
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS),
+                  fault=Slow(tmp_path / "begun", "a step", 30, after=5))
+    wait_for((tmp_path / "begun").exists)
+    group.send(signal.SIGINT)
+    group.send(signal.SIGINT)
+    time.sleep(2.2)
+    assert group.all_alive
+    group.send(signal.SIGINT)
+    done = group.finish(2)
+    assert done.code == 130 and "without a checkpoint" in done.out, done.out
+    assert not finished(out) and "Traceback" not in done.out
+
+
+def test_the_second_signal_of_another_kind_changes_nothing(tmp_path, shards):
+    """As from torchrun: SIGTERM to all, and again from the system that stops the job."""
+    out = tmp_path / "run"
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS),
+                  fault=Slow(tmp_path / "begun", "saving", 1))
+    wait_for(lambda: lines_of(out / "metrics.jsonl") > 3)
+    group.send(signal.SIGTERM)
+    wait_for((tmp_path / "begun").exists)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+        group.send(number)
+    done = group.finish(10)
+    assert done.code == 0 and "stopped by SIGTERM" in done.out, done.out
+    assert read_checkpoint(finished(out)[0])["step"] == log_of(out)[-1]["step"]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# torchrun
+
+
+def run_under_torchrun(shards, out, *more, **env):
+    mark = uuid.uuid4().hex
+    command = torchrun(2, GPT2.script, *GPT2.flags(shards, out, **ENDLESS))
+    command[3:3] = more
+    process = start(command, FAULTS_MARK=mark, **env)
+    wait_for(lambda: lines_of(out / "metrics.jsonl") > 3)
+    return process, mark
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long),
+                                    pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+def test_signal_to_torchrun(tmp_path, shards, number):
+    """The workers save and end with 0; torchrun itself returns 1 when it was stopped by a signal."""
+    out = tmp_path / "run"
+    process, mark = run_under_torchrun(shards, out, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+    process.send_signal(number)
+    done = finish(process, 30)
+    assert done.code == 1 and f"stopped by {number.name}" in done.out, done.out
+    assert not marked(mark)
+    assert read_checkpoint(finished(out)[0])["step"] == log_of(out)[-1]["step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+def test_torchrun_is_killed(tmp_path, shards, number):
+    """Without --signals-to-handle SIGUSR1 kills torchrun. Its workers notice, save, end, and free the lock."""
+    out = tmp_path / "run"
+    process, mark = run_under_torchrun(shards, out)
+    process.send_signal(number)
+    assert finish(process, 15).code == -number  # its output ends with the last of the workers
+    wait_for(lambda: not marked(mark), 5)
+    assert "stopped by SIGHUP" in (out / "train.log").read_text()
+    assert read_checkpoint(finished(out)[0])["step"] == log_of(out)[-1]["step"]
+    again = GPT2.train(0, shards, out, steps=log_of(out)[-1]["step"] + 1)
+    assert again.code == 0 and "resuming after step" in again.out, again.out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_torchrun_while_a_worker_prepares(tmp_path, number):
+    (tmp_path / "text.txt").write_text("a few words, again and again, which tokenize slowly\n" * 400_000)
+    mark = uuid.uuid4().hex
+    process = start(torchrun(2, GPT2.script, *GPT2.flags(
+        f"text:{tmp_path}/text.txt", tmp_path / "run", tokenizer="bpe:300")), cwd=tmp_path, FAULTS_MARK=mark)
+    wait_for(lambda: (tmp_path / "shards/text-bpe300/manifest.json").exists())
+    process.send_signal(number)
+    assert finish(process, 40).code != 0
+    wait_for(lambda: not marked(mark), 10)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_torchrun_restarts(tmp_path, shards):
+    """With the documented variable a job whose worker is killed twice recovers, and ends like an undisturbed
+    one."""
+    changes = {"save_every": 2, "steps": 400, "eval_every": 100}
+    command = torchrun(2, GPT2.script, *GPT2.flags(shards, tmp_path / "run", **changes))
+    command[3:3] = ["--max-restarts", "2"]
+    process = start(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    for number, rank in ((1, 0), (2, 1)):
+        wait_for(lambda: len(children(process.pid)) == 2 and f"step {60 * number}/" in (
+            tmp_path / "run/train.log").read_text() if (tmp_path / "run/train.log").exists() else False)
+        os.kill(children(process.pid)[rank], signal.SIGKILL)
+    done = finish(process, 120)
+    assert done.code == 0, done.out
+    assert (tmp_path / "run/train.log").read_text().count("resuming after step") == 2
+    assert GPT2.train(2, shards, tmp_path / "whole", **changes).code == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_readme_names_what_is_tested_here():
+    readme = (ROOT / "README.md").read_text()
+    for name in ("--signals-to-handle SIGTERM,SIGINT,SIGUSR1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        assert name in readme
