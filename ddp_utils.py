@@ -1319,6 +1319,8 @@ def read_checkpoint(path: Path) -> dict:
                 for name, tensor in tensors.items()}
         if saved["format"] != 1 or sums != saved["sums"]:
             raise Damaged("its tensors are not those that were saved")
+        if (name := NAME.fullmatch(path.name)) and int(name[1]) != saved["step"]:
+            raise Damaged(f"it is that of step {saved['step']}")
         return saved
     except Damaged:
         raise
