@@ -590,6 +590,8 @@ def read_manifest(directory: Path) -> dict | None:
             name = re.fullmatch(r"(train|val)_\d{6}\.bin", shard["file"])  # never a path elsewhere
             if not name or name[1] != shard["split"]:
                 raise ValueError(f"the shard name {shard['file']!r}")
+        if manifest.get("checksum", digest := manifest_digest(manifest)) != digest:
+            raise ValueError("its checksum is wrong")
         return manifest
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -597,7 +599,12 @@ def read_manifest(directory: Path) -> dict | None:
         raise UserError(f"{path} is damaged ({error!r}): delete {directory} and prepare it again.")
 
 
+def manifest_digest(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest | {"checksum": None}).encode()).hexdigest()
+
+
 def write_manifest(directory: Path, manifest: dict) -> None:
+    manifest["checksum"] = manifest_digest(manifest)
     write_atomically(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
 
 
@@ -1075,6 +1082,10 @@ class Dataset:
                                                   read_tokenizer_json(directory, manifest, tokenizer_name))
             identity = [manifest["tokenizer"]["sha256"]]
             identity += [[shard["file"], shard["sha256"]] for shard in manifest["shards"]]
+            for path, shard in zip(paths, manifest["shards"]):
+                if (n := len(open_shard(path))) != shard["tokens"]:
+                    raise UserError(f"{path} has {n} tokens instead of {shard['tokens']}: copy it or prepare "
+                                    "the data again.")
         else:
             paths = sorted(directory.glob("*.bin"))
             if not paths:
