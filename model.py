@@ -1112,6 +1112,8 @@ def from_hf(kind: type, source: str) -> nn.Module:
         model = kind(from_config(config))
     except KeyError as error:
         raise UserError(f"the config.json of {source} lacks {error}.")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the config.json of {source} makes no model: {str(error).splitlines()[0]}.")
     safetensors, tensors = _safetensors(), {}
     for file in files:
         try:
