@@ -1309,8 +1309,18 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
         print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose mistakes are one sentence."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        raise UserError(f"{message}; --help lists all flags.")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prepares and inspects shards of tokens.")
+    parser = ArgumentParser(description="Prepares and inspects shards of tokens.")
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
     p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
