@@ -170,61 +170,6 @@ def existing(shards, tmp_path_factory) -> Path:
     return out
 
 
-REFUSED = {  # what is wrong: (changes to the flags, part of the sentence)
-    "no such data": ({"data": "/nowhere/at/all"}, "holds no data"),
-    "no such file": ({"data": "text:/nowhere/*.txt"}, "no file matches"),
-    "binary as text": ({"data": "text:{shards}/train_000000.bin", "tokenizer": "bytes"}, "binary|UTF-8"),
-    "another tokenizer": ({"tokenizer": "cl100k_base"}, "tokenizer|vocabulary"),
-    "indivisible batch": ({"global_batch": 12, "batch": 5}, "--batch"),
-    "context too long": ({"seq_len": 10_000_000}, "too small"),
-    "out is a file": ({"out": "{shards}/manifest.json"}, "cannot be written"),
-    "out below a file": ({"out": "{shards}/manifest.json/run"}, "cannot be written"),
-    "another model": ({"out": "{existing}", "d_model": 64}, "d_model"),
-    "another context": ({"out": "{existing}", "seq_len": 64}, "seq_len"),
-    "another seed": ({"out": "{existing}", "seed": 7}, "seed"),
-    "new run in an old place": ({"out": "{existing}", "resume": "none"}, "choose another --out"),
-    "resume from an empty place": ({"resume": "{shards}"}, "holds no checkpoint"),
-    "resume from nothing": ({"resume": "/nowhere.pt"}, "does not exist"),
-    "weights from nothing": ({"init_from": "hf:/nowhere"}, "hf:/nowhere"),
-    "unknown flag": ({"learning_rate": 1}, "--help"),
-    "bad number": ({"lr": "fast"}, "--lr"),
-    "no number": ({"lr": "inf"}, "--lr"),
-    "steps and epochs": ({"epochs": 1}, "not allowed with"),
-    "no calls": ({"bp_steps": 40}, "--bp-steps 40"),
-    "too much accumulation": ({"grad_accum": 100}, "--grad-accum 100"),
-    "bad ramp": ({"bp_steps": "5:2"}, "ramp"),
-    "odd heads": ({"n_head": 3}, "--n-head"),
-    "nccl without a GPU": ({"backend": "nccl", "device": "cpu"}, "nccl"),
-    "prompt without a run": ({"out": "/nowhere/run", "prompt": "x"}, "does not exist"),
-}
-
-
-def in_place(name, changes, tmp_path, shards, existing) -> list[str]:
-    changes = {k: str(v).format(shards=shards, existing=existing) for k, v in changes.items()}
-    return HRM.flags(shards, changes.pop("out", tmp_path / name), **changes)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_gets_one_sentence(name, tmp_path, shards, existing, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    changes, sentence = REFUSED[name]
-    before = {p: p.stat().st_mtime_ns for p in [*shards.rglob("*"), *existing.rglob("*.pt")]}
-    done = here(*in_place(name, changes, tmp_path, shards, existing))
-    last = done.out.splitlines()[-1]
-    assert done.code == 2 and last.startswith("error: ") and re.search(sentence, last), done.out
-    assert before == {p: p.stat().st_mtime_ns for p in [*shards.rglob("*"), *existing.rglob("*.pt")]}
-
-
-def test_bad_input_ends_the_process_with_exit_code_2(tmp_path, shards, existing):
-    for name in ("unknown flag", "another model"):
-        done = run(0, "train_hrm.py", *in_place(name, REFUSED[name][0], tmp_path, shards, existing))
-        assert done.code == 2 and "Traceback" not in done.out, done.out
-        assert re.search(REFUSED[name][1], done.out.splitlines()[-1]), done.out
-    # torchrun has an exit code of its own, and reports that of its workers
-    done = run(2, "train_hrm.py", *in_place("bad ramp", REFUSED["bad ramp"][0], tmp_path, shards, existing))
-    assert done.code == 1 and done.out.count("error: ") == 1 and "exitcode  : 2" in done.out, done.out
-
-
 def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
     """As after a kill between a save and its log line: each step has one line, also if the line was there."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
