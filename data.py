@@ -454,7 +454,7 @@ class Source:
         import datasets  # takes 1.2 s
         try:
             rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
-        except (ValueError, OSError) as error:  # no such repository, configuration or split
+        except (ValueError, OSError, RuntimeError) as error:  # no such configuration; a script, which never runs
             raise UserError(f"{self.repo} cannot be opened: {str(error).splitlines()[0]}")
         if rows.column_names and self.text_field not in rows.column_names:
             raise self._no_such_field(self.repo, rows.column_names)
@@ -531,7 +531,8 @@ def write_atomically(path: Path, *chunks) -> None:
     """Writes a file of which readers see all or nothing, even after a crash, or raises UserError."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # it could be a link to a file elsewhere
+        with open(temporary, "xb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
@@ -587,7 +588,7 @@ def read_manifest(directory: Path) -> dict | None:
                                               for key, kind in kinds.items()):
             raise ValueError("a field of the wrong type")
         for shard in manifest["shards"]:
-            name = re.fullmatch(r"(train|val)_\d{6}\.bin", shard["file"])  # never a path elsewhere
+            name = re.fullmatch(r"(train|val)_[0-9]{6}\.bin", shard["file"])  # never a path elsewhere
             if not name or name[1] != shard["split"]:
                 raise ValueError(f"the shard name {shard['file']!r}")
         if manifest.get("checksum", digest := manifest_digest(manifest)) != digest:
@@ -733,7 +734,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         strangers = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
         if strangers and not (out / "manifest.json").exists():
             raise UserError(f"{out} holds {strangers[0]} but no manifest: choose an empty --out.")
-        lock = open(out / ".lock", "w")
+        lock = open(out / ".lock", "a")  # which would empty nothing, were it a link
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out.")
     with lock:
