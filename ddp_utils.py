@@ -193,6 +193,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
     if backend == "nccl" and (device == "cpu" or not dist.is_nccl_available()):
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
     store = dist.HashStore() if "RANK" not in env else join(rank, world_size, timeout)
+    if "RANK" not in env:  # gloo opens a port even for one process: none that others can reach
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # With its default, 3, a collective of NCCL that waits too long aborts the process from a thread of its
     # own, and Python cannot say a word. 2 aborts the communicator only: the collective that hangs returns,
     # with garbage, and the next one raises; a checkpoint is never written without one in between.
@@ -1508,7 +1510,9 @@ def claim(run_directory: Path, world: World) -> contextlib.ExitStack:
     def lock():
         try:
             (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(run_directory / ".lock", "a+"))
+            path = run_directory / ".lock"  # never a link, for its content gets replaced
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            file = held.enter_context(open(descriptor, "r+"))
         except OSError as error:
             raise UserError(f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
         try:
