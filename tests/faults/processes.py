@@ -22,8 +22,8 @@ from conftest import ROOT, Finished
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
-    "processes", "torch", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure",
-    "matplotlib.backends.backend_agg", "ddp_utils", "monitor", "tokenizers", "safetensors.torch", "tiktoken"])
+    "processes", "torch", "torch._dynamo", "torch.utils.tensorboard", "ddp_utils", "monitor", "tokenizers",
+    "safetensors.torch", "tiktoken"])
 
 
 def start_server() -> None:
@@ -48,6 +48,7 @@ def _run(script: str, arguments: list[str], output: str, cwd: str | None, env: d
     sys.argv = [script, *arguments]
     if cwd:
         os.chdir(cwd)
+    sys.modules["matplotlib.figure"] = None  # drawing would take half of the time
     if fault:
         fault()
     import torch
@@ -127,7 +128,7 @@ class Group:
             process.join()
         return -signal.SIGKILL in self.codes
 
-    def finish(self, timeout: float = 60) -> Finished:
+    def finish(self, timeout: float = 100) -> Finished:
         """Waits for the end of all. The code is the first that is not 0; a signal has a negative one."""
         deadline = time.monotonic() + timeout
         for process in self.processes:

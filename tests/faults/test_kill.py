@@ -26,8 +26,8 @@ import ddp_utils
 from ddp_utils import NAME, finished, read_checkpoint
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
-STEPS, KEEP = 40, 3
-COMMON = {"steps": STEPS, "save_every": 2, "eval_every": 10, "keep_last": KEEP, "ema": 0.9, "batch": 2}
+STEPS, KEEP, OPERATIONS = 40, 3, 120  # on files, in a run without drawings
+COMMON = {"steps": STEPS, "save_every": 2, "eval_every": 20, "keep_last": KEEP, "ema": 0.9, "batch": 2}
 TRAINERS = {
     "hrm": Trainer("train_hrm.py", ff=64, max_new_tokens=5, h_cycles=1, l_cycles=2, dropout=0.1, **COMMON),
     "gpt2": Trainer("train_gpt2.py", max_new_tokens=5, optimizer="muon", modern=True, **COMMON),
@@ -73,35 +73,40 @@ class Witness:
 def check_end(out: Path, whole: Path) -> None:
     assert_same_run(out, whole)
     assert [line["step"] for line in log_of(out)] == list(range(1, STEPS + 1))
-    assert not list(out.rglob(".tmp-*")) and len(finished(out)) == KEEP
+    assert not list(out.rglob(".tmp-*"))
+    assert len(finished(out)) >= KEEP  # more if a kill fell between a rename and the removal of the oldest
 
 
 def forked_life(rng, command, ranks, witness, seconds) -> bool:
     """Runs the command until a random moment. Returns whether it was killed, or had ended before."""
     by_time = rng.random() < 0.4
-    operation = KillAtOperation(witness.out, rng.randrange(1, 150), rng.choice((0, 0.01)) * rng.random())
-    deadline = time.monotonic() + (rng.uniform(0.05, 1) * seconds if by_time else 60)
+    left = 1.1 - next((int(NAME.fullmatch(p.name)[1]) for p in finished(witness.out)), 0) / STEPS
+    operation = KillAtOperation(witness.out, rng.randrange(1, 20 + int(OPERATIONS * left)),
+                                rng.choice((0, 0.01)) * rng.random())
+    deadline = time.monotonic() + (rng.uniform(0.05, 0.2 + left * seconds) if by_time else 60)
     group = Group(*command, ranks=ranks, fault=None if by_time else operation,
                   fault_rank=rng.randrange(ranks or 1) if rng.random() < 0.3 else 0)
     while group.all_alive and time.monotonic() < deadline:
         witness.look()
         time.sleep(0.002)
-    killed = by_time or signal.SIGKILL in (-(code or 0) for code in group.codes)
-    if killed:  # the other ranks, as if the machine had failed
+    if by_time or -signal.SIGKILL in group.codes:  # the other ranks too, as if the machine had failed
         time.sleep(rng.choice((0, 0.1)) * rng.random())
         witness.look()
-        killed = group.kill() or killed and not by_time
-    if not killed:
+        group.kill()
+        code, text = 0, ""
+    else:
         done = group.finish()
-        assert done.code == 0, done.out
+        code, text = done.code, done.out
+    killed = -signal.SIGKILL in group.codes
+    assert killed or code == 0, text
     return killed
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name, ranks, strategy, count", [
     ("hrm", 0, "ddp", 2), ("gpt2", 2, "ddp", 3), ("mlm", 0, "ddp", 2)] + [
     pytest.param(name, ranks, strategy, count, marks=pytest.mark.long) for name in TRAINERS
-    for ranks, strategy, count in ((0, "ddp", 50), (2, "ddp", 40), (2, "zero3", 60))])
+    for ranks, strategy, count in ((0, "ddp", 53), (2, "ddp", 43), (2, "zero3", 62))])
 def test_kill_9(tmp_path, shards, capsys, name, ranks, strategy, count):
     """Forked processes: every life is a run of the script from its first line, but for the imports."""
     if strategy not in STRATEGY_FLAGS:
@@ -162,10 +167,10 @@ def torchrun_life(rng, trainer, shards, out, witness, **flags) -> str:
     return victim if code else "none"
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("strategy, count", [("ddp", 10), ("zero3", 7)])
+@pytest.mark.parametrize("strategy, count", [("ddp", 5), ("zero3", 4)])
 def test_kill_9_under_torchrun(tmp_path, shards, capsys, name, strategy, count):
     """Also of single processes: the others end by themselves, and what they save then counts."""
     if strategy not in STRATEGY_FLAGS:
