@@ -454,7 +454,7 @@ class Source:
         import datasets  # takes 1.2 s
         try:
             rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
-        except (ValueError, OSError, RuntimeError) as error:  # no such configuration; a script, which never runs
+        except (ValueError, OSError, RuntimeError) as error:  # no such configuration; a script, never run
             raise UserError(f"{self.repo} cannot be opened: {str(error).splitlines()[0]}")
         if rows.column_names and self.text_field not in rows.column_names:
             raise self._no_such_field(self.repo, rows.column_names)

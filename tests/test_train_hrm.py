@@ -226,17 +226,6 @@ def test_a_run_branches_off_another(tmp_path, shards, existing):
     assert done.code == 0 and [r["step"] for r in log_of(tmp_path / "longer")] == [8, 9, 10, 11, 12]
 
 
-def test_two_runs_in_one_directory(tmp_path, shards):
-    out = tmp_path / "run"
-    process = HRM.start(0, shards, out, steps=100_000)
-    while not (out / "metrics.jsonl").exists() or not log_of(out):
-        time.sleep(0.01)
-    second = train(0, shards, out)
-    assert second.code == 2 and f"in use by process {process.pid}" in second.out
-    process.send_signal(signal.SIGINT)
-    assert finish(process).code == 0
-
-
 def test_more_local_ranks_than_gpus(tmp_path, shards):
     gpus = torch.cuda.device_count()
     done = train(gpus + 1, shards, tmp_path / "run", device="cuda")

@@ -1,6 +1,6 @@
-"""Processes to be harmed. Starting Python and torch takes four seconds, so a server imports them once and forks
-a process for each run, which executes the script as `python train_gpt2.py …` would. What these processes do
-is real: they are killed by real signals, and their locks, files and sockets are those of the script.
+"""Processes to be harmed. Starting Python and torch takes four seconds, so a server imports them once and
+forks a process for each run, which executes the script as `python train_gpt2.py …` would. What these processes
+do is real: they are killed by real signals, and their locks, files and sockets are those of the script.
 """
 
 import contextlib
@@ -70,7 +70,8 @@ class KillAtOperation:
         sys.addaudithook(self._count)
 
     def _count(self, event, arguments):
-        if event in ("open", "os.rename", "os.link", "os.remove") and str(arguments[0]).startswith(self.directory):
+        files = event in ("open", "os.rename", "os.link", "os.remove")
+        if files and str(arguments[0]).startswith(self.directory):
             self.left -= 1
             if self.left == 0:
                 threading.Thread(target=self._kill, daemon=True).start()
@@ -83,7 +84,8 @@ class KillAtOperation:
 class Group:
     """One run on `ranks` processes (0: one, without the variables of torchrun), forked from the server."""
 
-    def __init__(self, script: str, *arguments, ranks: int = 0, cwd=None, fault=None, fault_rank: int = 0, **env):
+    def __init__(self, script: str, *arguments, ranks: int = 0, cwd=None, fault=None, fault_rank: int = 0,
+                 **env):
         self.output = tempfile.NamedTemporaryFile("r", prefix="faults-")
         self.mark = uuid.uuid4().hex
         common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULTS_MARK": self.mark} | env

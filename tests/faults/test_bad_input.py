@@ -1,4 +1,5 @@
-"""Bad input, to every script: one sentence that says how to go on, exit code 2, no traceback, nothing overwritten.
+"""Bad input, to every script: one sentence that says how to go on, exit code 2, no traceback, nothing
+overwritten.
 
 A case is a line of MISTAKES, the command and words of its message. It runs in a directory with one example of
 everything that can be wrong; `new` is the place where a run or shards may be written.
@@ -224,8 +225,8 @@ def scene(tmp_path_factory) -> Path:
     import safetensors.torch
     root = tmp_path_factory.mktemp("scene")
     good = b"good text\n" * 100
-    gpt2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 258,
-            "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    gpt2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 32,
+            "vocab_size": 258, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
     hf = {"pickle": gpt2, "json": None, "type": gpt2 | {"model_type": "llama"}, "fake": gpt2, "empty": gpt2,
           "lacks": {k: v for k, v in gpt2.items() if k != "n_embd"}, "values": gpt2 | {"n_layer": "many"}}
     files = {
@@ -238,7 +239,8 @@ def scene(tmp_path_factory) -> Path:
         "strangers/notes.txt": b"mine", "bare/nothing.txt": b"", "short/train_000000.bin": b"\x08\x00",
         "other/train_000000.bin": bytes(5000), "model/tokenizer.json": b'{"model": 5}',
         "list/tokenizer.json": b"[]", "changed.txt": good + b"more"}
-    files |= {f"hf-{name}/config.json": json.dumps(config).encode() if config else b"{" for name, config in hf.items()}
+    files |= {f"hf-{name}/config.json": json.dumps(config).encode() if config else b"{"
+              for name, config in hf.items()}
     files |= {f"hf-{name}/model.safetensors": b"\x08" * 100 for name in hf if name not in ("pickle", "empty")}
     for name, content in files.items():
         (root / name).parent.mkdir(exist_ok=True)
@@ -250,8 +252,8 @@ def scene(tmp_path_factory) -> Path:
 
     ready = data.prepare(f"text:{root}/good.txt", root / "ready", "bytes", workers=1)
     data.prepare(f"text:{root}/good.txt", root / "other-text", "bpe:300", workers=1)
-    for name in ("truncated", "header", "first", "last", "damaged", "elsewhere", "absolute", "pattern", "unfinished",
-                 "missing", "changed", "nomanifest", "noshard", "exchanged"):
+    for name in ("truncated", "header", "first", "last", "damaged", "elsewhere", "absolute", "pattern",
+                 "unfinished", "missing", "changed", "nomanifest", "noshard", "exchanged"):
         shutil.copytree(ready, root / name)
     shard, size = "train_000000.bin", (ready / "train_000000.bin").stat().st_size
     os.truncate(root / "truncated" / shard, size - 2)
@@ -295,9 +297,10 @@ def inside(scene, monkeypatch):
 
 def arguments(command: str) -> tuple[str, list[str]]:
     script, _, rest = command.partition(" ")
-    usual = "" if script == "data.py" and not rest.startswith("prepare") else USUAL["prepare" if script == "data.py" else script]
-    first, _, rest = rest.partition(" ") if script == "data.py" else ("", "", rest)
-    return script, [*first.split(), *usual.split(), *rest.split()]
+    if script == "data.py":
+        command, _, rest = rest.partition(" ")
+        return script, [*command.split(), *USUAL.get(command, "").split(), *rest.split()]
+    return script, [*USUAL[script].split(), *rest.split()]
 
 
 def in_this_process(script: str, listed: list[str]) -> Finished:
@@ -360,11 +363,12 @@ def test_a_mistake_under_torchrun(scene, before):
 def test_the_scene_is_wrong_in_nothing_else(scene):
     """Shows that the commands above fail for the reason they are meant to."""
     for command in ("data.py prepare", "data.py info ready", "data.py verify ready", "data.py peek ready",
-                    "data.py info nomanifest --tokenizer bytes", "data.py info first", "data.py verify unfinished",
-                    *(f"{script} --out run-{script[6:-3]}" for script in TRAINERS), "train_hrm.py",
+                    "data.py info nomanifest --tokenizer bytes", "data.py info first",
+                    "data.py verify unfinished", "train_hrm.py",
+                    *(f"{script} --out run-{script[6:-3]}" for script in TRAINERS),
                     "train_mlm.py --out run-mlm --fill a[MASK]b"):
-        done = Group(*sum(([part] if isinstance(part, str) else part for part in arguments(command)), []),
-                     cwd=scene).finish()
+        script, listed = arguments(command)
+        done = Group(script, *listed, cwd=scene).finish()
         assert done.code == 0, done.out
         shutil.rmtree(scene / "new", ignore_errors=True)
 

@@ -57,7 +57,8 @@ def test_checkpoints(tmp_path, world, capsys, count):  # noqa: F811
     contents = {path: path.read_bytes() for path in finished(tmp_path)}
     newest, before, _ = contents
     original = read_checkpoint(newest)
-    tensors = {(group, name): t.clone() for group, named in original["tensors"].items() for name, t in named.items()}
+    tensors = {(group, name): t.clone() for group, named in original["tensors"].items()
+               for name, t in named.items()}
     rng, refused = random.Random(SEED), 0
     for _ in range(count):
         for path, content in contents.items():
@@ -71,10 +72,12 @@ def test_checkpoints(tmp_path, world, capsys, count):  # noqa: F811
             continue
         refused += 1
         assert found["step"] == (1 if kind == "swap" else 2)
-        assert newest.name in said[0] and "is damaged and left out" in said[0] and len(said) == 3 - found["step"]
+        assert newest.name in said[0] and "is damaged and left out" in said[0]
+        assert len(said) == 3 - found["step"]
     assert refused > count / 2
     with capsys.disabled():
-        print(f"\n  FAULTS_SEED={SEED}: {count} damaged checkpoints, {refused} refused, {count - refused} harmless ", end="")
+        print(f"\n  FAULTS_SEED={SEED}: {count} damaged checkpoints, {refused} refused, {count - refused} "
+              "harmless ", end="")
 
 
 def test_tensors_exchanged_inside_a_checkpoint(tmp_path, world):  # noqa: F811
@@ -141,8 +144,9 @@ def test_prepared_data(prepared, tmp_path, capsys, count):
             data.verify(tmp_path / "copy")
         except data.UserError as error:
             refused += 1
-            assert str(tmp_path / "copy") in str(error) and str(error).endswith(".") and "\n" not in str(error)
-            sized = victim.suffix == ".bin" and victim.stat().st_size == (prepared / victim.name).stat().st_size
+            message, size = str(error), (prepared / victim.name).stat().st_size
+            assert str(tmp_path / "copy") in message and message.endswith(".") and "\n" not in message
+            sized = victim.suffix == ".bin" and victim.stat().st_size == size
             try:
                 state_of(tmp_path / "copy")
             except data.UserError:
@@ -156,8 +160,8 @@ def test_prepared_data(prepared, tmp_path, capsys, count):
     assert refused > 0.9 * count
     capsys.readouterr()
     with capsys.disabled():
-        print(f"\n  FAULTS_SEED={SEED}: {count} times damaged data, {refused} found by verify, {at_open} of these "
-              f"at open too, {count - refused} harmless ", end="")
+        print(f"\n  FAULTS_SEED={SEED}: {count} times damaged data, {refused} found by verify, {at_open} of "
+              f"these at open too, {count - refused} harmless ", end="")
 
 
 def test_a_wrong_position_in_an_unfinished_manifest_is_noticed(prepared, tmp_path):

@@ -17,7 +17,8 @@ STEPS, SAVE_EVERY, LOG_EVERY = 10_000, 100, 10
 
 def sample(pid: int) -> tuple[int, int, int]:
     """Resident memory in bytes, open files, threads."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines if ":" in line)
     return (int(status["VmRSS"].split()[0]) * 1024, len(list(Path(f"/proc/{pid}/fd").iterdir())),
             int(status["Threads"]))
 
@@ -28,12 +29,13 @@ def sample(pid: int) -> tuple[int, int, int]:
 def test_ten_thousand_steps(tmp_path, shards, capsys, script):
     """The smallest model that is one, so that what a step leaves behind shows."""
     out = tmp_path / "run"
-    trainer = Trainer(script, steps=STEPS, save_every=SAVE_EVERY, eval_every=1000, log_every=LOG_EVERY, seq_len=16,
-                      d_model=16, batch=12, **({"ff": 32} if script == "train_mlm.py" else {"max_new_tokens": 5}))
+    own = {"ff": 32} if script == "train_mlm.py" else {"max_new_tokens": 5}
+    trainer = Trainer(script, steps=STEPS, save_every=SAVE_EVERY, eval_every=1000, log_every=LOG_EVERY,
+                      seq_len=16, d_model=16, batch=12, **own)
     group = Group(script, *trainer.flags(shards, out))
     samples, metrics, done = [], out / "metrics.jsonl", 0
     while group.all_alive:
-        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):  # the process, or a line, is not whole
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):  # process or line are not whole
             if (now := json.loads(metrics.read_text().splitlines()[-1])["step"]) > done:
                 done = now
                 samples.append((done, *sample(group.processes[0].pid)))
@@ -44,15 +46,16 @@ def test_ten_thousand_steps(tmp_path, shards, capsys, script):
     assert len(late) > 50
     slope = np.polyfit(late[:, 0], late[:, 1], 1)[0] * 1000 / 1024
     times = [(r["step"], r["time"]) for r in map(json.loads, metrics.read_text().splitlines())]
-    seconds = {b[0]: b[1] - a[1] for a, b in itertools.pairwise(times)}  # of the LOG_EVERY steps up to this one
-    with_save = [s for step, s in seconds.items() if step % SAVE_EVERY == LOG_EVERY and step % 1000 != LOG_EVERY]
+    seconds = {b[0]: b[1] - a[1] for a, b in itertools.pairwise(times)}  # of LOG_EVERY steps up to this one
+    with_save = [s for step, s in seconds.items() if step % SAVE_EVERY == LOG_EVERY != step % 1000]
     without = [s for step, s in seconds.items() if step % SAVE_EVERY not in (0, LOG_EVERY)]
     step_ms = 1000 * statistics.median(without) / LOG_EVERY
     stall_ms = 1000 * (statistics.median(with_save) - statistics.median(without))
     with capsys.disabled():
-        print(f"\n  {script}: {STEPS} steps: memory {late[-1, 1] / 1e6:.0f} MB, {slope:+.0f} kB per 1,000 steps; open "
-              f"files {late[:, 2].min()} to {late[:, 2].max()}, threads {late[:, 3].min()} to {late[:, 3].max()}; a step "
-              f"{step_ms:.2f} ms, a save holds it up by {stall_ms:.2f} ms = {stall_ms / step_ms:.1f} steps ", end="")
+        print(f"\n  {script}: {STEPS} steps: memory {late[-1, 1] / 1e6:.0f} MB, {slope:+.0f} kB per 1,000 "
+              f"steps; open files {late[:, 2].min()} to {late[:, 2].max()}, threads {late[:, 3].min()} to "
+              f"{late[:, 3].max()}; a step {step_ms:.2f} ms, a save holds it up by {stall_ms:.2f} ms = "
+              f"{stall_ms / step_ms:.1f} steps ", end="")
     assert slope < 500, "memory grows"
     assert late[:, 2].max() - late[:, 2].min() <= 3 and late[:, 3].max() - late[:, 3].min() <= 2
     assert stall_ms < 5 * step_ms + 10

@@ -62,7 +62,7 @@ class Witness:
                      if not NAME.fullmatch(name) and name != "best.pt" and not name.startswith(".tmp-")]
         assert not strangers
         if (self.out / "metrics.jsonl").exists():
-            *lines, last = (self.out / "metrics.jsonl").read_text().split("\n")
+            *lines, _ = (self.out / "metrics.jsonl").read_text().split("\n")
             logged = [json.loads(line)["step"] for line in lines]
             assert logged == list(range(1, len(logged) + 1)), logged
         for name in ("config.json", "tokenizer.json", "history.json"):
@@ -114,7 +114,8 @@ def test_kill_9(tmp_path, shards, capsys, name, ranks, strategy, count):
     rng, kills, runs = random.Random(f"{SEED} {name} {ranks} {strategy}"), 0, 0
     trainer = TRAINERS[name]
     begun = time.monotonic()
-    done = Group(trainer.script, *trainer.flags(shards, tmp_path / "whole", **STRATEGY_FLAGS[strategy]), ranks=ranks).finish()
+    flags = trainer.flags(shards, tmp_path / "whole", **STRATEGY_FLAGS[strategy])
+    done = Group(trainer.script, *flags, ranks=ranks).finish()
     seconds = time.monotonic() - begun
     assert done.code == 0, done.out
     resumed = set()
@@ -132,8 +133,8 @@ def test_kill_9(tmp_path, shards, capsys, name, ranks, strategy, count):
         check_end(out, tmp_path / "whole")
         resumed |= set(re.findall(r"resuming after step (\d+)", (out / "train.log").read_text()))
     with capsys.disabled():
-        print(f"\n  FAULTS_SEED={SEED}: {name}, {max(ranks, 1)} processes, {strategy}: {kills} kills in {runs} runs, "
-              f"resumed from {len(resumed)} different steps, {time.monotonic() - begun:.0f} s ", end="")
+        print(f"\n  FAULTS_SEED={SEED}: {name}, {max(ranks, 1)} processes, {strategy}: {kills} kills in "
+              f"{runs} runs, resumed from {len(resumed)} different steps, {time.monotonic() - begun:.0f} s ", end="")
 
 
 def torchrun_life(rng, trainer, shards, out, witness, **flags) -> str:
@@ -181,8 +182,11 @@ def test_kill_9_under_torchrun(tmp_path, shards, capsys, name, strategy, count):
     while kills.total() < count:
         out, runs = tmp_path / f"run{runs}", runs + 1
         witness = Witness(out)
-        while kills.total() < count and (kind := torchrun_life(rng, trainer, shards, out, witness, **flags)) != "none":
-            kills[kind] += 1
+        while kills.total() < count:
+            victim = torchrun_life(rng, trainer, shards, out, witness, **flags)
+            if victim == "none":
+                break
+            kills[victim] += 1
             witness.check()
         done = trainer.train(2, shards, out, **flags)
         assert done.code == 0, done.out

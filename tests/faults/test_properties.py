@@ -2,6 +2,7 @@
 manifest parser, the order of samples, and masking."""
 
 import contextlib
+import itertools
 import json
 import shutil
 import sys
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from hypothesis.extra import numpy as arrays  # noqa: E402
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
-import data  # noqa: E402
+import data
 
 settings.register_profile("faults", deadline=None, max_examples=1000 if "--long" in sys.argv else 50,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -65,7 +66,8 @@ def test_what_is_written_is_read_in_rows(tmp_path, draw, dtype):
                 for i in range(0, len(s) - seq_len, seq_len)]
     assert shards.rows == len(expected) and shards.num_tokens == sum(sizes)
     if expected:
-        rows = np.sort(draw.draw(arrays.arrays(np.int64, st.integers(1, 8), elements=st.integers(0, shards.rows - 1))))
+        any_row = st.integers(0, shards.rows - 1)
+        rows = np.sort(draw.draw(arrays.arrays(np.int64, st.integers(1, 8), elements=any_row)))
         x, y = np.empty((2, len(rows), seq_len), dtype)
         shards.take(rows, x, y)
         for i, row in enumerate(rows):
@@ -76,11 +78,14 @@ def test_what_is_written_is_read_in_rows(tmp_path, draw, dtype):
 # The manifest
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+                    lambda inner: (st.lists(inner, max_size=3)
+                                   | st.dictionaries(st.text(max_size=8), inner, max_size=3)),
                     max_leaves=8)
-SHARD = {"split": "train", "file": "train_000000.bin", "tokens": 5, "documents": 1, "sha256": "0", "end": [1, 0]}
-MANIFEST = {"format": 1, "dataset": "text:x", "settings": {}, "complete": True, "dtype": "uint16", "shards": [SHARD],
-            "tokenizer": {"name": "bytes", "sha256": "0", "vocab_size": 257, "eot": 256, "mask": 257}}
+SHARD = {"split": "train", "file": "train_000000.bin", "tokens": 5, "documents": 1, "sha256": "0",
+         "end": [1, 0]}
+MANIFEST = {"format": 1, "dataset": "text:x", "settings": {}, "complete": True, "dtype": "uint16",
+            "shards": [SHARD], "tokenizer": {"name": "bytes", "sha256": "0", "vocab_size": 257, "eot": 256,
+                                             "mask": 257}}
 
 
 def parse(directory: Path, content: bytes) -> dict | None:
@@ -119,7 +124,8 @@ def test_any_value_in_any_field(shards, tmp_path_factory, where, draw, value):
         del part[key]
     content = json.dumps(manifest | {"checksum": data.manifest_digest(manifest)})
     if parse(directory, content.encode()):
-        for use in (lambda: data.Dataset(directory, 8), lambda: data.verify(directory), lambda: data.info(directory, None),
+        for use in (lambda: data.Dataset(directory, 8), lambda: data.verify(directory),
+                    lambda: data.info(directory, None),
                     lambda: data.prepare(manifest["dataset"], directory, "bytes", workers=1),
                     lambda: data.locate(manifest["dataset"], "bytes", 1000, 0)):
             with contextlib.suppress(data.UserError), contextlib.chdir(directory.parent):
@@ -127,12 +133,13 @@ def test_any_value_in_any_field(shards, tmp_path_factory, where, draw, value):
 
 
 @given(st.text(st.sampled_from("./\\~ trainvl_0123456789bi\0\n"), max_size=30)
-       | st.sampled_from(["../train_000000.bin", "/train_000000.bin", "train_000000.bin/../../x", "train_0000000.bin",
-                          "train_000000.bin\n", "TRAIN_000000.bin", "train_00000\u0661.bin"]))
+       | st.sampled_from(["../train_000000.bin", "/train_000000.bin", "train_000000.bin/../../x",
+                          "train_0000000.bin", "train_000000.bin\n", "TRAIN_000000.bin",
+                          "train_00000\u0661.bin"]))
 def test_no_name_of_a_shard_leads_elsewhere(tmp_path, name):
     manifest = MANIFEST | {"shards": [SHARD | {"file": name}]}
     found = parse(tmp_path, json.dumps(manifest).encode())
-    assert found is None or name.isascii() and name.startswith("train_") and len(name) == len("train_000000.bin")
+    assert found is None or name.isascii() and name.startswith("train_") and len(name) == 16
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -158,14 +165,15 @@ def test_any_way_to_ask_gives_the_same_order(rows, position, count, seed, cuts):
     """What a resumed run, or one on other ranks, asks for in other portions."""
     whole = data.sample_rows(position, count, rows, seed)
     edges = sorted({0, count, *(c for c in cuts if c < count)})
-    parts = [data.sample_rows(position + a, b - a, rows, seed) for a, b in zip(edges, edges[1:])]
+    parts = [data.sample_rows(position + a, b - a, rows, seed) for a, b in itertools.pairwise(edges)]
     assert (np.concatenate(parts) == whole).all()
     begin = -position % rows  # a whole epoch inside
     if begin + rows <= count:
         assert sorted(whole[begin:begin + rows]) == list(range(rows))
 
 
-@given(st.data(), st.integers(1, 60), st.floats(0.01, 0.99), st.integers(0, 2**31), st.booleans(), st.booleans())
+@given(st.data(), st.integers(1, 60), st.floats(0.01, 0.99), st.integers(0, 2**31), st.booleans(),
+       st.booleans())
 def test_masks(draw, seq_len, rate, seed, mask_all, whole_words):
     """Each row has its own masks, whatever else is in the batch; special ids are never masked; what is not
     picked stays; labels are the old ids."""

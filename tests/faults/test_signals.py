@@ -1,5 +1,5 @@
-"""Signals, to a process or to torchrun, in every phase of a run: it ends soon, with the right exit code, with a
-checkpoint where one is promised, and leaves no process behind.
+"""Signals, to a process or to torchrun, in every phase of a run: it ends soon, with the right exit code, with
+a checkpoint where one is promised, and leaves no process behind.
 
 From the first step on a signal means: stop after this step, save, exit with 0. Before, there is nothing to
 save: SIGINT exits with 130, any other ends the process as it ends every program.
@@ -14,9 +14,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, children, finish, start, torchrun
+from conftest import ROOT, finish, start, torchrun
 from processes import Group, marked
-from runs import Trainer, assert_same_run, log_of
+from runs import Trainer, assert_same_run, log_of, worker
 
 import data
 from ddp_utils import finished, read_checkpoint
@@ -99,8 +99,8 @@ def test_prepare(tmp_path, number, workers):
 @pytest.mark.parametrize("number", STOPS)
 def test_a_trainer_that_prepares(tmp_path, number):
     (tmp_path / "text.txt").write_text("a few words, again and again, which tokenize slowly\n" * 100_000)
-    group = Group(GPT2.script, *GPT2.flags(f"text:{tmp_path}/text.txt", tmp_path / "run", tokenizer="bpe:300"),
-                  cwd=tmp_path)
+    flags = GPT2.flags(f"text:{tmp_path}/text.txt", tmp_path / "run", tokenizer="bpe:300")
+    group = Group(GPT2.script, *flags, cwd=tmp_path)
     wait_for(lambda: "training bpe:300" in group.text)
     group.send(number)
     done = group.finish(10)
@@ -166,7 +166,7 @@ def test_evaluation(tmp_path, shards, number):
 
 
 def test_ctrl_c_twice(tmp_path, shards):
-    """Twice at once counts once, for torchrun passes on what the terminal sends as well; later it means now."""
+    """Twice at once counts once, for torchrun passes on what the terminal sends as well; later it counts."""
     out = tmp_path / "run"
     group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS),
                   fault=Slow(tmp_path / "begun", "a step", 30, after=5))
@@ -224,7 +224,7 @@ def test_signal_to_torchrun(tmp_path, shards, number):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_torchrun_is_killed(tmp_path, shards, number):
-    """Without --signals-to-handle SIGUSR1 kills torchrun. Its workers notice, save, end, and free the lock."""
+    """Without --signals-to-handle SIGUSR1 kills torchrun. Its workers notice, save, end and free the lock."""
     out = tmp_path / "run"
     process, mark = run_under_torchrun(shards, out)
     process.send_signal(number)
@@ -258,10 +258,10 @@ def test_torchrun_restarts(tmp_path, shards):
     command = torchrun(2, GPT2.script, *GPT2.flags(shards, tmp_path / "run", **changes))
     command[3:3] = ["--max-restarts", "2"]
     process = start(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    for number, rank in ((1, 0), (2, 1)):
-        wait_for(lambda: len(children(process.pid)) == 2 and f"step {60 * number}/" in (
-            tmp_path / "run/train.log").read_text() if (tmp_path / "run/train.log").exists() else False)
-        os.kill(children(process.pid)[rank], signal.SIGKILL)
+    log = tmp_path / "run" / "train.log"
+    for step, rank in ((60, 0), (120, 1)):
+        wait_for(lambda step=step: log.exists() and f"step {step}/" in log.read_text(), 60)
+        os.kill(worker(process.pid, rank), signal.SIGKILL)
     done = finish(process, 120)
     assert done.code == 0, done.out
     assert (tmp_path / "run/train.log").read_text().count("resuming after step") == 2
