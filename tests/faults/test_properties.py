@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 import data
 
-settings.register_profile("faults", deadline=None, max_examples=1000 if "--long" in sys.argv else 50,
+settings.register_profile("faults", deadline=None, max_examples=300 if "--long" in sys.argv else 50,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("faults")
 BYTES = data.load_tokenizer("bytes")
