@@ -365,7 +365,11 @@ class RunLog:
             self.records = [r for r in read_metrics(self.out)
                             if r["step"] < step or r["step"] == step and complete(r)]
         self._rewrite_metrics()
-        self._open_tensorboard(step, settings)
+        try:
+            self._open_tensorboard(step, settings)
+        except OSError as error:
+            self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
+            self._tensorboard = None
         if self._tensorboard or self._wandb:
             try:
                 self._machine = Machine()
@@ -496,7 +500,8 @@ class RunLog:
         """Prints a text that the model has written, and shows it in TensorBoard."""
         self.say(f"a sample after step {step}:\n{text}\n")
         if self._tensorboard:
-            self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
+            with contextlib.suppress(OSError):  # said at the next record
+                self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
         """Writes history.json and draws training_history.png, unless that took over 0.5 % of the time."""
