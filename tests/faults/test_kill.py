@@ -134,7 +134,8 @@ def test_kill_9(tmp_path, shards, capsys, name, ranks, strategy, count):
         resumed |= set(re.findall(r"resuming after step (\d+)", (out / "train.log").read_text()))
     with capsys.disabled():
         print(f"\n  FAULTS_SEED={SEED}: {name}, {max(ranks, 1)} processes, {strategy}: {kills} kills in "
-              f"{runs} runs, resumed from {len(resumed)} different steps, {time.monotonic() - begun:.0f} s ", end="")
+              f"{runs} runs, resumed from {len(resumed)} different steps, {time.monotonic() - begun:.0f} s ",
+              end="")
 
 
 def torchrun_life(rng, trainer, shards, out, witness, **flags) -> str:

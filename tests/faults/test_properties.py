@@ -189,7 +189,7 @@ def test_masks(draw, seq_len, rate, seed, mask_all, whole_words):
         picked = positions[i]
         assert (np.diff(picked) > 0).all()
         ordinary = old[i, picked] != 256
-        assert (labels[i] == np.where(ordinary, old[i, picked], -1)).all()
+        assert (labels[i] == np.where(ordinary, old[i, picked].astype(np.int64), -1)).all()
         assert ordinary.sum() == min(masker.k, (old[i] != 256).sum())
         untouched = np.ones(seq_len, bool)
         untouched[picked[ordinary]] = False

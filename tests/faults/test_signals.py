@@ -76,7 +76,7 @@ class Slow:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_prepare(tmp_path, number, workers):
     """It may be stopped anywhere, also with worker processes, and then goes on to the same bytes."""
-    text = "".join(f"{n} and {n * n} more words\n" for n in range(200_000))
+    text = "".join(f"{n} and {n * n} more words\n" for n in range(60_000))
     (tmp_path / "text.txt").write_text(text)
     command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--tokenizer", "bpe:300",
                "--shard-tokens", "100k", "--workers", workers, "--out")
