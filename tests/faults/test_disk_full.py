@@ -66,7 +66,8 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     assert done.code == 0, done.out[-2000:]
     warning = r"WARNING: step_\d+_loss\S+ was not written: .*; training goes on, and tries again at the next"
     assert len(re.findall(warning, done.out)) >= 8, done.out
-    assert re.search(r"WARNING: \S*metrics.jsonl was not written", done.out)
+    if not leave:  # else its lines fit
+        assert re.search(r"WARNING: \S*metrics.jsonl was not written", done.out)
     assert TRACEBACK not in done.out
     assert [line["step"] for line in log_of(out)] == list(range(1, 601))
     whole = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "whole", **flags)).finish()

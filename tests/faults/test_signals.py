@@ -243,7 +243,7 @@ def test_signal_to_torchrun_while_a_worker_prepares(tmp_path, number):
     mark = uuid.uuid4().hex
     process = start(torchrun(2, GPT2.script, *GPT2.flags(
         f"text:{tmp_path}/text.txt", tmp_path / "run", tokenizer="bpe:300")), cwd=tmp_path, FAULTS_MARK=mark)
-    wait_for(lambda: (tmp_path / "shards/text-bpe300/manifest.json").exists())
+    wait_for(lambda: (tmp_path / "shards/text-bpe300/manifest.json").exists(), 90)
     process.send_signal(number)
     assert finish(process, 40).code != 0
     wait_for(lambda: not marked(mark), 10)
