@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import gc
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -550,6 +551,8 @@ def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
             (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
             (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
             (args.outer_every and args.strategy != "ddp", "--outer-every needs --strategy ddp"),
+            (args.outer_every and "powersgd" in args.comm, "--outer-every needs --comm fp32 or bf16"),
+            (args.outer_every and args.precision == "fp16", "--outer-every needs --precision bf16 or fp32"),
             (args.outer_every and args.ema, "--ema averages weights that all processes share, which they do "
                                             "not with --outer-every: leave one of them out")):
         if wrong:
@@ -622,12 +625,16 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
                        "checkpoint was compared before it was written.")
 
 
+_waits = itertools.count()  # all ranks come to the same ones in the same order
+
+
 def on_all(world: World, what: str, function):
     """function() on every rank, for days if need be, where a collective would time out; returns its result.
 
     If it raises on one rank, it raises UserError on all, so that none waits for the one that failed.
     """
     store = dist.distributed_c10d._get_default_store()
+    what = f"{what} {next(_waits)}"
     try:
         result = function()
     except BaseException as error:
@@ -635,11 +642,13 @@ def on_all(world: World, what: str, function):
         raise
     call = heartbeat.call if heartbeat else lambda function: function()
     call(lambda: store.add(what, 1))
+    pause = 0.001
     while call(lambda: store.add(what, 0)) < world.world_size:
         if call(lambda: store.check([f"{what} failed"])):
             raise UserError(store.get(f"{what} failed").decode())
         heartbeat.raise_if_lost()
-        time.sleep(0.1)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
     return result
 
 
@@ -799,8 +808,8 @@ def use_text_model(kind: type, args, world: World, out: Path) -> None:
         print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
     if args.prompt is not None:
         print(args.prompt, end="")
-        for piece in continue_text(model, tokenizer, args.prompt, args.max_new_tokens, args.temperature,
-                                   args.top_k, args.top_p, args.seed, stop=tokenizer.eot):
+        for piece in continue_text(model, tokenizer, world.device, args.prompt, args.max_new_tokens,
+                                   args.temperature, args.top_k, args.top_p, args.seed, stop=tokenizer.eot):
             print(piece, end="", flush=True)
         print()
 
@@ -839,9 +848,9 @@ def evaluate(model: nn.Module, ema, batches, world: World, vote) -> tuple[dict |
             break
         vote.start()
     model.train()
+    *totals, count = reduce_sum([*sums], world)  # waits for the device, which may still read the parameters
     if ema:
         ema.swap()
-    *totals, count = reduce_sum([*sums], world)
     return (None, stopping) if stopping else ({n: total / count for n, total in zip(names, totals)}, 0)
 
 
@@ -892,12 +901,13 @@ def fake_model(kind: type, config) -> nn.Module:
 
 
 def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int, optimizer: str = "adamw",
-              ema: bool = False, diloco: bool = False) -> dict[str, float]:
+              ema: bool = False, twice: bool = False) -> dict[str, float]:
     """Bytes for parameters, gradients and optimizer state in each process, by kind, at the fullest moment.
 
     zero2 and zero3 hold, beside their shards, what is gathered: zero2 all parameters, zero3 those of two
     blocks, of which one is fetched ahead, and those outside of blocks; and the gradients of a block and of
     what is outside. With the others, the largest gradient comes in two parts, of embedding and head.
+    `twice` counts two more copies of the parameters, as DiLoCo and PowerSGD have them.
     """
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
     blocks = [sum(4 * p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block)]
@@ -911,7 +921,7 @@ def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int
             "gradients": (0 if cpu_offload else everything * share)
             + (outside + max(blocks) if sharded else max(sizes.values())),
             "optimizer": 0 if cpu_offload else state if strategy == "ddp" else state / processes,
-            "other": (ema and not cpu_offload) * everything * share + diloco * 2 * everything}
+            "other": (ema and not cpu_offload) * everything * share + twice * 2 * everything}
 
 
 def dry_run(kind: type, args, flags, preset: dict, loss) -> None:
@@ -942,8 +952,9 @@ def dry_run(kind: type, args, flags, preset: dict, loss) -> None:
     fits = {}
     for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload"):
         name, _, offload = strategy.partition(" ")
-        held = memory_of(model, name, bool(offload), processes, args.optimizer, args.ema > 0,
-                         name == "ddp" and bool(args.outer_every)) | {"activations": activations}
+        twice = name == "ddp" and bool(args.outer_every or "powersgd" in args.comm)
+        held = memory_of(model, name, bool(offload), processes, args.optimizer, args.ema > 0, twice)
+        held["activations"] = activations
         if not fits:
             print("  ".join([f"{'--strategy':20}", *(f"{part:>11}" for part in held), "   together"]))
         together = sum(held.values()) / 1e9
@@ -1242,12 +1253,15 @@ def local_tensors(model: nn.Module, optimizers, outer, powersgd) -> dict[str, Te
     return held
 
 
-def restore_local(saved: dict, world: World, model: nn.Module, optimizers, outer, powersgd, say) -> None:
-    """Gives each rank its own state back, if there are as many as when it was saved; says so if not."""
-    layout = saved["layout"]["local"]
-    if layout and saved["settings"]["world_size"] != world.world_size:
-        say(f"there were {saved['settings']['world_size']} processes, now {world.world_size}: all begin with "
-            "the optimizer state of the first, and what PowerSGD had not sent yet is lost")
+def restore_local(saved: dict, world: World, model: nn.Module, optimizers, outer, powersgd, comm: str,
+                  say) -> None:
+    """Gives each rank its own state back, if as many ranks go on in the same way; says so if not."""
+    layout, was = saved["layout"]["local"], saved["settings"]
+    parted = outer and saved["step"] >= outer.start
+    if layout and (was["world_size"] != world.world_size or was["comm"] != comm
+                   or was["outer_every"] and not parted):
+        say("what each process had for itself is of no use to this run: all begin with the optimizer state "
+            "of the first, and what PowerSGD had not sent yet is lost")
         return
     held = local_tensors(model, optimizers, outer, powersgd)
     for name, (shape, dtype) in layout.items():
@@ -1370,7 +1384,9 @@ def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = Fals
         return {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
             "path": str(path), "layout": layout}
 
-    answer = on_main(world, choose)
+    # reading can take longer than a collective may
+    answer = on_all(world, "reading", lambda: choose() if world.main else None)
+    answer = on_main(world, lambda: answer)
     return answer and answer | {"tensors": saved and saved["tensors"]}
 
 
@@ -1396,7 +1412,7 @@ class Checkpoints:
         All ranks send what they alone hold, one tensor at a time.
         """
         self.saved_step = step
-        self._jobs.join()  # one save at a time: the buffers are in use until it is written
+        on_all(self.world, "writing", self._jobs.join)  # the buffers are in use until all is written
         copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
 
         def keep(group: str, name: str, tensor: Tensor) -> None:
@@ -1416,6 +1432,7 @@ class Checkpoints:
             dist.gather(tensor, parts or None, dst=0)
             for rank, part in enumerate(parts):
                 keep("local", f"{rank}/{name}", part)
+        reduce_sum([0], self.world)  # raises if one of these collectives has failed, which NCCL tells late
         if not self.world.main:
             return
         self.world.synchronize()  # copies to pinned memory may still be under way

@@ -419,10 +419,10 @@ class HRM(nn.Module):
             dist.all_reduce(left, op=dist.ReduceOp.MAX)
         return left.item() == 0
 
-    def new_cache(self, batch: int) -> KVCache:
+    def new_cache(self, batch: int, device) -> KVCache:
         c = self.config
         slots = c.n_layer * c.cycles * (c.l_cycles + 1)
-        return KVCache(slots, batch, c.n_head, c.seq_len, c.head_dim, self.rope.device, self.compute_dtype)
+        return KVCache(slots, batch, c.n_head, c.seq_len, c.head_dim, device, self.compute_dtype)
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
@@ -557,10 +557,9 @@ class GPT2(nn.Module):
             cache.advance(T)
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
 
-    def new_cache(self, batch: int) -> KVCache:
+    def new_cache(self, batch: int, device) -> KVCache:
         c = self.config
-        return KVCache(c.n_layer, batch, c.n_head, c.seq_len, c.head_dim, self.embed.weight.device,
-                       self.compute_dtype)
+        return KVCache(c.n_layer, batch, c.n_head, c.seq_len, c.head_dim, device, self.compute_dtype)
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
@@ -767,7 +766,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
     training, seq_len = model.training, model.config.seq_len
     model.eval()
     generator = torch.Generator(device=idx.device).manual_seed(seed)
-    cache, new = model.new_cache(idx.size(0)), idx
+    cache, new = model.new_cache(idx.size(0), idx.device), idx
     try:
         for _ in range(max_new_tokens):
             if cache.length + new.size(1) > seq_len:
@@ -783,11 +782,11 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
         model.train(training)
 
 
-def continue_text(model, tokenizer, prompt: str, max_new_tokens: int, temperature: float, top_k: int,
+def continue_text(model, tokenizer, device, prompt: str, max_new_tokens: int, temperature: float, top_k: int,
                   top_p: float, seed: int, stop: int | None = None):
     """Yields pieces of text that follow a prompt, which may be empty, up to the id `stop`."""
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
-    new = generate(model, torch.tensor([ids], device=model.embed.weight.device), max_new_tokens, temperature,
+    new = generate(model, torch.tensor([ids], device=device), max_new_tokens, temperature,
                    top_k, top_p, seed, stop)
     yield from stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
 

@@ -433,8 +433,10 @@ class RunLog:
         if self._profile:
             self._profile.phase(name)
 
-    def step_line(self, r: dict, eta: float) -> None:
-        """Prints a record as a line or beside the progress bar. Sync=OK: a failed comparison ends the run."""
+    def step_line(self, r: dict, eta: float, sync: str = "OK") -> None:
+        """Prints a record as a line or beside the progress bar. `sync` is OK where all ranks hold the same
+        parameters, for a comparison that fails ends the run.
+        """
         if not self.active:
             return
         mfu = f"{r['mfu']:.1%} MFU | " if r["mfu"] is not None else ""
@@ -442,7 +444,7 @@ class RunLog:
             mfu += f"{r['hfu']:.1%} HFU | "
         line = (f"step {r['step']}/{self.total_steps} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
                 f"grad {r['grad_norm']:.2f} | {human_count(r['tokens_per_sec'])} tok/s | "
-                f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync=OK")
+                f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync={sync}")
         if self._bar is not None:
             self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
             with self._lock:

@@ -355,7 +355,7 @@ def predict(args, preset: dict, flags: tuple, world: World, latency: float, per_
           f"slowest rank, {max(flops) / 1e9:,.1f} on the fastest; compute {compute:.3f} s a step")
     for way, nbytes, messages, every in (
             ("--comm fp32", 4 * parameters, buckets, 1), ("--comm bf16", 2 * parameters, buckets, 1),
-            ("--comm powersgd:4", 4 * low_rank, 3 * buckets, 1), ("--outer-every 50", 2 * parameters, 1, 50)):
+            ("--comm powersgd:4", 4 * low_rank, 3, 1), ("--outer-every 50", 2 * parameters, 1, 50)):
         network = (messages * latency + nbytes * per_byte) / every if world.world_size > 1 else 0
         step = compute + network
         print(f"{way:17} | {nbytes / 1e6:8,.1f} MB every {every:2} steps | network {network:8.3f} s | step "

@@ -214,7 +214,8 @@ def main() -> None:
     epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
     epoch_begun = time.perf_counter() - epoch["seconds"]
     val_losses = [r["val_loss"] for r in log.records if r["val_loss"] is not None]
-    best, evaluations = min(val_losses, default=math.inf), len(val_losses)
+    best = min(val_losses, default=math.inf)
+    evaluations = on_main(world, lambda: len(val_losses))  # only rank 0 has read the log
     peak = monitor.peak_flops(world.device, log.say)
 
     example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
@@ -225,7 +226,7 @@ def main() -> None:
     if powersgd:
         powersgd.iter = step
     if saved:
-        restore_local(saved, world, model, optimizers, outer, powersgd, log.say)
+        restore_local(saved, world, model, optimizers, outer, powersgd, args.comm, log.say)
         del saved["tensors"]
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
     resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
@@ -241,8 +242,8 @@ def main() -> None:
     def show_sample():  # on all ranks, each of which may hold a shard
         if ema:
             ema.swap()
-        text = continue_text(model, tokenizer, args.sample_prompt, args.max_new_tokens, args.temperature,
-                             args.top_k, args.top_p, args.seed)
+        text = continue_text(model, tokenizer, world.device, args.sample_prompt, args.max_new_tokens,
+                             args.temperature, args.top_k, args.top_p, args.seed)
         log.sample(args.sample_prompt + "".join(text), step)
         if ema:
             ema.swap()
@@ -256,7 +257,7 @@ def main() -> None:
     while True:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
-            saves = saves and math.isfinite(record["grad_norm"])  # else good checkpoints would be pushed out
+            saves = saves and not record["skipped"]  # else good checkpoints would be pushed out
             if saves or step - checked >= 200 and not apart:
                 assert_in_sync(model.state_dict())
                 checked = step
@@ -273,7 +274,8 @@ def main() -> None:
                 record["epoch_seconds"] = epoch["seconds"]
             if is_logged() and not (evaluates() and record["val_loss"] is None):  # else after a resume
                 log.write(record)
-                log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
+                log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1),
+                              "apart" if apart else "OK" if args.strategy in ("ddp", "zero1") else "shards")
             if record["val_loss"] is not None:
                 log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy "
                         f"{entropy:.4f}")
@@ -330,15 +332,16 @@ def main() -> None:
         vote.count(norm, scaler)
         stopping = vote.read()
         vote.start()
-        if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps):
+        if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps
+                      or stopping):  # a checkpoint needs the same parameters on all ranks
             log.phase("other")
             outer.meet()
             apart = False
-        stopping = 0 if apart else stopping  # checkpoints need the same parameters on all ranks
         log.tick(step)
 
         if is_logged() or ends_epoch or step % args.save_every == 0 or stopping:
-            loss, cycles, ponder, epoch["loss"] = reduce_sum([*sums, epoch_loss], world)
+            loss, cycles, ponder, epoch["loss"], skipped = reduce_sum(
+                [*sums, epoch_loss, ~norm.isfinite()], world)
             now = time.perf_counter()
             epoch["seconds"] = now - epoch_begun
             tokens_per_sec = (step - window[1]) * global_batch * args.seq_len / (now - window[0])
@@ -346,21 +349,22 @@ def main() -> None:
             flops = [tokens_per_sec * model.flops_per_token(bp_steps, cycles, mode) for mode in modes]
             mfu, hfu = (f / (peak * world.world_size) if peak else None for f in flops)
             record = {"step": step, "loss": loss, "val_loss": None, "lr": lr, "grad_norm": norm.item(),
-                      "tokens": samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
-                      "mfu": mfu, "hfu": hfu,
+                      "skipped": int(skipped), "tokens": samples * args.seq_len,
+                      "tokens_per_sec": round(tokens_per_sec, 1), "mfu": mfu, "hfu": hfu,
                       "mem_gb": round(monitor.memory_gb(world.device), 3), "bp_steps": bp_steps,
                       "cycles": cycles, "time": round(time.time(), 3)}
             record |= {"ponder": ponder} if args.halt else {}
 
     # ----------------------------------------------------------------------------------------------- the end
     loader.close()
+    if not stopping:
+        show_sample()
     checkpoints.close()
     vote.close()
     if stopping:
         log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of step "
                 f"{checkpoints.saved_step}: the same command goes on")
         return log.close()
-    show_sample()
     log.close()
     log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters "
             f"{'of all ranks were in sync' if args.strategy in ('ddp', 'zero1') else 'are in shards'}; "

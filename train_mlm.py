@@ -351,7 +351,7 @@ def main() -> None:
     if powersgd:
         powersgd.iter = step
     if saved:
-        restore_local(saved, world, model, optimizers, outer, powersgd, log.say)
+        restore_local(saved, world, model, optimizers, outer, powersgd, args.comm, log.say)
         del saved["tensors"]
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples,
                          masker)
@@ -381,7 +381,7 @@ def main() -> None:
     while True:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
-            saves = saves and math.isfinite(record["grad_norm"])  # else good checkpoints would be pushed out
+            saves = saves and not record["skipped"]  # else good checkpoints would be pushed out
             if saves or step - checked >= 200 and not apart:
                 assert_in_sync(model.state_dict())
                 checked = step
@@ -398,7 +398,8 @@ def main() -> None:
                 record["epoch_seconds"] = epoch["seconds"]
             if is_logged() and not (evaluates() and record["val_loss"] is None):  # else after a resume
                 log.write(record)
-                log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1))
+                log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1),
+                              "apart" if apart else "OK" if args.strategy in ("ddp", "zero1") else "shards")
             if record["val_loss"] is not None:
                 log.say(f"step {step} | validation loss {record['val_loss']:.4f} | accuracy "
                         f"{record['val_accuracy']:.1%} | {record['val_nats_per_byte']:.4f} nats per masked "
@@ -450,15 +451,15 @@ def main() -> None:
         vote.count(norm, scaler)
         stopping = vote.read()
         vote.start()
-        if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps):
+        if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps
+                      or stopping):  # a checkpoint needs the same parameters on all ranks
             log.phase("other")
             outer.meet()
             apart = False
-        stopping = 0 if apart else stopping  # checkpoints need the same parameters on all ranks
         log.tick(step)
 
         if is_logged() or ends_epoch or step % args.save_every == 0 or stopping:
-            mean_loss, epoch["loss"] = reduce_sum([local_loss, epoch_loss], world)
+            mean_loss, epoch["loss"], skipped = reduce_sum([local_loss, epoch_loss, ~norm.isfinite()], world)
             now = time.perf_counter()
             epoch["seconds"] = now - epoch_begun
             tokens_per_sec = (step - window[1]) * global_batch * args.seq_len / (now - window[0])
@@ -466,7 +467,7 @@ def main() -> None:
             flops = [tokens_per_sec * model.flops_per_token(args.mask_rate, mode) for mode in modes]
             mfu, hfu = (f / (peak * world.world_size) if peak else None for f in flops)
             record = {"step": step, "loss": mean_loss, "val_loss": None, "val_accuracy": None,
-                      "val_nats_per_byte": None, "lr": lr, "grad_norm": norm.item(),
+                      "val_nats_per_byte": None, "lr": lr, "grad_norm": norm.item(), "skipped": int(skipped),
                       "tokens": samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
                       "mfu": mfu, "hfu": hfu,
                       "mem_gb": round(monitor.memory_gb(world.device), 3), "time": round(time.time(), 3)}

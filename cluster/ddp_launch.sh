@@ -45,6 +45,8 @@ fi
 
 # torchrun's own restarts (PET_MAX_RESTARTS) come back with gloo only if each has a store of its own
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# how long torchrun leaves its processes after SIGTERM, for a checkpoint
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-50}
 # Static rendezvous: rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
 exec torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-conf="timeout=$PREFLIGHT_TIMEOUT" \

@@ -157,6 +157,37 @@ def check_powersgd_forgets(world: World) -> None:
     vote.close()
 
 
+def check_bf16_gradients(world: World) -> None:
+    """They are the mean of what the ranks have computed, to the precision of bfloat16."""
+    model = make()
+    wrapped = ddp_utils.wrap(model, world, "bf16")
+    wrapped(*batch(world.rank))[0].backward()
+    alone = make()
+    xs, ys = zip(batch(0), batch(1))
+    alone(torch.cat(xs), torch.cat(ys))[0].backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=1e-3)
+
+
+def check_meeting(world: World) -> None:
+    """DiLoCo's update: Nesterov momentum on the mean of what the ranks have moved."""
+    model = make()
+    outer = ddp_utils.Outer(model, every=5, start=0, lr=0.5, momentum=0.25)
+    assert outer.apart(0) and not outer.meets(4) and outer.meets(5)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    velocity = 0.0
+    for round_ in range(2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= (world.rank + 1) / 16  # the mean is 3/32
+        outer.meet()
+        velocity = 0.25 * velocity + 3 / 32
+        for name, p in model.named_parameters():
+            expected[name] -= 0.5 * (3 / 32 + 0.25 * velocity)
+            torch.testing.assert_close(p.detach(), expected[name], rtol=0, atol=2e-3)
+    ddp_utils.assert_in_sync(model.state_dict())
+
+
 def check_memory(world: World) -> None:
     """Parameters, gradients and optimizer state in bytes after a step, as --dry-run says it, and half of it
     where that is what a strategy promises."""

@@ -34,7 +34,18 @@ def keep_gathered(self):
         average.copy_(held)
 
 
-SABOTAGE = {"": {}, "norm": {"clip_gradients": clip_alone}, "local": {"restore_local": lambda *args: None}}
+def inf_at_ten(parameters, max_norm):
+    """Like clip_gradients, but the tenth gradient of rank 1 is not finite."""
+    parameters = list(parameters)
+    inf_at_ten.calls += 1
+    if inf_at_ten.calls == 10 and dist.get_rank() == 1:
+        parameters[0].grad.fill_(torch.inf)
+    return ddp_utils.clip_gradients(parameters, max_norm)
+
+
+inf_at_ten.calls = 0
+SABOTAGE = {"": {}, "norm": {"clip_gradients": clip_alone}, "local": {"restore_local": lambda *args: None},
+            "inf": {"clip_gradients": inf_at_ten}}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from ddp_utils import (Checkpoints, Damaged, RunError, World, finished, load_che
 from model import EMA, GPT2, HRM, MLM, Block, HRMConfig, make_optimizers
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "powersgd_forgets",
-          "memory", "gathering", "stop"]
+          "bf16_gradients", "meeting", "memory", "gathering", "stop"]
 
 
 def test_two_processes():

@@ -320,7 +320,7 @@ def test_control_attention_that_is_not_causal(config, monkeypatch):
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 def test_decoding_with_the_cache_equals_the_full_pass(config, prompt):
     model, idx = gpt2(**config).eval(), tokens(batch=3)
-    full, cache = model(idx), model.new_cache(3)
+    full, cache = model(idx), model.new_cache(3, "cpu")
     for end, part in enumerate([idx[:, :prompt], *idx[:, prompt:].split(1, dim=1)], prompt):
         logits = model.decode(part, cache)
         assert cache.length == end

@@ -2,10 +2,11 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
-from conftest import run
+from conftest import finish, run
 from runs import Trainer, assert_close_runs, assert_same_run, log_of
 
 from ddp_utils import finished
@@ -26,6 +27,10 @@ def run_all(ranks, shards, base, wanted, timeout=90):
     done = run(ranks, Path("tests", "many_runs.py"), json.dumps(commands), timeout=timeout)
     assert done.code == 0, done.out
     return done
+
+
+def step_of(path: Path) -> int:
+    return int(path.name[5:13])
 
 
 def first_checkpoint(run_directory: Path) -> Path:
@@ -110,8 +115,7 @@ def test_adaptive_depth_is_agreed_on_under_fsdp():
 SLOW = {"bf16": {"comm": "bf16"},
         # more parameters than fit DDP's first bucket
         "powersgd": {"comm": "powersgd:2", "warmup": 4, "d_model": 160, "n_layer": 3},
-        "diloco": {"outer_every": 3, "outer_start": 4},
-        "both": {"outer_every": 4, "outer_start": 8, "comm": "powersgd:2", "warmup": 3}}
+        "diloco": {"outer_every": 3, "outer_start": 4, "comm": "bf16"}}
 
 
 def test_slow_link_modes_resume_bit_for_bit(tmp_path, shards):
@@ -151,12 +155,48 @@ def test_killed_runs_on_slow_links(tmp_path, shards, model, name, ranks):
     TRAINERS[model].check_killed_run(tmp_path, ranks, shards, **changes)
 
 
-def test_another_number_of_processes_resumes_diloco(tmp_path, shards):
-    gpt2, flags = TRAINERS["gpt2"], SLOW["diloco"]
-    assert gpt2.train(2, shards, tmp_path / "two", **flags).code == 0
-    done = gpt2.train(0, shards, tmp_path / "one", resume=first_checkpoint(tmp_path / "two"), **flags)
-    assert done.code == 0 and "there were 2 processes, now 1" in done.out, done.out
-    assert log_of(tmp_path / "one")[-1]["val_loss"] < log_of(tmp_path / "two")[9]["val_loss"]
+def test_others_resume_what_each_rank_had_for_itself(tmp_path, shards):
+    """On another number of ranks, later apart, never apart again, or at another rank of PowerSGD."""
+    diloco, powersgd = SLOW["diloco"], SLOW["powersgd"]
+    run_all(2, shards, tmp_path, [("gpt2", "diloco", diloco), ("gpt2", "powersgd", powersgd)])
+    first = {"resume": first_checkpoint(tmp_path / "diloco")}
+    one = TRAINERS["gpt2"].train(0, shards, tmp_path / "one", **diloco | first)
+    done = run_all(2, shards, tmp_path, [
+        ("gpt2", "later", diloco | first | {"outer_start": 15}), ("gpt2", "never", first),
+        ("gpt2", "rank", powersgd | {"resume": first_checkpoint(tmp_path / "powersgd"),
+                                     "comm": "powersgd:4"})])
+    assert one.code == 0 and one.out.count("is of no use to this run") == 1, one.out
+    assert done.out.count("is of no use to this run") == 3, done.out
+    for name in ("one", "later", "never", "rank"):
+        assert log_of(tmp_path / name)[-1]["val_loss"] < log_of(tmp_path / "diloco")[9]["val_loss"]
+
+
+def test_a_bad_gradient_on_one_rank_while_apart(tmp_path, shards):
+    """Ranks that train apart see different norms, but save, evaluate and go on together."""
+    done = run_all(2, shards, tmp_path, [("gpt2", "run", SLOW["diloco"] | {"outer_every": 30}, "inf")])
+    log = log_of(tmp_path / "run")
+    assert [r["step"] for r in log if r["skipped"]] == [10], done.out
+    assert [step_of(path) for path in finished(tmp_path / "run")] == [20]
+
+
+def test_a_signal_while_apart_makes_the_processes_meet(tmp_path, shards):
+    """So the checkpoint does not wait for the next meeting, here in 10,000 steps."""
+    flags = {"steps": 10_000, "save_every": 10_000, "eval_every": 10_000, "outer_every": 10_000}
+    process = TRAINERS["gpt2"].start(2, shards, tmp_path / "run", **flags)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or len(log_of(tmp_path / "run")) < 10:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.terminate()
+    done = finish(process, 60)
+    assert "stopped by SIGTERM" in done.out and len(finished(tmp_path / "run")) == 1, done.out
+
+
+def test_samples_after_a_resume_under_zero3(tmp_path, shards):
+    """All ranks write the sample, though only the first knows how many evaluations there were."""
+    flags = {"strategy": "zero3", "eval_every": 5, "sample_every": 2, "save_every": 5, "max_new_tokens": 3}
+    run_all(2, shards, tmp_path, [("gpt2", "run", flags | {"steps": 5}), ("gpt2", "run", flags)])
+    text = (tmp_path / "run" / "train.log").read_text()
+    assert re.findall(r"a sample after step (\d+)", text) == ["5", "10", "20"]
 
 
 def test_diloco_with_one_step_apart_changes_nothing(tmp_path, shards):
@@ -178,6 +218,8 @@ def test_diloco_with_one_step_apart_changes_nothing(tmp_path, shards):
     ({"strategy": "zero1", "comm": "bf16"}, "--comm needs"),
     ({"strategy": "zero2", "outer_every": 5}, "--outer-every needs"),
     ({"outer_every": 5, "ema": 0.9}, "--ema"),
+    ({"outer_every": 5, "comm": "powersgd:2"}, "--comm fp32 or bf16"),
+    ({"outer_every": 5, "precision": "fp16"}, "--precision bf16"),
     ({"comm": "powersgd:0"}, "powersgd:RANK")))
 @pytest.mark.parametrize("model", TRAINERS)
 def test_combinations_that_are_refused(tmp_path, shards, model, flags, sentence):

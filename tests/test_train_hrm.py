@@ -99,8 +99,9 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     assert {n for n in before if n.endswith(".pt")} == {n.name for n in out.rglob("*.pt")}
     assert len(finished(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
     record = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    assert list(record) == ["step", "loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_sec", "mfu",
-                            "hfu", "mem_gb", "bp_steps", "cycles", "time", "epoch_loss", "epoch_seconds"]
+    assert list(record) == ["step", "loss", "val_loss", "lr", "grad_norm", "skipped", "tokens",
+                            "tokens_per_sec", "mfu", "hfu", "mem_gb", "bp_steps", "cycles", "time",
+                            "epoch_loss", "epoch_seconds"]
 
     used = here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
     assert used.code == 0, used.out

@@ -1,6 +1,6 @@
-"""Processes to be harmed. Starting Python and torch takes four seconds, so a server imports them once and
-forks a process for each run, which executes the script as `python train_gpt2.py …` would. What these processes
-do is real: they are killed by real signals, and their locks, files and sockets are those of the script.
+"""Processes to be harmed. Starting Python and torch takes seconds, so a server imports them once and forks a
+process for each run, which executes the script as `python train_gpt2.py …` would. What these processes do is
+real: they are killed by real signals, and their locks, files and sockets are those of the script.
 """
 
 import contextlib

@@ -5,7 +5,9 @@ A case is a line of MISTAKES, the command and words of its message. It runs in a
 everything that can be wrong; `new` is the place where a run or shards may be written.
 """
 
+import contextlib
 import gzip
+import importlib
 import io
 import json
 import os
@@ -206,6 +208,23 @@ MISTAKES = {
     "train_mlm.py --out run-mlm --probe list.jsonl": "--probe|list.jsonl",
     "train_mlm.py --out run-mlm --probe random.txt": "--probe|random.txt",
     "train_mlm.py --out run-mlm --probe one-label.jsonl": "two labels or more",
+    "train_gpt2.py --strategy zero4": "--strategy: invalid choice",
+    "train_mlm.py --comm fp8": "'fp8' is none of",
+    "train_gpt2.py --outer-every 0": "--outer-every: 0 is not at least 1",
+    "train_gpt2.py --outer-every 5 --ema 0.9": "leave one of them out",
+    "train_gpt2.py --dry-run 8": "is not GPUs",
+    "test_ddp.py --size nonsense": "has no --size nonsense",
+    "test_ddp.py --backend mpi": "--backend: invalid choice",
+    "test_ddp.py --backend nccl --device cpu": "--backend nccl needs GPUs",
+    "test_ddp.py --data nowhere": "nowhere holds no data",
+    "test_ddp.py --model bert": "--model: invalid choice",
+    "test_ddp.py --timeout 0": "0 is not at least",
+    "monitor.py --interval 0": "--interval: 0 is not between",
+    "monitor.py --interval often": "--interval: invalid",
+    "monitor.py nowhere": "has no metrics.jsonl",
+    "monitor.py ready": "has no metrics.jsonl",
+    "monitor.py --follow": "need the directory of a run",
+    "monitor.py --output picture.png": "need the directory of a run",
 }
 AS_PROCESSES = ("nonsense", "random.txt --tokenizer", "verify last", "--learning-rate", "run-hrm --d-model")
 
@@ -300,20 +319,22 @@ def arguments(command: str) -> tuple[str, list[str]]:
     if script == "data.py":
         command, _, rest = rest.partition(" ")
         return script, [*command.split(), *USUAL.get(command, "").split(), *rest.split()]
-    return script, [*USUAL[script].split(), *rest.split()]
+    return script, [*USUAL.get(script, "").split(), *rest.split()]
 
 
 def in_this_process(script: str, listed: list[str]) -> Finished:
     if script in TRAINERS:
         return TRAINERS[script].here(*listed)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as text:
         patch.setattr(sys, "argv", [script, *listed])
-        patch.setattr(sys, "stderr", io.StringIO())  # the progress bar
         try:
-            data.main()
+            code = importlib.import_module(script.removesuffix(".py")).main()
         except data.UserError as error:
             return Finished(2, f"error: {error}\n")
-    return Finished(0, "")
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    return Finished(code or 0, text.getvalue())
 
 
 def untouched(scene: Path) -> dict[str, bytes]:
