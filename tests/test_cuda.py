@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import Trainer, assert_same_run
+from runs import Trainer, assert_close_runs, assert_same_run
 
 import ddp_utils
 from ddp_utils import StopVote
@@ -103,3 +103,18 @@ def test_another_seed_is_another_run(tmp_path, shards):
         assert trainer.train(1, shards, tmp_path / str(seed), seed=seed).code == 0
     with pytest.raises(AssertionError):
         assert_same_run(tmp_path / "0", tmp_path / "1")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("flags", [
+    {"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero3"},
+    {"strategy": "zero3", "cpu_offload": True, "ema": 0.9}, {"comm": "bf16"}])
+@pytest.mark.parametrize("script", ["train_hrm.py", "train_gpt2.py", "train_mlm.py"])
+def test_strategies_on_one_gpu(tmp_path, shards, script, flags):
+    """With nccl on one rank, evaluation and sample included, they train as without them."""
+    trainer = Trainer(script, compile=False, steps=20, save_every=10, eval_every=10)
+    plain = {"ema": flags["ema"]} if "ema" in flags else {}
+    for name, changes in (("plain", plain), ("other", flags)):
+        done = trainer.train(1, shards, tmp_path / name, **changes)
+        assert done.code == 0 and "training complete" in done.out, done.out
+    assert_close_runs(tmp_path / "plain", tmp_path / "other", bound=1e-4)
