@@ -651,9 +651,9 @@ def default_tokenizer(dataset: str) -> str:
 
 
 def default_val_split(dataset: str) -> str:
-    """The last tenth of a single text file, which is one document; else one document in a hundred."""
+    """The last tenth of less than a hundred text files, each one document; else one document in a hundred."""
     kind, _, where = dataset.partition(":")
-    return "tail:0.1" if kind == "text" and len(glob.glob(where, recursive=True)) == 1 else "hash:0.01"
+    return "tail:0.1" if kind == "text" and len(glob.glob(where, recursive=True)) < 100 else "hash:0.01"
 
 
 def default_directory(dataset: str, tokenizer: str) -> Path:
@@ -1330,7 +1330,7 @@ def main() -> None:
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
                    help="hash:F, a share F of the documents by a hash of their text, or tail:F, the end of a "
-                   "text (default: tail:0.1 for a single text file, else hash:0.01)")
+                   "text (default: tail:0.1 for less than 100 text files, else hash:0.01)")
     p.add_argument("--max-samples", type=parse_count, help="stop after so many documents, as in 500k or 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about so many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="leave out documents of fewer words")

@@ -1054,7 +1054,7 @@ def warm_up(wrapped: nn.Module, first, settled) -> None:
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:
     """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before."""
-    gradients = [p.grad for p in parameters]
+    gradients = [p.grad for p in parameters if p.grad is not None]  # others may be frozen
     here = [local(g) for g in gradients]
     norm = nn.utils.get_total_norm(here)
     if isinstance(gradients[0], DTensor):
