@@ -121,6 +121,23 @@ class Block(nn.Module):
     # Attention with dropout draws random numbers. If it were kept, the recomputation would not draw them
     # again, and the dropout after it would silently be another one.
     drops_attention = False
+    plain_attention = False  # for CPUs: attention in bfloat16 as two matrix products, see attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False,
+               dropout: float = 0.0) -> Tensor:
+        """Attention of q, k, v (B, H, T, D), with a boolean mask that is True where it is allowed.
+
+        torch's kernel for CPUs computes bfloat16 in float32 unless they have AMX. Up to some thousand tokens
+        it is faster to multiply in bfloat16 and to keep the scores (B, H, T, T).
+        """
+        if not self.plain_attention or q.dtype != torch.bfloat16 or dropout:
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+        scores = q * q.size(-1) ** -0.5 @ k.mT
+        if is_causal:
+            mask = scores.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+        if mask is not None:
+            scores = scores + torch.where(mask, 0.0, -torch.inf).to(scores.dtype)
+        return scores.softmax(dim=-1) @ v
 
     def forward(self, x: Tensor, *args) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
@@ -284,7 +301,7 @@ class HRMBlock(Block):
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D)
+        y = self.attend(q, k, v, is_causal=T > 1)  # (B, H, T, D)
         y = self.attn_out(gate.sigmoid() * y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
         gate, up = self.gate_up(rms_norm(x, self.eps)).chunk(2, dim=-1)  # (B, T, F) each
@@ -496,7 +513,7 @@ class GPT2Block(Block):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)  # (B, H, T, D)
+        y = self.attend(q, k, v, is_causal=T > 1, dropout=dropout)  # (B, H, T, D)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.up(rms_norm(x, self.eps) if self.modern else self.mlp_norm(x))  # (B, T, 4 C)
@@ -632,7 +649,7 @@ class MLMBlock(Block):
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if isinstance(mask, Tensor):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, D)
+            y = self.attend(q, k, v, mask)  # (B, H, T, D)
         else:
             y = self.flex_attention(q, k, v, block_mask=mask)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
