@@ -131,7 +131,8 @@ class Block(nn.Module):
         it is faster to multiply in bfloat16 and to keep the scores (B, H, T, T).
         """
         if not self.plain_attention or q.dtype != torch.bfloat16 or dropout:
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
+                                                  is_causal=is_causal)
         scores = q * q.size(-1) ** -0.5 @ k.mT
         if is_causal:
             mask = scores.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril()
@@ -177,9 +178,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad and bias is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
         correct = torch.zeros_like(total)
+        space = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
         for start in range(0, hidden.size(0), chunk):
             h = hidden[start:start + chunk]
-            products = h @ w.T  # (chunk, V); the gradient of the logits takes their place
+            products = torch.mm(h, w.T, out=space[:h.size(0)])  # whose place their gradient takes
             for begin in range(0, h.size(0), few):
                 some = products[begin:begin + few]
                 y = targets[start + begin:start + begin + len(some), None]
