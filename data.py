@@ -982,22 +982,29 @@ class Masker:
         hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
         last = np.uint64(2**64 - 1)
         if self.starts_word is None:
-            order = np.where(self.special[x], last, hashes)
-            picked = np.argpartition(order, self.k - 1, axis=1)[:, :self.k]
+            order = np.where(self.special.take(x), last, hashes)
+            low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # holds a position, which goes along
+            order = np.partition(order & ~low | self.positions, self.k - 1, axis=1)
+            picked = (order[:, :self.k] & low).astype(np.int64)
         else:  # the tokens of a word have the hash of its first one, so they are picked one after another
             begins = np.where(self.starts_word[x], self.positions.astype(np.int64), 0)
             words = np.take_along_axis(hashes, np.maximum.accumulate(begins, axis=1), axis=1)
             order = np.where(self.special[x], last, words)
             picked = np.argsort(order, axis=1, kind="stable")[:, :self.k]
         picked.sort(axis=1)
-        old = np.take_along_axis(x, picked, axis=1).astype(np.int64)
-        ordinary = np.take_along_axis(order, picked, axis=1) != last
+        at = picked + np.arange(0, x.size, x.shape[1])[:, None]  # in the flat x
+        old = x.take(at).astype(np.int64)
+        ordinary = ~self.special.take(old)
         new = np.full_like(old, self.mask)
-        if not self.mask_all:
-            dice = splitmix64(np.take_along_axis(hashes, picked, axis=1))
-            tenth, number = dice % np.uint64(10), dice // np.uint64(10) % np.uint64(len(self.ordinary))
-            new = np.where(tenth == 8, self.ordinary[number.astype(np.int64)], np.where(tenth == 9, old, new))
-        np.put_along_axis(x, picked, np.where(ordinary, new, old).astype(x.dtype), axis=1)
+        if not self.mask_all:  # numpy divides by a constant much faster than it takes remainders
+            dice = splitmix64(hashes.take(at))
+            ten, n = np.uint64(10), np.uint64(len(self.ordinary))
+            number = dice // ten
+            tenth = dice - number * ten
+            number -= number // n * n
+            new = np.where(tenth == 8, self.ordinary.take(number.astype(np.int64)),
+                           np.where(tenth == 9, old, new))
+        np.put(x, at, np.where(ordinary, new, old).astype(x.dtype))
         return picked, np.where(ordinary, old, -1)
 
 
@@ -1046,16 +1053,17 @@ class Shards:
             raise UserError(f"{paths[0].parent} mixes shards of 16 and of 32 bits: prepare it again.")
         self.starts = np.cumsum([0] + [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens])
         self.rows, self.num_tokens = int(self.starts[-1]), sum(map(len, self.tokens))
+        self.grids = [[tokens[shift:shift + n * seq_len].reshape(n, seq_len) for shift in (0, 1)]
+                      for tokens, n in zip(self.tokens, np.diff(self.starts))]
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         """Copies rows (B,), int64 and ascending, into x (B, T); y (B, T) gets the same, one token on."""
         shard_of = np.searchsorted(self.starts, rows, side="right") - 1
-        for s in np.unique(shard_of):
-            a, b = np.searchsorted(shard_of, [s, s + 1])
-            n, local = self.starts[s + 1] - self.starts[s], rows[a:b] - self.starts[s]
-            for out, shift in (x, 0), (y, 1):
-                grid = self.tokens[s][shift:shift + n * self.seq_len].reshape(n, self.seq_len)
-                grid.take(local, axis=0, out=out[a:b], mode="clip")  # "raise", the default, would buffer out
+        cuts = [0, *(np.flatnonzero(shard_of[1:] != shard_of[:-1]) + 1).tolist(), len(rows)]
+        for a, b in itertools.pairwise(cuts):
+            shard = shard_of[a]
+            for out, grid in zip((x, y), self.grids[shard]):  # "raise", the default mode, would buffer out
+                grid.take(rows[a:b] - self.starts[shard], axis=0, out=out[a:b], mode="clip")
 
 
 def unigram_entropy(shards: Shards, limit: int = 16_000_000) -> float:

@@ -684,6 +684,8 @@ def build(kind: type, config, world: World, strategy: str = "ddp", cpu_offload: 
     with torch.device("meta"):
         model = kind(config)
     buffers = dict(model.named_buffers())
+    for block in (m for m in model.modules() if isinstance(m, Block)):
+        block.plain_attention = world.device.type == "cpu"
     if strategy in ("zero2", "zero3"):
         options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
                    "reshard_after_forward": strategy == "zero3"}  # zero2 keeps what a step has gathered

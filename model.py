@@ -121,6 +121,24 @@ class Block(nn.Module):
     # Attention with dropout draws random numbers. If it were kept, the recomputation would not draw them
     # again, and the dropout after it would silently be another one.
     drops_attention = False
+    plain_attention = False  # for CPUs: attention in bfloat16 as two matrix products, see attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False,
+               dropout: float = 0.0) -> Tensor:
+        """Attention of q, k, v (B, H, T, D), with a boolean mask that is True where it is allowed.
+
+        torch's kernel for CPUs computes bfloat16 in float32 unless they have AMX. Up to some thousand tokens
+        it is faster to multiply in bfloat16 and to keep the scores (B, H, T, T).
+        """
+        if not self.plain_attention or q.dtype != torch.bfloat16 or dropout:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
+                                                  is_causal=is_causal)
+        scores = q * q.size(-1) ** -0.5 @ k.mT
+        if is_causal:
+            mask = scores.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+        if mask is not None:
+            scores = scores + torch.where(mask, 0.0, -torch.inf).to(scores.dtype)
+        return scores.softmax(dim=-1) @ v
 
     def forward(self, x: Tensor, *args) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
@@ -150,8 +168,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count):
-        # on a CPU the chunk should fit the cache, on a GPU it should fill the machine
-        chunk = 4096 if hidden.is_cuda else 512
+        # Products of many rows are the fastest. Between them a GPU wants much to do at once, but a CPU few
+        # rows, 4 MB, which stay in its cache from one operation to the next.
+        chunk, few = (4096, 4096) if hidden.is_cuda else (2048, max(2**20 // weight.size(0), 8))
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
@@ -159,26 +178,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad and bias is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
         correct = torch.zeros_like(total)
+        space = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
         for start in range(0, hidden.size(0), chunk):
-            h, y = hidden[start:start + chunk], targets[start:start + chunk, None]
-            counted = y >= 0
-            y = y.clamp(min=0)
-            logits = (h @ w.T).float()  # (chunk, V)
-            if bias is not None:
-                logits += bias
-            logits[:, vocab_size:] = -torch.inf  # rows that only pad the table
-            if count:
-                correct += ((logits.argmax(-1, keepdim=True) == y) & counted).sum()
-            log_p = torch.log_softmax(logits, dim=-1)
-            total -= (log_p.gather(1, y) * counted).sum()
-            if needs_grad:
-                p = log_p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
-                p.mul_(counted)
+            h = hidden[start:start + chunk]
+            products = torch.mm(h, w.T, out=space[:h.size(0)])  # whose place their gradient takes
+            for begin in range(0, h.size(0), few):
+                some = products[begin:begin + few]
+                y = targets[start + begin:start + begin + len(some), None]
+                counted = y >= 0
+                y = y.clamp(min=0)
+                logits = some.float()
                 if bias is not None:
-                    grad_bias += p.sum(0)
-                p = p.to(h.dtype)
-                torch.mm(p, w, out=grad_hidden[start:start + chunk])
-                grad_weight += p.T @ h
+                    logits += bias
+                logits[:, vocab_size:] = -torch.inf  # rows that only pad the table
+                if count:
+                    correct += ((logits.argmax(-1, keepdim=True) == y) & counted).sum()
+                log_p = torch.log_softmax(logits, dim=-1)
+                total -= (log_p.gather(1, y) * counted).sum()
+                if needs_grad:
+                    p = log_p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
+                    p.mul_(counted)
+                    if bias is not None:
+                        grad_bias += p.sum(0)
+                    some.copy_(p)
+            if needs_grad:
+                torch.mm(products, w, out=grad_hidden[start:start + chunk])
+                grad_weight += products.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.mark_non_differentiable(correct)
         return total, correct
@@ -284,7 +309,7 @@ class HRMBlock(Block):
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D)
+        y = self.attend(q, k, v, is_causal=T > 1)  # (B, H, T, D)
         y = self.attn_out(gate.sigmoid() * y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
         gate, up = self.gate_up(rms_norm(x, self.eps)).chunk(2, dim=-1)  # (B, T, F) each
@@ -496,7 +521,7 @@ class GPT2Block(Block):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)  # (B, H, T, D)
+        y = self.attend(q, k, v, is_causal=T > 1, dropout=dropout)  # (B, H, T, D)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.up(rms_norm(x, self.eps) if self.modern else self.mlp_norm(x))  # (B, T, 4 C)
@@ -631,7 +656,7 @@ class MLMBlock(Block):
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if isinstance(mask, Tensor):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, D)
+            y = self.attend(q, k, v, mask)  # (B, H, T, D)
         else:
             y = self.flex_attention(q, k, v, block_mask=mask)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))

@@ -410,7 +410,7 @@ def test_the_future_never_changes_the_past(config, dtype):
 
 def test_control_attention_that_is_not_causal(monkeypatch):
     attention = F.scaled_dot_product_attention
-    monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v))
+    monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v))
     assert not torch.equal(*prefixes(hrm()))
 
 
