@@ -18,6 +18,7 @@ torch is imported only by the reader: `prepare` and its worker processes start f
 """
 
 import argparse
+import bisect
 import codecs
 import contextlib
 import fcntl
@@ -1051,19 +1052,22 @@ class Shards:
         self.seq_len, self.dtype = seq_len, self.tokens[0].dtype
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
             raise UserError(f"{paths[0].parent} mixes shards of 16 and of 32 bits: prepare it again.")
-        self.starts = np.cumsum([0] + [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens])
-        self.rows, self.num_tokens = int(self.starts[-1]), sum(map(len, self.tokens))
+        counts = [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens]
+        self.ends = [*itertools.accumulate(counts)]  # the first row after each shard
+        self.rows, self.num_tokens = self.ends[-1], sum(map(len, self.tokens))
         self.grids = [[tokens[shift:shift + n * seq_len].reshape(n, seq_len) for shift in (0, 1)]
-                      for tokens, n in zip(self.tokens, np.diff(self.starts))]
+                      for tokens, n in zip(self.tokens, counts)]
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         """Copies rows (B,), int64 and ascending, into x (B, T); y (B, T) gets the same, one token on."""
-        shard_of = np.searchsorted(self.starts, rows, side="right") - 1
-        cuts = [0, *(np.flatnonzero(shard_of[1:] != shard_of[:-1]) + 1).tolist(), len(rows)]
-        for a, b in itertools.pairwise(cuts):
-            shard = shard_of[a]
+        begin, ends = 0, self.ends
+        while begin < len(rows):
+            shard = bisect.bisect_right(ends, rows[begin])
+            end = int(rows.searchsorted(ends[shard]))
+            local = rows[begin:end] - (ends[shard - 1] if shard else 0)
             for out, grid in zip((x, y), self.grids[shard]):  # "raise", the default mode, would buffer out
-                grid.take(rows[a:b] - self.starts[shard], axis=0, out=out[a:b], mode="clip")
+                grid.take(local, axis=0, out=out[begin:end], mode="clip")
+            begin = end
 
 
 def unigram_entropy(shards: Shards, limit: int = 16_000_000) -> float:

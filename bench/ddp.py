@@ -94,7 +94,7 @@ def main() -> None:
                 Path(directory, f"go{round_}-{n}").touch()
                 done = Path(directory, f"done{round_}-{n}")
                 while not done.exists():
-                    if any(p.poll() is not None for p in processes):
+                    if any(p.poll() for p in processes):
                         sys.exit("a process has died")
                     time.sleep(0.01)
                 if round_ >= 0:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 TRAINERS = {"gpt2": "train_gpt2", "hrm": "train_hrm", "mlm": "train_mlm"}
 # nanoGPT's configuration for a CPU, of which its README says how it is run
 BABY = {"n_layer": 4, "n_head": 4, "d_model": 128, "seq_len": 64, "batch": 12, "padded_vocab": 128}
-BP_STEPS, MASK_RATE, LR, BETAS, DECAY = 5, 0.3, 1e-3, (0.9, 0.95), 0.1
+BP_STEPS, MASK_RATE, LR, BETAS, DECAY = 5, 0.3, 1e-4, (0.9, 0.95), 0.1
 
 
 def settings(args) -> dict:
