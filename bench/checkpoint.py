@@ -98,11 +98,12 @@ def main() -> None:
 
     print(f"{args.size}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e6:.1f} MB a "
           f"checkpoint, {args.rounds} rounds, {world.device.type} with {torch.get_num_threads()} threads")
-    print(f"a save stalls training for {ms['save']:.1f} ms; a step takes {ms['step']:.1f} ms, {ms['busy']:.1f} "
-          f"ms while a checkpoint is being written; a copy of the tensors takes {ms['copy']:.1f} ms")
+    print(f"a save stalls training for {ms['save']:.1f} ms; a step takes {ms['step']:.1f} ms, "
+          f"{ms['busy']:.1f} ms while a checkpoint is being written; a copy of the tensors takes "
+          f"{ms['copy']:.1f} ms")
     print(f"stall / step {ratio('save', 'step')}; stall / copy {ratio('save', 'copy')}")
-    print(f"the thread writes {size / ms['write'] / 1e6:.3f} GB/s beside the training, dd {size / ms['dd'] / 1e6:.3f}"
-          f" GB/s alone; ratio {ratio('dd', 'write')}")
+    print(f"the thread writes {size / ms['write'] / 1e6:.3f} GB/s beside the training, dd "
+          f"{size / ms['dd'] / 1e6:.3f} GB/s alone; ratio {ratio('dd', 'write')}")
 
 
 if __name__ == "__main__":

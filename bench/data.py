@@ -4,7 +4,7 @@
     python bench/data.py read mask open     # some
     python bench/data.py prepare --tokenizer gpt2 --megabytes 30
 
-* read: Shards.take of random rows, as training reads, against a copy of as many bytes from the same memory map
+* read: Shards.take of random rows, as training reads, against a copy of as many bytes of the same memory map
 * mask: Masker and take together, tokens a second of one core
 * open: Dataset(...) and the first batch at a position far into an epoch, in seconds
 * prepare: data.prepare with W workers, from start to finished shards, against W times what one thread encodes
@@ -67,13 +67,15 @@ def make_shards(directory: Path, tokens: int) -> Path:
     random, shards = np.random.default_rng(0), []
     for i in range(2):
         name = f"train_{i:06d}.bin"
-        digest = data.write_shard(directory / name, [random.integers(0, 256, tokens // 2, np.uint16)], "uint16")
+        ids = random.integers(0, 256, tokens // 2, np.uint16)
+        digest = data.write_shard(directory / name, [ids], "uint16")
         shards.append({"split": "train", "file": name, "tokens": tokens // 2, "documents": 1,
                        "sha256": digest, "end": [i, 1]})
     data.write_manifest(directory, {
         "format": 1, "dataset": "random", "settings": {}, "complete": True, "dtype": "uint16",
-        "shards": shards, "tokenizer": {"name": "bytes", "sha256": data.sha256_of(directory / "tokenizer.json"),
-                                        "vocab_size": 257, "mask": 257}})
+        "shards": shards, "tokenizer": {
+            "name": "bytes", "sha256": data.sha256_of(directory / "tokenizer.json"), "vocab_size": 257,
+            "mask": 257}})
     return directory
 
 
@@ -106,8 +108,8 @@ def read(args, directory: Path) -> None:
         size = share * 2 * len(batches) * BATCH * SEQ_LEN * 2 / 1e9
         print(f"read: {name:8} {size / median(found[name], 0):6.2f} GB/s, of CPU time "
               f"{size / median(found[name], 1):6.2f}")
-    print(f"read: take / copy {ratio(found, 'take', 'copy', 1)} of CPU time, {ratio(found, 'take', 'copy', 0)} "
-          "of wall clock")
+    print(f"read: take / copy {ratio(found, 'take', 'copy', 1)} of CPU time, "
+          f"{ratio(found, 'take', 'copy', 0)} of wall clock")
 
 
 def mask(args, directory: Path) -> None:
@@ -123,8 +125,8 @@ def mask(args, directory: Path) -> None:
             masker(x, rows, epochs)
 
     found, tokens = in_turn(args.rounds, both=both), len(batches) * x.size
-    print(f"mask: gather and mask {tokens / median(found['both'], 1) / 1e6:.1f} M tokens/s of one core (CPU time), "
-          f"{tokens / median(found['both'], 0) / 1e6:.1f} by the wall clock")
+    print(f"mask: gather and mask {tokens / median(found['both'], 1) / 1e6:.1f} M tokens/s of one core (CPU "
+          f"time), {tokens / median(found['both'], 0) / 1e6:.1f} by the wall clock")
 
 
 def open_and_seek(args, directory: Path) -> None:
@@ -172,8 +174,8 @@ def prepare(args, _) -> None:
         count = iter(range(1000))
 
         def ours():
-            quietly(["data.py", "prepare", "--dataset", f"jsonl:{path}", "--tokenizer", args.tokenizer, "--out",
-                     directory / f"ours{next(count)}", "--workers", workers])
+            quietly(["data.py", "prepare", "--dataset", f"jsonl:{path}", "--tokenizer", args.tokenizer,
+                     "--out", directory / f"ours{next(count)}", "--workers", workers])
 
         def threads():  # what one thread encodes; W of them are W times as fast at best
             for text in texts:
@@ -207,7 +209,8 @@ def usual(path: str, out: str, name: str, workers: str) -> None:
         return {"ids": ids, "len": len(ids)}
 
     tokenized = rows.map(process, remove_columns=["text"], num_proc=int(workers))
-    array = np.memmap(f"{out}.bin", dtype=np.uint16, mode="w+", shape=(np.sum(tokenized["len"], dtype=np.uint64),))
+    length = np.sum(tokenized["len"], dtype=np.uint64)
+    array = np.memmap(f"{out}.bin", dtype=np.uint16, mode="w+", shape=(length,))
     index, batches = 0, min(1024, len(tokenized))
     for i in range(batches):
         batch = tokenized.shard(num_shards=batches, index=i, contiguous=True).with_format("numpy")

@@ -104,7 +104,8 @@ def main() -> None:
     print(f"GPT-2 {args.size}, 2 x {args.accumulation} micro-batches of {args.batch} sequences a step")
     for n, numbers in found.items():
         wall, cpu = (1000 * statistics.median(x) for x in zip(*numbers))
-        print(f"{n} process{'es' if n > 1 else ''} x {2 // n} threads: {wall:.1f} ms a step, {cpu:.1f} of CPU time")
+        print(f"{n} process{'es' if n > 1 else ''} x {2 // n} threads: {wall:.1f} ms a step, "
+              f"{cpu:.1f} of CPU time")
     for i, clock in enumerate(("wall clock", "CPU time")):
         each = [one[i] / two[i] for one, two in zip(found[1], found[2])]
         print(f"{clock}: 2 processes are {statistics.median(each):.2f} x as fast ({min(each):.2f} to "

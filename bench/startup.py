@@ -43,12 +43,14 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                f"--nproc-per-node={args.nproc}"]
     found = {"first step": [], "torchrun import": [], "import": []}
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)
-        subprocess.run([sys.executable, "data.py", "prepare", "--dataset", "stdlib", "--out", directory / "data",
-                        "--max-tokens", "2M", "--tokenizer", "bytes"], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run([sys.executable, "data.py", "prepare", "--dataset", "stdlib", "--tokenizer", "bytes",
+                        "--out", directory / "data", "--max-tokens", "2M"], cwd=ROOT, check=True,
+                       capture_output=True)
         nothing = directory / "nothing.py"
         nothing.write_text("import torch\n")
         for round_ in range(args.rounds + 1):

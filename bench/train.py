@@ -1,6 +1,6 @@
 """Training speed of one model, ours against a peer: in turn, on the same batches, from the same weights.
 
-    python bench/train.py gpt2 --peer hf                                      # GPT2LMHeadModel in a plain loop
+    python bench/train.py gpt2 --peer hf                                      # GPT2LMHeadModel, a plain loop
     python bench/train.py gpt2 --peer nanogpt --peer-source DIR               # where nanoGPT's model.py lies
     python bench/train.py hrm --size 25m --peer hf                            # HrmTextForCausalLM
     python bench/train.py mlm --size 17m --peer hf                            # ModernBertForMaskedLM
@@ -253,7 +253,8 @@ def contestant(args) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
-        step, precision, flops = {"ours": ours, "hf": hf, "nanogpt": nanogpt}[args.contestant](args, row, device)
+        begin_with = {"ours": ours, "hf": hf, "nanogpt": nanogpt}[args.contestant]
+        step, precision, flops = begin_with(args, row, device)
         first = step(0).item()
         synchronize(device)
         say(first_step=time.time() - args.started, precision=precision, flops=flops, losses=[first])
@@ -366,11 +367,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=TRAINERS)
-    parser.add_argument("--size", help="of the trainer's presets, or baby: nanoGPT's for a CPU (gpt2, 25m, 17m)")
+    parser.add_argument("--size", help="of the trainer's presets, or baby: nanoGPT's for a CPU "
+                        "(gpt2, 25m, 17m)")
     parser.add_argument("--peer", choices=("hf", "nanogpt"))
     parser.add_argument("--peer-source", metavar="DIR", help="where nanoGPT's model.py lies")
-    parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt on a CPU: "
-                        "fp32)")
+    parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt "
+                        "on a CPU: fp32)")
     parser.add_argument("--peer-attention", default="sdpa", help="of transformers (sdpa)")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
     for flag in ("--batch", "--seq-len", "--n-layer", "--vocab-size", "--threads"):
