@@ -59,8 +59,8 @@ def check_strategies(base, shards, ranks, model, strategies, pairs, timeout=90, 
 
 @pytest.mark.parametrize("model, strategies, changes", (
     ("gpt2", tuple(STRATEGIES), {}),
-    ("mlm", ("ddp", "zero1", "zero3"), {}),
-    ("hrm", ("ddp", "zero2", "offload"), {"ema": 0.9, "halt": True})))
+    pytest.param("mlm", ("ddp", "zero1", "zero3"), {}, marks=pytest.mark.long),
+    ("hrm", ("ddp", "zero2"), {"ema": 0.9, "halt": True})))
 def test_strategies_compute_the_same(tmp_path, shards, model, strategies, changes):
     pairs = list(zip(strategies, strategies[1:] + strategies[:1]))
     check_strategies(tmp_path, shards, 2, model, strategies, pairs, **changes)
@@ -155,6 +155,7 @@ def test_killed_runs_on_slow_links(tmp_path, shards, model, name, ranks):
     TRAINERS[model].check_killed_run(tmp_path, ranks, shards, **changes)
 
 
+@pytest.mark.long
 def test_others_resume_what_each_rank_had_for_itself(tmp_path, shards):
     """On another number of ranks, later apart, never apart again, or at another rank of PowerSGD."""
     diloco, powersgd = SLOW["diloco"], SLOW["powersgd"]
