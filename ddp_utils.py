@@ -1414,7 +1414,10 @@ class Checkpoints:
         All ranks send what they alone hold, one tensor at a time.
         """
         self.saved_step = step
-        on_all(self.world, "writing", self._jobs.join)  # the buffers are in use until all is written
+        pause = 0.001
+        while reduce_sum([self._jobs.unfinished_tasks], self.world)[0]:  # until then the buffers are in use;
+            time.sleep(pause)  # that may take longer than a collective, and torchrun's store may be gone
+            pause = min(2 * pause, 0.5)
         copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
 
         def keep(group: str, name: str, tensor: Tensor) -> None:

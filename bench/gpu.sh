@@ -51,7 +51,7 @@ measure 90 mlm --size "$base" --batch 64 --seq-len 512 $common $hf
 echo "== tests/test_cuda.py ($((SECONDS - started)) s)"
 limit=$(left)
 if [ "$limit" -gt 120 ]; then limit=120; elif [ "$limit" -lt 1 ]; then limit=1; fi
-timeout -k 5 "$limit" "$python" -m pytest -q tests/test_cuda.py > "$out/tests.txt" 2>&1
+timeout -k 5 "$limit" "$python" -m pytest -o addopts= -q tests/test_cuda.py > "$out/tests.txt" 2>&1
 tail -n 3 "$out/tests.txt"
 
 measure 90 gpt2 --size "$medium" --batch 32 --seq-len 1024 $common $nano
