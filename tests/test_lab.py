@@ -107,7 +107,6 @@ def train(lab, ranks, shards) -> list:
 
 
 LAUNCHER = ROOT / "cluster" / "ddp_launch.sh"
-with_launcher = pytest.mark.skipif(not LAUNCHER.exists(), reason="no cluster/ddp_launch.sh")
 
 
 def launch(lab, node: int, shards, nodes: int = 3, **env):
@@ -186,7 +185,6 @@ def test_five_nodes_and_one_is_lost(lab, shards, whole, how):
 
 
 @pytest.mark.long
-@with_launcher
 @pytest.mark.parametrize("node", [0, 2])
 def test_a_node_is_lost_that_ddp_launch_started(lab, shards, node):
     expected = "node0 can no longer be reached" if node == 0 else r"rank 2 on node2 .* no sign of life"
@@ -195,7 +193,6 @@ def test_a_node_is_lost_that_ddp_launch_started(lab, shards, node):
 
 
 @pytest.mark.long
-@with_launcher
 @pytest.mark.parametrize("wrong, expected", [
     ({"MASTER_ADDR": "192.168.50.99"}, [
         "node 1 has not come within 10 s", "node 0 at 192.168.50.99:29500 did not answer within 10 s",
@@ -210,7 +207,6 @@ def test_a_wrong_variable_on_one_node_is_a_sentence_on_all(lab, shards, wrong, e
 
 
 @pytest.mark.long
-@with_launcher
 def test_a_busy_port_is_a_sentence_on_all(lab, shards):
     listener = f"import socket, time; s = socket.create_server(('', {PORT})); time.sleep(600)"
     lab.start(0, [sys.executable, "-c", listener])

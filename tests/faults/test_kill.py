@@ -109,8 +109,6 @@ def forked_life(rng, command, ranks, witness, seconds) -> bool:
     for ranks, strategy, count in ((0, "ddp", 53), (2, "ddp", 43), (2, "zero3", 62))])
 def test_kill_9(tmp_path, shards, capsys, name, ranks, strategy, count):
     """Forked processes: every life is a run of the script from its first line, but for the imports."""
-    if strategy not in STRATEGY_FLAGS:
-        pytest.skip("there is no such strategy yet")
     rng, kills, runs = random.Random(f"{SEED} {name} {ranks} {strategy}"), 0, 0
     trainer = TRAINERS[name]
     begun = time.monotonic()
@@ -175,8 +173,6 @@ def torchrun_life(rng, trainer, shards, out, witness, **flags) -> str:
 @pytest.mark.parametrize("strategy, count", [("ddp", 5), ("zero3", 4)])
 def test_kill_9_under_torchrun(tmp_path, shards, capsys, name, strategy, count):
     """Also of single processes: the others end by themselves, and what they save then counts."""
-    if strategy not in STRATEGY_FLAGS:
-        pytest.skip("there is no such strategy yet")
     rng, kills, runs = random.Random(f"{SEED} {name} {strategy}"), Counter(), 0
     trainer, flags = TRAINERS[name], STRATEGY_FLAGS[strategy]
     assert trainer.train(2, shards, tmp_path / "whole", **flags).code == 0
