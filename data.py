@@ -18,7 +18,6 @@ torch is imported only by the reader: `prepare` and its worker processes start f
 """
 
 import argparse
-import bisect
 import codecs
 import contextlib
 import fcntl
@@ -548,12 +547,13 @@ def write_atomically(path: Path, *chunks) -> None:
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
     """Writes the arrays as one shard. Returns its sha256."""
-    tokens = np.concatenate(arrays).astype(np.dtype(dtype).newbyteorder("<"), copy=False)
     header = np.zeros(256, dtype="<i4")
-    header[:3] = *FORMATS[dtype], len(tokens)
-    write_atomically(path, header.data, tokens.data)
-    digest = hashlib.sha256(header.data)
-    digest.update(tokens.data)
+    header[:3] = *FORMATS[dtype], sum(map(len, arrays))
+    chunks = [header, *(a.astype(np.dtype(dtype).newbyteorder("<"), copy=False) for a in arrays)]
+    write_atomically(path, *chunks)
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -913,11 +913,13 @@ def describe(manifest: dict) -> str:
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """Mixes uint64 values (Steele, Lea and Flood, 2014): neighbours in, unrelated bits out."""
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -985,7 +987,9 @@ class Masker:
         if self.starts_word is None:
             order = np.where(self.special.take(x), last, hashes)
             low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # holds a position, which goes along
-            order = np.partition(order & ~low | self.positions, self.k - 1, axis=1)
+            order &= ~low
+            order |= self.positions
+            order.partition(self.k - 1, axis=1)
             picked = (order[:, :self.k] & low).astype(np.int64)
         else:  # the tokens of a word have the hash of its first one, so they are picked one after another
             begins = np.where(self.starts_word[x], self.positions.astype(np.int64), 0)
@@ -1053,21 +1057,24 @@ class Shards:
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
             raise UserError(f"{paths[0].parent} mixes shards of 16 and of 32 bits: prepare it again.")
         counts = [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens]
-        self.ends = [*itertools.accumulate(counts)]  # the first row after each shard
-        self.rows, self.num_tokens = self.ends[-1], sum(map(len, self.tokens))
-        self.grids = [[tokens[shift:shift + n * seq_len].reshape(n, seq_len) for shift in (0, 1)]
-                      for tokens, n in zip(self.tokens, counts)]
+        self.ends = np.cumsum(counts)  # the first row after each shard
+        self.rows, self.num_tokens = int(self.ends[-1]), sum(map(len, self.tokens))
+        self.grids = []  # of each shard: its first row, its rows as x (n, T), and as y
+        for tokens, n, end in zip(self.tokens, counts, self.ends):
+            x, y = (tokens[shift:shift + n * seq_len].reshape(n, seq_len) for shift in (0, 1))
+            self.grids.append((int(end) - n, x, y))
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         """Copies rows (B,), int64 and ascending, into x (B, T); y (B, T) gets the same, one token on."""
-        begin, ends = 0, self.ends
-        while begin < len(rows):
-            shard = bisect.bisect_right(ends, rows[begin])
-            end = int(rows.searchsorted(ends[shard]))
-            local = rows[begin:end] - (ends[shard - 1] if shard else 0)
-            for out, grid in zip((x, y), self.grids[shard]):  # "raise", the default mode, would buffer out
-                grid.take(local, axis=0, out=out[begin:end], mode="clip")
-            begin = end
+        begin = 0
+        for (first, grid_x, grid_y), end in zip(self.grids, rows.searchsorted(self.ends).tolist()):
+            if begin < end:
+                local = rows[begin:end] - first
+                grid_x.take(local, 0, x[begin:end], "clip")  # "raise", the default mode, would buffer x
+                grid_y.take(local, 0, y[begin:end], "clip")
+                begin = end
+        if begin < len(rows):
+            raise IndexError(f"row {rows[-1]} of {self.rows}")
 
 
 def unigram_entropy(shards: Shards, limit: int = 16_000_000) -> float:
