@@ -28,6 +28,16 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="needs --long"))
 
 
+at_end = []  # ends what a test has started, in case it fails before it has done so
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_its_test():
+    yield
+    while at_end:
+        at_end.pop()()
+
+
 @dataclass
 class Finished:
     code: int
@@ -38,8 +48,10 @@ def start(command, cwd=None, **env) -> subprocess.Popen:
     """Starts a command in a process group of its own; its environment loses the variables set to None."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
     environment = {k: str(v) for k, v in environment.items() if v is not None}
-    return subprocess.Popen([str(part) for part in command], cwd=cwd, env=environment, start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen([str(part) for part in command], cwd=cwd, env=environment, text=True,
+                               start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    at_end.append(lambda: process.poll() is None and kill(process))
+    return process
 
 
 def children(pid: int) -> list[int]:

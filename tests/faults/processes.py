@@ -18,7 +18,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Finished
+from conftest import ROOT, Finished, at_end
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
@@ -97,6 +97,7 @@ class Group:
                        "MASTER_PORT": port}
         start_server()
         self.processes = []
+        at_end.append(self.kill)
         for rank in range(ranks or 1):
             env = common | ({"RANK": rank, "LOCAL_RANK": rank} if ranks else {})
             env = {k: str(v) for k, v in env.items()}

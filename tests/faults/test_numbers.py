@@ -94,7 +94,7 @@ def test_two_runs_in_one_directory(tmp_path, shards):
     config = (out / "config.json").read_bytes()
     for ranks in (0, 2):
         second = Group(GPT2.script, *GPT2.flags(shards, out), ranks=ranks).finish()
-        holder = rf"error: .* is in use by process {pid} on \S+ since .*\.$"
+        holder = rf"(?m)^error: .* is in use by process {pid} on \S+ since .*\.$"
         assert second.code == 2 and re.search(holder, second.out), second.out
     assert (out / "config.json").read_bytes() == config and first.all_alive
     first.kill()
