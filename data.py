@@ -40,7 +40,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
@@ -672,11 +672,14 @@ class Prepared:
     """What `prepare` has so far: shards on disk, and the tokens of the next ones in memory.
 
     A train shard and the validation tokens met on the way are committed together, so that one position in the
-    source, where the newest shard ends, is all that a resumed run needs.
+    source, where the newest shard ends, is all that a resumed run needs. A thread writes them, while the
+    processes go on tokenizing.
     """
 
-    def __init__(self, directory: Path, manifest: dict, shard_tokens: int):
+    def __init__(self, directory: Path, manifest: dict, shard_tokens: int = 0,
+                 thread: ThreadPoolExecutor | None = None):
         self.directory, self.manifest, self.shard_tokens = directory, manifest, shard_tokens
+        self._thread, self._writing = thread, None
         shards = manifest["shards"]
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
         self.samples = sum(s["documents"] for s in shards)
@@ -696,16 +699,27 @@ class Prepared:
         if self.tokens[split] >= self.shard_tokens:
             self.commit()
 
-    def commit(self) -> None:
+    def commit(self, complete: bool = False) -> None:
+        """Has what is in memory written. Raises UserError if the shards before could not be."""
+        self.wait()
+        self._writing = self._thread.submit(self._write, self.arrays, self.tokens, self.documents,
+                                            self.position, complete)
+        self._clear()
+
+    def wait(self) -> None:
+        if self._writing:
+            self._writing.result()
+
+    def _write(self, arrays: dict, tokens: dict, documents: dict, position: list, complete: bool) -> None:
         shards = self.manifest["shards"]
         number = 1 + max((int(s["file"][-10:-4]) for s in shards), default=-1)
         for split in ("train", "val"):
-            if self.arrays[split]:
+            if arrays[split]:
                 file = f"{split}_{number:06d}.bin"
-                digest = write_shard(self.directory / file, self.arrays[split], self.manifest["dtype"])
-                shards.append({"split": split, "file": file, "tokens": self.tokens[split],
-                               "documents": self.documents[split], "sha256": digest, "end": self.position})
-        self._clear()
+                digest = write_shard(self.directory / file, arrays[split], self.manifest["dtype"])
+                shards.append({"split": split, "file": file, "tokens": tokens[split],
+                               "documents": documents[split], "sha256": digest, "end": position})
+        self.manifest["complete"] = complete
         write_manifest(self.directory, self.manifest)
 
 
@@ -738,7 +752,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         lock = open(out / ".lock", "a")  # which would empty nothing, were it a link
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out.")
-    with lock:
+    with lock, ThreadPoolExecutor(1) as thread:  # which ends before the lock does
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -756,14 +770,14 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             print(f"{out} goes on after {len(manifest['shards'])} shards", flush=True)
         else:
             manifest = begin(dataset, out, tokenizer_name, source, settings)
-        done = Prepared(out, manifest, shard_tokens)
+        done = Prepared(out, manifest, shard_tokens, thread)
         tokenizer_json = read_tokenizer_json(out, manifest)
         fill(done, source, tokenizer_json, workers or cpu_count())
         if not done.train_tokens:
             raise UserError(f"{dataset} holds no text to train on: it is empty, or shorter than --min-words, "
                             "or all of it fell into the validation split.")
-        manifest["complete"] = True
-        done.commit()
+        done.commit(complete=True)
+        done.wait()
     print(f"{out} is ready: {describe(manifest)}", flush=True)
     return out
 
@@ -774,7 +788,7 @@ def begin(dataset: str, out: Path, tokenizer_name: str, source: Source, settings
         if not 300 <= int(bpe[1]) <= 1_000_000:
             raise UserError(f"{tokenizer_name} is out of range: use bpe:300 to bpe:1000000.")
         print(f"training {tokenizer_name} on {dataset}", flush=True)
-        nothing = Prepared(out, {"shards": []}, 0)
+        nothing = Prepared(out, {"shards": []})
         texts, budget = [], BPE_TRAIN_CHARS
         for _, _, split, text in read_pieces(source, nothing, settings):
             if split == "train" and budget > 0:
