@@ -26,6 +26,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -279,6 +280,8 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     if path.is_file():
         return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
+    if name.startswith("bpe:"):
+        raise UserError(f"{name} is trained on a text: name the tokenizer.json that its prepare has written.")
     raise UserError(f"unknown tokenizer {name!r}: use {TOKENIZERS}.")
 
 
@@ -1042,7 +1045,8 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
                         f"processes: use --global-batch {fits}.")
     per_rank = global_batch // world_size
-    divisors = [b for b in range(1, per_rank + 1) if per_rank % b == 0]
+    low = [b for b in range(1, math.isqrt(per_rank) + 1) if per_rank % b == 0]
+    divisors = sorted({*low, *(per_rank // b for b in low)})
     if batch is None and grad_accum:
         batch = per_rank // grad_accum
     elif batch is None:
@@ -1182,6 +1186,9 @@ class Loader:
 
     def _read_ahead(self):
         try:
+            if self._event:  # else this thread would open a context on the first GPU as well
+                import torch
+                torch.cuda.set_device(self.device)
             while (item := self._free.get()) is not None:
                 buffers, copied = item
                 if copied is not None:
@@ -1250,16 +1257,21 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
     if manifest:
         return max(manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask"] + 1)
     name = tokenizer_name or default_tokenizer(data)
-    if name.startswith("bpe:"):
+    if re.fullmatch(r"bpe:\d+", name):
         return int(name[4:])
-    return {"bytes": 258, "cl100k_base": 100278, "o200k_base": 200020}.get(name, 50258)
+    known = {"bytes": 258, "gpt2": 50258, "cl100k_base": 100278, "o200k_base": 200020}
+    if name in known:
+        return known[name]
+    tokenizer = load_tokenizer(name)
+    return max(tokenizer.vocab_size, tokenizer.mask + 1)
 
 
-def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int) -> Path:
+def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int,
+           watch=lambda: None) -> Path:
     """directory_of(data), prepared if need be, endless sources up to `max_tokens`.
 
     The first process of each node prepares; the others watch for the finished manifest instead of waiting in
-    a collective, because this can take hours.
+    a collective, because this can take hours. Meanwhile watch() raises an error if a process is lost.
     """
     out = directory_of(data, tokenizer_name)
     if out == Path(data):
@@ -1282,6 +1294,7 @@ def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: i
                   f"{max_tokens:,}: python data.py prepare --max-tokens makes a larger one in another --out",
                   flush=True)
     while not complete():
+        watch()
         time.sleep(0.2)
     return out
 

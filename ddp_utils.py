@@ -5,8 +5,8 @@ Every trainer calls these in this order:
     world = init(...)                          # process group, device, threads
     wrapped = wrap(model, world)               # DistributedDataParallel
     warm_up(wrapped, ...)                      # settles DDP's buckets, finds parameters without a gradient
-    stop = StopVote(world)                     # signals, agreed across ranks
     checkpoints = Checkpoints(directory, ...)  # written behind the training, verified when read
+    vote = StopVote(world)                     # signals, agreed across ranks
 
 and is itself called by `run(main)`, which ends the process so that it never hangs and never aborts.
 
@@ -118,13 +118,17 @@ def run(main) -> None:
     except Exception:
         sys.excepthook(*sys.exc_info())
         code = 1
+    unwritten = Checkpoints.unwritten if code == 1 else None
     for number in STOP_SIGNALS:  # torchrun, once the first process has failed, ends the others by signal
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # torchrun stops this process once the first one has spoken
         print(text, file=sys.stderr, flush=True)
     if heartbeat:
         heartbeat.stop(own)
+    deadline = time.monotonic() + 15  # torchrun kills after 30, of which finding the cause takes some
+    while unwritten and unwritten.unfinished_tasks and time.monotonic() < deadline:
+        time.sleep(0.05)  # a checkpoint of the time before the failure is worth waiting for
     if code == 0 and dist.is_initialized():
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
@@ -169,8 +173,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
     Raises UserError if they do not fit the machine.
     """
     env = os.environ
-    rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    try:
+        rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+        local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    except ValueError as error:
+        raise UserError(f"RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are numbers ({error}): start with torchrun.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -181,6 +188,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
                             "no GPU is visible here: leave --device out, or use --device cpu.")
         where = torch.device("cuda", local_rank())  # never the global rank: GPUs are numbered on each node
         torch.cuda.set_device(where)
+        # Attention's backward adds gradients on a GPU in any order, unless told not to: then a resumed run
+        # would not equal an undisturbed one. What has no such mode warns.
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
     else:
         where = torch.device("cpu")
         # torchrun sets OMP_NUM_THREADS=1 where nobody has chosen, which leaves most cores idle
@@ -194,7 +206,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
         reason = "as asked"
     if backend == "nccl" and (device == "cpu" or not dist.is_nccl_available()):
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    store = dist.HashStore() if "RANK" not in env else join(rank, world_size, timeout)
+    store = dist.HashStore() if "RANK" not in env else join(rank, world_size, timeout, backend)
     if "RANK" not in env:  # gloo opens a port even for one process: none that others can reach
         env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # With its default, 3, a collective of NCCL that waits too long aborts the process from a thread of its
@@ -214,7 +226,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> W
 heartbeat: "Heartbeat | None" = None  # of this process, if it is one of several
 
 
-def join(rank: int, world_size: int, timeout: float):
+def join(rank: int, world_size: int, timeout: float, backend: str):
     """The store at MASTER_ADDR, once all ranks are there. Raises UserError, or RunError naming the absent."""
     global heartbeat
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -233,8 +245,12 @@ def join(rank: int, world_size: int, timeout: float):
         raise RunError(f"{what} within {timeout:g} s: see what the other nodes say; if nothing, check their "
                        "MASTER_ADDR and MASTER_PORT, and the firewall of node 0.")
     if world_size > 1:
+        store.add(backend, 1)
         heartbeat = Heartbeat(store, rank, world_size, where, timeout)
         heartbeat.wait_for_all()
+        if (same := store.add(backend, 0)) < world_size:  # they would wait for each other in vain
+            raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
+                            "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
     return dist.PrefixStore("process group", store)
 
 
@@ -376,6 +392,11 @@ class Heartbeat:
                 return
             if time.monotonic() > deadline:
                 self._own_cause = lost(silent)  # which the next beat publishes
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether blocks are compiled by default: on GPUs that Triton knows, of compute capability 7.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -551,6 +572,7 @@ def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
             (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
             (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
+            (args.outer_start and not args.outer_every, "--outer-start needs --outer-every"),
             (args.outer_every and args.strategy != "ddp", "--outer-every needs --strategy ddp"),
             (args.outer_every and "powersgd" in args.comm, "--outer-every needs --comm fp32 or bf16"),
             (args.outer_every and args.precision == "fp16", "--outer-every needs --precision bf16 or fp32"),
@@ -625,8 +647,9 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
     tensors = {name: t for name, t in tensors.items() if not isinstance(t, DTensor)}
     if tensors and (odd := differing_rank(torch.stack([bit_sum(t) for t in tensors.values()]))):
         raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks, so the run "
-                       "stops (Sync=FAILED): check the memory and the libraries of that node; the last "
-                       "checkpoint was compared before it was written.")
+                       "stops (Sync=FAILED): check the memory and the libraries of that node (unlike GPUs or "
+                       "CPUs round differently, so there --optimizer muon needs --strategy zero1, and --comm "
+                       "cannot be powersgd); the last checkpoint was compared before it was written.")
 
 
 _waits = itertools.count()  # all ranks come to the same ones in the same order
@@ -659,7 +682,8 @@ def on_all(world: World, what: str, function):
 def load_data(args, world: World, directory: Path, parameters: int) -> Dataset:
     """The data set of --data, prepared first if need be, 20 tokens for each parameter where it is endless."""
     def read():
-        locate(args.data, args.tokenizer, 20 * parameters, world.local_rank)
+        locate(args.data, args.tokenizer, 20 * parameters, world.local_rank,
+               heartbeat.raise_if_lost if heartbeat else lambda: None)
         return Dataset(directory, args.seq_len, args.tokenizer)
 
     dataset = on_all(world, "data", read)
@@ -743,8 +767,9 @@ def load_model(kind: type, source: str | Path, world: World, say, seq_len: int =
         read = from_hf(kind, str(source)[3:])
         return asdict(read.config)
 
-    if str(source).startswith("hf:"):
-        config = on_main(world, read_hf)
+    if str(source).startswith("hf:"):  # a download can take longer than a collective may
+        config = on_all(world, "weights", lambda: read_hf() if world.main else None)
+        config = on_main(world, lambda: config)
     else:
         saved = load_checkpoint(source, world, say)
         if saved is None:
@@ -801,13 +826,28 @@ def start_model(kind: type, config, args, tokenizer, world: World, saved: dict |
     return model
 
 
+def run_of(saved: dict, args, out: Path) -> tuple:
+    """The run directory of a checkpoint that --prompt or --export uses (`out` if it lies elsewhere), and its
+    tokenizer. Raises UserError if that directory has none, or that of another run.
+    """
+    home = Path(saved["path"]).parent.parent
+    out = home if args.out is None and (home / "tokenizer.json").exists() else out
+    if not (out / "tokenizer.json").exists():
+        raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
+    tokenizer = load_tokenizer(str(out))
+    if tokenizer_id(tokenizer).split()[-1] != saved["tokenizer"].split()[-1]:  # only the digests
+        raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, which is not "
+                        f"that of {out}: name the directory of that run with --out.")
+    return out, tokenizer
+
+
 def use_text_model(kind: type, args, world: World, out: Path) -> None:
     """--prompt and --export: acts on the newest checkpoint of a run."""
     model, saved = load_model(kind, out if args.resume == "auto" else args.resume, world, print)
     model.compute_dtype = compute_dtype(args.precision, world.device)
     if not world.main:
         return
-    tokenizer = load_tokenizer(str(out))
+    out, tokenizer = run_of(saved, args, out)
     print(f"step {saved['step']} from {saved['path']}", flush=True)
     if args.export:
         to_hf(model, out / "hf", tokenizer)
@@ -969,8 +1009,9 @@ def dry_run(kind: type, args, flags, preset: dict, loss) -> None:
                          "fits" if fits[strategy] else "does not fit"]))
     chosen = args.strategy + " --cpu-offload" * args.cpu_offload
     others = " or ".join(f"--strategy {strategy}" for strategy, does in fits.items() if does)
-    print(f"--strategy {chosen} " + ("fits." if fits[chosen] else "does not fit: use a smaller --batch, "
-          f"--checkpoint-activations block, or {others or 'more processes'}."))
+    ways = ["a smaller --batch"] * (batch > 1) + [others or "more processes"]
+    ways += ["--checkpoint-activations block"] * (args.checkpoint_activations == "none")
+    print(f"--strategy {chosen} " + ("fits." if fits[chosen] else f"does not fit: use {' or '.join(ways)}."))
 
 
 def this_machine(device: str) -> tuple[int, float]:
@@ -1050,7 +1091,8 @@ def warm_up(wrapped: nn.Module, first, settled) -> None:
     reshard(wrapped)
     missing = [name for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
-        raise RunError(f"{missing[0].removeprefix('module.')} gets no gradient, so it would never train.")
+        raise RunError(f"{missing[0].removeprefix('module.')} gets no gradient, so it would never train: "
+                       "with the HRM raise --bp-steps.")
     for _ in range(2):
         wrapped.zero_grad(set_to_none=True)
         settled().backward()
@@ -1081,6 +1123,7 @@ def optimizer_step(optimizers, scaler, norm: Tensor, powersgd=None) -> None:
     if powersgd and not norm.isfinite():
         for kind in POWERSGD:
             getattr(powersgd, kind).clear()
+        powersgd.rng = np.random.RandomState(powersgd.iter)  # it draws anew, in a resumed run the same
     skip = 1.0 - norm.isfinite().float()
     for optimizer in optimizers:
         inner = shard_of(optimizer)
@@ -1161,7 +1204,9 @@ class StopVote:
         self._copied = torch.cuda.Event() if on_cuda else None
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
+            ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN  # by nohup
+            if not ignored:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number, frame):
         # Ctrl-C comes twice at once, from the terminal and from torchrun; a second press comes later
@@ -1220,6 +1265,7 @@ NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "optimizer", "outer", "local")
 POWERSGD = ("error_dict", "p_memory_dict", "q_memory_dict")  # of torch's PowerSGDState: tensors by bucket
 OPTIMIZER_STATE = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+SCALARS = ("/step", "/mu_product")  # the others have the shape of their parameter
 
 
 def optimizer_tensors(model: nn.Module, optimizers) -> dict[str, Tensor]:
@@ -1244,7 +1290,7 @@ def whole_optimizer_tensors(model: nn.Module, optimizers, world: World):
         if owner >= 0:  # else no step has been made yet
             tensor = held.get(name)
             if tensor is None:
-                tensor = p.new_empty(() if name.endswith("/step") else p.shape)
+                tensor = p.new_empty(() if name.endswith(SCALARS) else p.shape)
             dist.broadcast(tensor, src=owner)
             yield name, tensor
 
@@ -1403,12 +1449,16 @@ class Checkpoints:
     file that has its name is whole. Only rank 0 writes; other ranks may call everything.
     """
 
-    def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None):
+    unwritten: queue.Queue | None = None  # the jobs of this process, for `run` to wait for
+
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None,
+                 best: float = math.inf):
         self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
         self.world, self.keep_last, self.say = world, keep_last, say
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._jobs: queue.Queue = queue.Queue()
-        self._thread = None
+        Checkpoints.unwritten = self._jobs
+        self._best, self._thread = best, None  # best: the validation loss of what best.pt is a link to
         self.saved_step = saved_step  # the newest step that is, or will be, in a checkpoint
 
     def save(self, step: int, loss: float, meta: dict, model: nn.Module, optimizers, ema=None, scaler=None,
@@ -1459,10 +1509,10 @@ class Checkpoints:
             self._buffers[group, name] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
-    def mark_best(self) -> None:
-        """Makes best.pt a link to the newest checkpoint, once that is written."""
+    def mark_best(self, loss: float) -> None:
+        """Makes best.pt a link to the newest checkpoint, once that is written, if no other was better."""
         if self.world.main:
-            self._submit(self._link_best, "best.pt", self.saved_step)
+            self._submit(self._link_best, "best.pt", self.saved_step, loss)
 
     def close(self) -> None:
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1514,9 +1564,9 @@ class Checkpoints:
         for old in finished(self.run_directory)[self.keep_last:]:
             old.unlink()
 
-    def _link_best(self, name: str, step: int) -> None:
-        if self._newest_step() != step:
-            return  # that save has failed, and said so
+    def _link_best(self, name: str, step: int, loss: float) -> None:
+        if not loss < self._best or self._newest_step() != step:
+            return  # or that save has failed, and said so
         newest, temporary = finished(self.run_directory)[0], self.directory / f".tmp-{name}"
         temporary.unlink(missing_ok=True)
         try:
@@ -1525,6 +1575,7 @@ class Checkpoints:
             shutil.copyfile(newest, temporary)
         os.replace(temporary, self.directory / name)
         fsync_directory(self.directory)
+        self._best = loss
 
 
 def claim(run_directory: Path, world: World) -> contextlib.ExitStack:

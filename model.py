@@ -739,8 +739,9 @@ class MLM(nn.Module):
         return [mask(b, 0, t[:, None], t) for mask in (together, nearby)]  # (B, 1, T, T) each
 
     def uses_flex(self, device: torch.device) -> bool:
-        """FlexAttention skips what lies outside the window, but needs a GPU and heads of 16 channels."""
-        return device.type == "cuda" and self.config.head_dim >= 16
+        """FlexAttention skips what lies outside the window, but needs Triton and heads of 16 channels."""
+        return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+                and self.config.head_dim >= 16)
 
     def flops_per_token(self, mask_rate: float, recompute: str = "none") -> float:
         """Matrix-product FLOPs of one training step for one token of the input, of which a share of
@@ -1100,7 +1101,10 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     if not masked:
         contents["generation_config.json"] = ends | {"do_sample": True}
     save_file = _safetensors().torch.save_file
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror}): move away what is there.")
     tensors = {name: t.float().cpu().contiguous() for name, t in _as_theirs(model, names).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in contents.items():

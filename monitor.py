@@ -769,6 +769,8 @@ def parse_args(argv) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.follow or args.output) and not args.runs:
         parser.error("--follow and --output need the directory of a run")
+    if args.follow and args.output:
+        parser.error("--follow shows runs as text: leave --output out")
     return args
 
 

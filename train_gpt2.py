@@ -28,7 +28,7 @@ import torch
 import data
 import monitor
 from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_flags, add_sampling_flags,
-                       assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients,
+                       assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients, compiles,
                        compute_dtype, dry_run, evaluate, init, load_data, load_to_resume, no_sync, on_main,
                        optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
@@ -144,7 +144,7 @@ def main() -> None:
         data.write_atomically(out / "config.json", json.dumps(identity, indent=2).encode())
         data.write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
 
-    compiled = world.device.type == "cuda" if args.compile is None else args.compile
+    compiled = compiles(world.device) if args.compile is None else args.compile
     for block in (m for m in model.modules() if isinstance(m, Block)):
         block.checkpointing = args.checkpoint_activations
         if compiled:
@@ -184,7 +184,6 @@ def main() -> None:
     epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
     epoch_begun = time.perf_counter() - epoch["seconds"]
     val_losses = [r["val_loss"] for r in log.records if r["val_loss"] is not None]
-    best = min(val_losses, default=math.inf)
     evaluations = on_main(world, lambda: len(val_losses))  # only rank 0 has read the log
     peak = monitor.peak_flops(world.device, log.say)
 
@@ -198,7 +197,8 @@ def main() -> None:
         del saved["tensors"]
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
     resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None)
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None,
+                              best=min(val_losses, default=math.inf))
 
     def save():
         log.phase("save")
@@ -225,7 +225,8 @@ def main() -> None:
     while True:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
-            saves = saves and not record["skipped"]  # else good checkpoints would be pushed out
+            # a skipped update has changed nothing: no reason to push out an older checkpoint, but at the end
+            saves = saves and (not record["skipped"] or step >= steps or stopping)
             if saves or step - checked >= 200 and not apart:
                 assert_in_sync(model.state_dict())
                 checked = step
@@ -247,9 +248,8 @@ def main() -> None:
             if record["val_loss"] is not None:
                 log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy "
                         f"{entropy:.4f}")
-                if record["val_loss"] < best and checkpoints.saved_step == step:
-                    best = record["val_loss"]
-                    checkpoints.mark_best()
+                if checkpoints.saved_step == step:
+                    checkpoints.mark_best(record["val_loss"])
                 log.save_history()
                 evaluations += 1
                 if args.sample_every and evaluations % args.sample_every == 0 and step < steps:

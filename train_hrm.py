@@ -25,7 +25,7 @@ import data
 import monitor
 from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_flags, add_sampling_flags,
-                       assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients,
+                       assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients, compiles,
                        compute_dtype, dry_run, evaluate, init, load_data, load_to_resume, no_sync, number,
                        on_main, optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
                        settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
@@ -73,7 +73,8 @@ def parse_args() -> argparse.Namespace:
     g.add_argument("--h-cycles", type=positive, default=2, help="calls of the slow stack H (2)")
     g.add_argument("--l-cycles", type=positive, default=3, help="calls of the fast stack L for each of H (3)")
     g.add_argument("--bp-steps", type=bp_range, help="last stack calls that backpropagation goes through: a "
-                   "number, or a ramp A:B over the first fifth of the run (2:5; 3:5 with --untie)")
+                   "number, or a ramp A:B over the first fifth of the run (2:5; with --untie at least "
+                   "--h-cycles + 1)")
     g.add_argument("--tie", action="store_true", default=True, help="output head = embedding table (default)")
     g.add_argument("--untie", dest="tie", action="store_false", help="give the output head its own weights")
     g.add_argument("--dropout", type=share, default=0.0, help="(0)")
@@ -86,8 +87,10 @@ def parse_args() -> argparse.Namespace:
     add_sampling_flags(parser)
     args = parser.parse_args()
     use_defaults(args, {k: v for k, v in SIZES[args.size].items() if k not in ("global_batch", "batch")})
-    args.bp_steps = args.bp_steps or ((2, 5) if args.tie else (3, 5))
-    calls = (args.max_cycles if args.halt else args.h_cycles) * (args.l_cycles + 1)
+    cycles = args.max_cycles if args.halt else args.h_cycles
+    low = 2 if args.tie else cycles + 1  # the embedding itself, if nothing else gives it a gradient
+    args.bp_steps = args.bp_steps or (low, max(low, 5))
+    calls = cycles * (args.l_cycles + 1)
     if args.bp_steps[1] > max(calls, 5):
         raise UserError(f"--bp-steps {args.bp_steps[1]} is more than the {calls} stack calls that there are.")
     return args
@@ -174,7 +177,7 @@ def main() -> None:
         data.write_atomically(out / "config.json", json.dumps(identity, indent=2).encode())
         data.write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
 
-    compiled = world.device.type == "cuda" if args.compile is None else args.compile
+    compiled = compiles(world.device) if args.compile is None else args.compile
     for block in (m for m in model.modules() if isinstance(m, Block)):
         block.checkpointing = args.checkpoint_activations
         if compiled:
@@ -214,7 +217,6 @@ def main() -> None:
     epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
     epoch_begun = time.perf_counter() - epoch["seconds"]
     val_losses = [r["val_loss"] for r in log.records if r["val_loss"] is not None]
-    best = min(val_losses, default=math.inf)
     evaluations = on_main(world, lambda: len(val_losses))  # only rank 0 has read the log
     peak = monitor.peak_flops(world.device, log.say)
 
@@ -230,7 +232,8 @@ def main() -> None:
         del saved["tensors"]
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
     resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None)
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None,
+                              best=min(val_losses, default=math.inf))
 
     def save():
         log.phase("save")
@@ -257,7 +260,8 @@ def main() -> None:
     while True:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
-            saves = saves and not record["skipped"]  # else good checkpoints would be pushed out
+            # a skipped update has changed nothing: no reason to push out an older checkpoint, but at the end
+            saves = saves and (not record["skipped"] or step >= steps or stopping)
             if saves or step - checked >= 200 and not apart:
                 assert_in_sync(model.state_dict())
                 checked = step
@@ -279,9 +283,8 @@ def main() -> None:
             if record["val_loss"] is not None:
                 log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy "
                         f"{entropy:.4f}")
-                if record["val_loss"] < best and checkpoints.saved_step == step:
-                    best = record["val_loss"]
-                    checkpoints.mark_best()
+                if checkpoints.saved_step == step:
+                    checkpoints.mark_best(record["val_loss"])
                 log.save_history()
                 evaluations += 1
                 if args.sample_every and evaluations % args.sample_every == 0 and step < steps:

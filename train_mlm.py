@@ -30,11 +30,11 @@ import data
 import monitor
 from data import UserError
 from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, World, add_common_flags, assert_in_sync,
-                       assert_same_flags, check_resumable, claim, clip_gradients, compute_dtype, dry_run,
-                       evaluate, init, load_data, load_model, load_to_resume, local_rank, no_sync, number,
-                       on_main, optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
-                       settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
-                       use_defaults, warm_up, wrap)
+                       assert_same_flags, check_resumable, claim, clip_gradients, compiles, compute_dtype,
+                       dry_run, evaluate, init, load_data, load_model, load_to_resume, local_rank, no_sync,
+                       number, on_main, optimizer_step, positive, reduce_sum, restore, restore_local, run,
+                       run_of, seed_step, settings_of, shard_optimizers, share, start_model, table_of,
+                       tokenizer_id, use_defaults, warm_up, wrap)
 from model import (EMA, MLM, Block, MLMConfig, learning_rate, make_optimizers, num_params, pad_vocab,
                    reshard, to_hf)
 
@@ -189,6 +189,8 @@ def probe(model: MLM, tokenizer, path: str) -> None:
     try:
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
         texts, labels = [row["text"] for row in rows], [str(row["label"]) for row in rows]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text that is no string")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--probe {path} has no lines of JSON with text and label ({error!r}).") from None
     ids = [[tokenizer.eot, *tokenizer.encode(text).tolist()][:model.config.seq_len] for text in texts]
@@ -215,7 +217,7 @@ def use_run(args, world: World, out: Path) -> None:
     model.eval()
     if not world.main:
         return
-    tokenizer = data.load_tokenizer(str(out))
+    out, tokenizer = run_of(saved, args, out)
     print(f"step {saved['step']} from {saved['path']}", flush=True)
     if args.export:
         to_hf(model, out / "hf", tokenizer)
@@ -301,7 +303,7 @@ def main() -> None:
         data.write_atomically(out / "config.json", json.dumps(identity, indent=2).encode())
         data.write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
 
-    compiled = world.device.type == "cuda" if args.compile is None else args.compile
+    compiled = compiles(world.device) if args.compile is None else args.compile
     for block in (m for m in model.modules() if isinstance(m, Block)):
         block.checkpointing = args.checkpoint_activations
         if compiled:
@@ -341,7 +343,6 @@ def main() -> None:
     epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
     epoch_begun = time.perf_counter() - epoch["seconds"]
     val_losses = [r["val_loss"] for r in log.records if r["val_loss"] is not None]
-    best = min(val_losses, default=math.inf)
     peak = monitor.peak_flops(world.device, log.say)
 
     example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
@@ -356,7 +357,8 @@ def main() -> None:
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples,
                          masker)
     resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None)
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None,
+                              best=min(val_losses, default=math.inf))
 
     def validation_batches():
         return data.validation_batches(dataset.val, batch, world.rank, world.world_size, world.device,
@@ -381,7 +383,8 @@ def main() -> None:
     while True:
         if record:  # save before evaluating, which can take long
             saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
-            saves = saves and not record["skipped"]  # else good checkpoints would be pushed out
+            # a skipped update has changed nothing: no reason to push out an older checkpoint, but at the end
+            saves = saves and (not record["skipped"] or step >= steps or stopping)
             if saves or step - checked >= 200 and not apart:
                 assert_in_sync(model.state_dict())
                 checked = step
@@ -404,9 +407,8 @@ def main() -> None:
                 log.say(f"step {step} | validation loss {record['val_loss']:.4f} | accuracy "
                         f"{record['val_accuracy']:.1%} | {record['val_nats_per_byte']:.4f} nats per masked "
                         f"byte | unigram entropy {entropy:.4f}")
-                if record["val_loss"] < best and checkpoints.saved_step == step:
-                    best = record["val_loss"]
-                    checkpoints.mark_best()
+                if checkpoints.saved_step == step:
+                    checkpoints.mark_best(record["val_loss"])
                 log.save_history()
             if ends_epoch and not stopping:
                 log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | "

@@ -61,7 +61,7 @@ def ratio(found: dict, a: str, b: str, clock: int, factor: float = 1.0) -> str:
 
 
 def make_shards(directory: Path, tokens: int) -> Path:
-    """A prepared directory of random ids of gpt2, in two shards, as `prepare` writes it."""
+    """A prepared directory of random bytes, in two shards, as `prepare` writes it."""
     tokenizer = data.load_tokenizer("bytes")
     data.write_atomically(directory / "tokenizer.json", tokenizer.to_json().encode())
     random, shards = np.random.default_rng(0), []

@@ -4,6 +4,7 @@ name of a sabotage, or nothing, so that a test can show that it would notice.
 """
 
 import importlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -34,18 +35,23 @@ def keep_gathered(self):
         average.copy_(held)
 
 
-def inf_at_ten(parameters, max_norm):
-    """Like clip_gradients, but the tenth gradient of rank 1 is not finite."""
-    parameters = list(parameters)
-    inf_at_ten.calls += 1
-    if inf_at_ten.calls == 10 and dist.get_rank() == 1:
-        parameters[0].grad.fill_(torch.inf)
-    return ddp_utils.clip_gradients(parameters, max_norm)
+def inf_at(step, rank=None):
+    """Like clip_gradients, but the gradient of one step is not finite, on one rank or on all."""
+    steps = itertools.count(1)
+
+    def clip_gradients(parameters, max_norm):
+        parameters = list(parameters)
+        if next(steps) == int(step) and rank in (None, str(dist.get_rank())):
+            parameters[0].grad.fill_(torch.inf)
+        return ddp_utils.clip_gradients(parameters, max_norm)
+
+    return clip_gradients
 
 
-inf_at_ten.calls = 0
-SABOTAGE = {"": {}, "norm": {"clip_gradients": clip_alone}, "local": {"restore_local": lambda *args: None},
-            "inf": {"clip_gradients": inf_at_ten}}
+def sabotaged(name: str, *numbers: str) -> dict:
+    """What is to be replaced in a trainer."""
+    return {"norm": {"clip_gradients": clip_alone}, "local": {"restore_local": lambda *args: None},
+            "inf": {"clip_gradients": inf_at(*numbers or "0")}}.get(name, {})
 
 
 def main() -> None:
@@ -54,7 +60,7 @@ def main() -> None:
         if world.main:
             print(f"===== {sabotage} {script} {' '.join(arguments)}", flush=True)
         trainer = importlib.import_module(script.removesuffix(".py"))
-        changed = {"init": lambda *args: world} | SABOTAGE.get(sabotage, {})
+        changed = {"init": lambda *args: world} | sabotaged(*sabotage.split(":"))
         swap = keep_gathered if sabotage == "ema" else EMA.swap
         with mock.patch.multiple(trainer, **changed), mock.patch.object(EMA, "swap", swap), \
                 mock.patch.object(sys, "argv", [script, *arguments]):

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import socket
+import sys
 
 import pytest
 import torch
-from conftest import run
+from conftest import ROOT, finish, run, start
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddp_utils
@@ -102,8 +104,7 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
     checkpoints = Checkpoints(tmp_path, world, 2, print)
     for step in range(1, 6):
         checkpoints.save(step, 2.5, {}, *make_state())
-        if step == 2:
-            checkpoints.mark_best()
+        checkpoints.mark_best(abs(step - 2))
     checkpoints.close()
     assert [int(p.name[5:13]) for p in finished(tmp_path)] == [5, 4]
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
@@ -161,7 +162,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
         raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(2, 2.4, {}, *state)
-    checkpoints.mark_best()
+    checkpoints.mark_best(2.0)
     checkpoints._jobs.join()
     assert len(said) == 1 and "No space left" in said[0]
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
@@ -170,6 +171,9 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     checkpoints.save(3, 2.3, {}, *state)
     checkpoints._jobs.join()
     assert [int(p.name[5:13]) for p in finished(tmp_path)] == [3, 1]
+    checkpoints.mark_best(2.1)  # worse than that of the lost one, but the best that there is
+    checkpoints._jobs.join()
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(4, 2.2, {}, *state)
     with pytest.raises(RunError, match="step 4 could not be written"):  # the last one must not get lost
@@ -228,3 +232,21 @@ def test_dry_run_counts_what_autograd_really_keeps(kind, flags, mode):
             found.append(ddp_utils.activation_bytes(lambda: model(*inputs, **flags)[0],
                                                     [*model.parameters(), *model.buffers(), x]))
     assert found[0] == found[1] > 4 * 64 * 32 * 2
+
+
+@pytest.mark.parametrize("command, code, sentence", [
+    (["-c", "import os, ddp_utils; ddp_utils.run(lambda: ddp_utils.join("
+            "int(os.environ['RANK']), 2, 20, 'nccl' if os.environ['RANK'] == '1' else 'gloo'))"], 2,
+     "error: rank {rank} is one of 1 among 2 that use"),
+    (["train_gpt2.py", "--data", "text:/nonexistent/*.txt", "--timeout", "20"], None, "error: ")])
+def test_ranks_started_by_hand_do_not_wait_for_ever(command, code, sentence):
+    """For a rank with another backend, or for the one that was to prepare the data."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [start([sys.executable, *command], cwd=ROOT, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2,
+                     LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in (0, 1)]
+    for rank, process in enumerate(started):
+        done = finish(process, 60)
+        assert done.code == code or code is None and done.code, done.out
+        assert sentence.format(rank=rank) in done.out, done.out

@@ -67,6 +67,7 @@ def test_strategies_compute_the_same(tmp_path, shards, model, strategies, change
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", (2, 4))
 @pytest.mark.parametrize("model", TRAINERS)
 def test_every_strategy_resumes_every_other(tmp_path, shards, model, ranks):
@@ -174,10 +175,21 @@ def test_others_resume_what_each_rank_had_for_itself(tmp_path, shards):
 
 def test_a_bad_gradient_on_one_rank_while_apart(tmp_path, shards):
     """Ranks that train apart see different norms, but save, evaluate and go on together."""
-    done = run_all(2, shards, tmp_path, [("gpt2", "run", SLOW["diloco"] | {"outer_every": 30}, "inf")])
+    done = run_all(2, shards, tmp_path, [("gpt2", "run", SLOW["diloco"] | {"outer_every": 30}, "inf:10:1")])
     log = log_of(tmp_path / "run")
     assert [r["step"] for r in log if r["skipped"]] == [10], done.out
     assert [step_of(path) for path in finished(tmp_path / "run")] == [20]
+
+
+def test_skipped_updates(tmp_path, shards):
+    """PowerSGD, which starts afresh after one, resumes bit for bit; and a run that ends with one is saved."""
+    run_all(2, shards, tmp_path, [("gpt2", "whole", SLOW["powersgd"], "inf:15"),
+                                  ("gpt2", "last", {"steps": 12}, "inf:12")])
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "again")
+    run_all(2, shards, tmp_path, [("gpt2", "again", SLOW["powersgd"], "inf:5")])
+    assert_same_run(tmp_path / "whole", tmp_path / "again")
+    assert [r["step"] for r in log_of(tmp_path / "again") if r["skipped"]] == [15]
+    assert [step_of(path) for path in finished(tmp_path / "last")] == [12, 10]
 
 
 def test_a_signal_while_apart_makes_the_processes_meet(tmp_path, shards):
