@@ -13,8 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # real texts, where a machine has them
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
-# a shell that starts pytest in the background ignores SIGINT, which all processes of the tests would inherit
+# a shell that starts pytest in the background ignores SIGINT, and nohup SIGHUP, which all processes of the
+# tests would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):

@@ -403,8 +403,11 @@ def test_flex_attention_computes_the_same(length, monkeypatch):
     assert largest_error(model.hidden(idx), dense) > 1e-3
 
 
-@pytest.mark.parametrize("device, n_head, flex", [("cpu", 2, False), ("cuda", 4, False), ("cuda", 2, True)])
-def test_flex_attention_is_for_gpus_and_heads_of_16_channels(device, n_head, flex):
+@pytest.mark.parametrize("device, capability, n_head, flex", [
+    ("cpu", None, 2, False), ("cuda", (8, 0), 4, False), ("cuda", (6, 1), 2, False),
+    ("cuda", (7, 0), 2, True)])
+def test_flex_attention_is_for_triton_and_heads_of_16_channels(monkeypatch, device, capability, n_head, flex):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert mlm(d_model=32, n_head=n_head).uses_flex(torch.device(device)) == flex
 
 

@@ -118,7 +118,7 @@ def test_compile(tmp_path, shards, number):
     assert "step 1/" not in group.text
     group.send(number)
     done = group.finish(20)
-    assert done.code == code_of_death(number) and "Traceback" not in done.out, done.out
+    assert done.code == code_of_death(number) and "Traceback (most recent" not in done.out, done.out
     wait_for(lambda: not marked(group.mark), 20)
 
 
@@ -273,3 +273,26 @@ def test_the_readme_names_what_is_tested_here():
     readme = (ROOT / "README.md").read_text()
     for name in ("--signals-to-handle SIGTERM,SIGINT,SIGUSR1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         assert name in readme
+
+
+def test_a_snapshot_is_written_though_another_process_dies(tmp_path, shards):
+    """The process that writes does not leave before its thread is done, though that takes long."""
+    begun, out = tmp_path / "begun", tmp_path / "run"
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS | {"save_every": 20}), ranks=2,
+                  fault=Slow(begun, "saving", 10))
+    wait_for(begun.exists)
+    group.send(signal.SIGKILL, rank=1)
+    done = group.finish(60)
+    assert done.code == 1 and [p.name[:13] for p in finished(out)] == ["step_00000020"], done.out
+
+
+def test_nohup(tmp_path, shards):
+    """A run that was started with SIGHUP ignored, as nohup does, outlives its terminal."""
+    process = start(["nohup", *torchrun(0, GPT2.script, *GPT2.flags(shards, tmp_path / "run", **ENDLESS))])
+    wait_for(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > 3)
+    process.send_signal(signal.SIGHUP)
+    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    wait_for(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > lines + 10)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, 30)
+    assert done.code == 0 and "stopped by SIGTERM" in done.out, done.out
