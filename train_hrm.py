@@ -88,7 +88,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     use_defaults(args, {k: v for k, v in SIZES[args.size].items() if k not in ("global_batch", "batch")})
     cycles = args.max_cycles if args.halt else args.h_cycles
-    low = 2 if args.tie else cycles + 1  # the embedding itself, if nothing else gives it a gradient
+    low = 2 if args.tie else cycles + 1  # so far back the embedding, untied, gets its gradient
     args.bp_steps = args.bp_steps or (low, max(low, 5))
     calls = cycles * (args.l_cycles + 1)
     if args.bp_steps[1] > max(calls, 5):
