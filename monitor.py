@@ -22,6 +22,7 @@ torch is imported only by what a trainer calls, so the commands start at once.
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -35,7 +36,7 @@ import threading
 import time
 from pathlib import Path
 
-from data import UserError, write_atomically
+from data import ArgumentParser, UserError, write_atomically
 
 GB, MB = 2**30, 2**20
 
@@ -614,8 +615,7 @@ class Profile:
 # -----------------------------------------------------------------------------------------------------------
 # Runs as pictures and tables
 
-# One run has a style of its own in each of three ways, so that they can be told apart in grey.
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "0.2")
+# Each run has its own line style and marker, so that runs can be told apart without colors.
 LINES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -623,76 +623,63 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
     """Draws loss, learning rate and throughput of runs, records by name, into a PNG 800 pixels wide.
 
-    Over the steps if it is one run, over tokens if they are several. Raises ImportError and OSError.
+    Over steps for one run, over tokens for several. Raises ImportError and UserError.
     """
-    from matplotlib.figure import Figure  # without pyplot, which would want a display
+    from matplotlib.figure import Figure  # not pyplot, which needs a display
     figure = Figure(figsize=(8, 8))
     loss, lr, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
-    one = len(runs) == 1
+    x = "step" if len(runs) == 1 else "tokens"
     for i, (name, records) in enumerate(runs.items()):
-        x, color = "step" if one else "tokens", COLORS[i % len(COLORS)]
-        style = {"color": color, "linestyle": LINES[i % len(LINES)]}
-
-        def curve(axes, key, x=x, records=records, **kwargs):
-            points = [(r[x], r[key]) for r in records if r.get(key) is not None and r.get(x) is not None]
-            if points:
-                axes.plot(*zip(*points), **kwargs)
-
-        curve(loss, "loss", label="training" if one else None, **({"color": "0.6"} if one else style),
-              linewidth=1, alpha=1 if one else 0.6)
-        curve(loss, "val_loss", label="validation" if one else name, marker=MARKERS[i % len(MARKERS)],
-              markersize=5, **style)
-        if not one and not any(r.get("val_loss") is not None for r in records):
-            loss.plot([], [], label=name, **style)
-        curve(lr, "lr", **style)
-        curve(speed, "tokens_per_sec", **style)
-    loss.set_ylabel("loss (nats per token)")
-    loss.set_title(next(iter(runs)) if one else "validation loss (with marks) and training loss (thin)")
-    if loss.get_legend_handles_labels()[0]:
-        loss.legend(handlelength=4)
-    lr.set_ylabel("learning rate")
+        style = {"color": f"C{i}", "linestyle": LINES[i % len(LINES)]}
+        markers = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+        for axes, key, more in ((loss, "loss", {"linewidth": 1, "alpha": 0.6}),
+                                (loss, "val_loss", markers | {"label": name}),
+                                (lr, "lr", {}), (speed, "tokens_per_sec", {})):
+            points = [r for r in records if r.get(x) is not None and r.get(key) is not None]
+            axes.plot([r[x] for r in points], [r[key] for r in points], **style, **more)
+    loss.set(title="validation loss (with markers) and training loss (thin)", ylabel="loss (nats per token)")
+    loss.legend(handlelength=4)
+    lr.set(ylabel="learning rate")
     lr.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
-    speed.set(ylabel="tokens/s", xlabel="step" if one else "tokens", ylim=(0, None))
+    speed.set(ylabel="tokens/s", xlabel=x, ylim=(0, None))
     for axes in (loss, lr, speed):
         axes.grid(alpha=0.3)
     figure.subplots_adjust(0.12, 0.07, 0.97, 0.95, hspace=0.12)
     figure.align_ylabels()
-    temporary = path.with_name(".tmp-" + path.name)
-    figure.savefig(temporary, format="png", dpi=100)
-    os.replace(temporary, path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100)
+    write_atomically(path, picture.getvalue())
 
 
-def summary_of(records: list[dict]) -> dict:
-    """The last state of a run and its best. Hours are those of training, without evaluations and pauses."""
+def summarize(records: list[dict]) -> dict:
+    """The latest and the best losses of a run, and totals. Hours do not include evaluations and pauses."""
     last = records[-1] if records else {}
-    evaluated = [(r["val_loss"], r["step"]) for r in records if r.get("val_loss") is not None]
-    best, best_step = min(evaluated, default=(None, None))
+    evals = [(r["val_loss"], r["step"]) for r in records if r.get("val_loss") is not None]
+    best, best_step = min(evals, default=(None, None))
     seconds = tokens = 0
     for record in records:
         if record.get("tokens_per_sec"):
             seconds += (record["tokens"] - tokens) / record["tokens_per_sec"]
             tokens = record["tokens"]
     return {"step": last.get("step", 0), "loss": last.get("loss"),
-            "val_loss": evaluated[-1][0] if evaluated else None,
-            "best_val_loss": best, "best_step": best_step,
+            "val_loss": evals[-1][0] if evals else None, "best_val_loss": best, "best_step": best_step,
             "tokens": tokens, "tokens_per_sec": round(tokens / seconds, 1) if seconds else None,
             "hours": round(seconds / 3600, 4)}
 
 
-def table_of_runs(runs: dict[str, list[dict]]) -> list[str]:
+def format_table(runs: dict[str, list[dict]]) -> list[str]:
     rows = [["run", "step", "loss", "val loss", "best", "at step", "tokens", "tokens/s", "hours"]]
     for name, records in runs.items():
-        s = summary_of(records)
+        s = summarize(records)
         losses = ["-" if s[k] is None else f"{s[k]:.4f}" for k in ("loss", "val_loss", "best_val_loss")]
         rows.append([name, str(s["step"]), *losses, str(s["best_step"] or "-"), human_count(s["tokens"]),
                      human_count(s["tokens_per_sec"] or 0), f"{s['hours']:.3f}"])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
-            for row in rows]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def sparkline(values: list[float], width: int, bars: str = "▁▂▃▄▅▆▇█") -> str:
-    """Numbers as a line of at most `width` characters, each the mean of its share."""
+    """A line of at most `width` characters, each of which shows the mean of an equal part of the values."""
     width = min(width, len(values))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
@@ -700,14 +687,10 @@ def sparkline(values: list[float], width: int, bars: str = "▁▂▃▄▅▆�
     return "".join(bars[int((m - low) / ((high - low) or 1) * (len(bars) - 1) + 0.5)] for m in means)
 
 
-def sparklines(runs: dict[str, list[dict]]) -> list[str]:
+def format_curves(runs: dict[str, list[dict]]) -> list[str]:
     """Loss, validation loss, learning rate and throughput of runs as text: first, curve, last."""
     width = min(max(shutil.get_terminal_size().columns - 45, 10), 80)
-    try:
-        "▁█".encode(sys.stdout.encoding or "ascii")
-        bars = {}
-    except UnicodeEncodeError:
-        bars = {"bars": "_.-=+*#@"}
+    bars = "▁▂▃▄▅▆▇█" if sys.stdout.encoding.lower().startswith("utf") else "_.-=+*#@"
     lines = []
     for name, records in runs.items():
         lines += ["", name]
@@ -716,37 +699,29 @@ def sparklines(runs: dict[str, list[dict]]) -> list[str]:
                                  ("lr", "learning rate", "{:.1e}".format),
                                  ("tokens_per_sec", "tokens/s", human_count)):
             if values := [r[key] for r in records if r.get(key) is not None]:
-                lines.append(f"  {label:15} {form(values[0]):>8} {sparkline(values, width, **bars)} "
+                lines.append(f"  {label:15} {form(values[0]):>8} {sparkline(values, width, bars)} "
                              f"{form(values[-1])}")
     return lines
 
 
 def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
-    """Records by name, that of the directory unless two share it. Raises UserError if one is no run."""
+    """Records by the name of the directory, or by its path if two share a name. Raises UserError."""
     names = [d.resolve().name for d in directories]
     runs = {}
     for directory, name in zip(directories, names):
-        path = directory / "metrics.jsonl"
         try:
             records = read_metrics(directory)
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{directory} has no metrics.jsonl: name the directory of a run, such as "
-                            "runs/hrm-tiny-stdlib-bpe4096.") from None
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): name another run.") from None
-        if not records and path.stat().st_size > 0:
-            raise UserError(f"{path} does not begin with the record of a step: name another run.")
+            raise UserError(f"{directory} has no metrics.jsonl that can be read ({error.strerror}): name the "
+                            "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None
+        if not records and (directory / "metrics.jsonl").stat().st_size > 0:
+            raise UserError(f"not a run: {directory}/metrics.jsonl does not begin with the record of a step.")
         runs[str(directory) if names.count(name) > 1 else name] = records
     return runs
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Command line
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; --help lists all flags.")
 
 
 def seconds(text: str) -> float:
@@ -757,20 +732,18 @@ def seconds(text: str) -> float:
 
 
 def parse_args(argv) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to draw and to list; "
-                        "without any, the machine is shown")
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to list and draw")
     parser.add_argument("--interval", type=seconds, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
-    parser.add_argument("--follow", action="store_true", help="show runs again and again, as text")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
-                        "training_history.png of a single run, runs.png here of several)")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--follow", action="store_true", help="show runs again and again, as text")
+    shown.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
+                       "training_history.png in a single run's directory, runs.png here for several)")
     args = parser.parse_args(argv)
     if (args.follow or args.output) and not args.runs:
         parser.error("--follow and --output need the directory of a run")
-    if args.follow and args.output:
-        parser.error("--follow shows runs as text: leave --output out")
     return args
 
 
@@ -788,41 +761,34 @@ def show_runs(args: argparse.Namespace) -> None:
     while True:
         runs = read_runs(args.runs)
         if args.json:
-            lines = [json.dumps({"run": name, **summary_of(records)}) for name, records in runs.items()]
+            lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
         else:
-            lines = table_of_runs(runs) + (sparklines(runs) if args.follow else [])
+            lines = format_table(runs) + (format_curves(runs) if args.follow else [])
         clear = "\033[H\033[J" if args.follow and sys.stdout.isatty() else ""
         print(clear + "\n".join(lines), flush=True)
-        if not args.follow:
-            return draw_runs(runs, args)
-        if args.once:
-            return
+        if not args.follow or args.once:
+            break
         time.sleep(args.interval)
-
-
-def draw_runs(runs: dict[str, list[dict]], args: argparse.Namespace) -> None:
-    path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
-    try:
-        draw_curves(runs, path)
-        print(f"the curves are in {path}", file=sys.stderr)
-    except ImportError:
-        print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): give another --output.") from None
+    if not args.follow:
+        path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
+        try:
+            draw_curves(runs, path)
+            print(f"the curves are in {path}", file=sys.stderr)
+        except ImportError:
+            print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit code: 0, also after Ctrl-C or when the reader goes away, or 2."""
+    """The command. Returns the exit code: 0, also after Ctrl-C or if the reader goes away; 2 if it failed."""
     try:
         args = parse_args(argv)
         show_runs(args) if args.runs else watch_machine(args)
-        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:  # as in `python monitor.py | head`; at its end Python would flush into it again
+    except BrokenPipeError:  # as in `python monitor.py | head`; at exit Python would flush into it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
