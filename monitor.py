@@ -30,7 +30,6 @@ import re
 import resource
 import secrets
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -91,198 +90,114 @@ def human_time(seconds: float) -> str:
 # The machine
 
 
-def cgroup_memory(root=Path("/sys/fs/cgroup"),
-                  membership=Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> tuple[int, int] | None:
     """(bytes in use, limit) of the tightest memory limit on this process, as containers have; else None.
 
-    cgroups v2 and v1. In use is what cannot be dropped: inactive file cache does not count.
+    cgroups v2 only. Inactive file cache, which the kernel can drop, does not count as in use.
     """
-    found = []
-    with contextlib.suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                base, names = root, ("memory.max", "memory.current", "inactive_file")
-            elif "memory" in controllers.split(","):
-                base = root / "memory"
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            else:
-                continue
-            group = base / path.lstrip("/")
-            for directory in (group, *group.parents):  # inside a container the path may be that of the host
-                with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
-                    limit = int((directory / names[0]).read_text())
-                    used = int((directory / names[1]).read_text())
-                    stat = dict(row.split() for row in (directory / "memory.stat").read_text().splitlines())
-                    found.append((limit, used - int(stat.get(names[2], 0))))
-                if directory == base:
-                    break
-    limit, used = min(found, default=(None, None))
-    return limit and (used, limit)
+    lines = own.read_text().splitlines() if own.exists() else []
+    group, found = root / next((line[4:] for line in lines if line.startswith("0::/")), ""), []
+    for directory in (group, *group.parents):  # the limit of a parent can be tighter
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
+            limit = int((directory / "memory.max").read_text())
+            used = int((directory / "memory.current").read_text())
+            stat = dict(row.split() for row in (directory / "memory.stat").read_text().splitlines())
+            found.append((used - int(stat.get("inactive_file", 0)), limit))
+    return min(found, key=lambda pair: pair[1], default=None)
 
 
-class Machine:
-    """Reads what a machine does: with psutil and NVML where they are installed, else /proc and nvidia-smi.
+def cpu_and_ram() -> dict:
+    """CPU use since the last call, and RAM in bytes: the container's if that is less. Raises ImportError."""
+    import psutil
+    memory = psutil.virtual_memory()
+    used, total = memory.total - memory.available, memory.total
+    container = cgroup_memory()
+    if container and container[1] < total:
+        used, total = container
+    return {"cpu_percent": psutil.cpu_percent(), "ram_percent": round(100 * used / total, 1),
+            "ram_used": used, "ram_total": total}
 
-    Raises UserError where there is neither psutil nor /proc.
-    """
 
-    def __init__(self):
-        self.psutil = self.nvml = None
-        with contextlib.suppress(ImportError):
-            import psutil
-            self.psutil = psutil
-        if not self.psutil and not Path("/proc/stat").exists():
-            raise UserError("CPU and memory cannot be read here without /proc: pip install psutil.")
-        self._cpu, self._network, self._since = self._cpu_time(), self._traffic(), time.monotonic()
-
-    def _cpu_time(self) -> tuple[float, float]:
-        """(busy, all) CPU time since the machine was started."""
-        if self.psutil:
-            t = self.psutil.cpu_times()
-            total = sum(t) - getattr(t, "guest", 0) - getattr(t, "guest_nice", 0)  # user and nice have them
-            return total - t.idle - getattr(t, "iowait", 0), total
-        with open("/proc/stat") as file:
-            ticks = [int(n) for n in file.readline().split()[1:9]]
-        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
-
-    def _traffic(self) -> tuple[int, int]:
-        """Bytes (received, sent) by all interfaces but the loopback."""
-        if self.psutil:
-            cards = self.psutil.net_io_counters(pernic=True)
-            counted = [(c.bytes_recv, c.bytes_sent) for name, c in cards.items() if not name.startswith("lo")]
-        else:
-            rows = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
-            fields = [numbers.split() for name, numbers in rows if not name.strip().startswith("lo")]
-            counted = [(int(f[0]), int(f[8])) for f in fields]
-        return sum(c[0] for c in counted), sum(c[1] for c in counted)
-
-    def _memory(self) -> tuple[int, int]:
-        """Bytes of RAM (in use, total), of the container if that has less."""
-        if self.psutil:
-            memory = self.psutil.virtual_memory()
-            used, total = memory.total - memory.available, memory.total
-        else:
-            rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-            info = {row[0]: int(row[1]) * 1024 for row in rows if len(row) > 1}
-            used, total = info["MemTotal:"] - info["MemAvailable:"], info["MemTotal:"]
-        limited = cgroup_memory()
-        return limited if limited and limited[1] < total else (used, total)
-
-    def _process_memory(self) -> int:
-        """Resident bytes of all processes that run one of the trainers, or of this one if there are none."""
-        total = 0
-        if self.psutil:
-            for process in self.psutil.process_iter(["cmdline", "memory_info"]):
-                if is_trainer(process.info["cmdline"] or []) and process.info["memory_info"]:
-                    total += process.info["memory_info"].rss
-            return total or self.psutil.Process().memory_info().rss
-        page = os.sysconf("SC_PAGE_SIZE")
-        for task in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it may have ended by now
-                if is_trainer((task / "cmdline").read_bytes().decode(errors="replace").split("\0")):
-                    total += int((task / "statm").read_text().split()[1]) * page
-        return total or int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    def cpu_and_ram(self) -> dict:
-        """Percent of the CPU time since the last call, and of RAM: what is cheap to know."""
-        before, self._cpu = self._cpu, self._cpu_time()
-        busy, total = self._cpu[0] - before[0], self._cpu[1] - before[1]
-        used, size = self._memory()
-        return {"cpu_percent": round(min(max(100 * busy / total, 0), 100), 1) if total > 0 else 0.0,
-                "ram_percent": round(100 * used / size, 1), "ram_used": used, "ram_total": size}
-
-    def read(self) -> dict:
-        """Everything. Sizes are bytes; CPU and network are means since the last call."""
-        before, since = self._network, self._since
-        self._network, self._since = self._traffic(), time.monotonic()
-        seconds = max(self._since - since, 1e-3)
-        disk = shutil.disk_usage(".")
-        return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **self.cpu_and_ram(),
-                "process_ram": self._process_memory(),
-                "disk_percent": round(100 * disk.used / (disk.used + disk.free), 1),  # as df counts
-                "disk_used": disk.used, "disk_total": disk.total,
-                "received_per_sec": round((self._network[0] - before[0]) / seconds),
-                "sent_per_sec": round((self._network[1] - before[1]) / seconds), "gpus": self.gpus()}
-
-    def gpus(self) -> list[dict]:
-        """Each GPU as a dict; what the driver does not tell is None."""
-        if self.nvml is None:
-            try:
-                import pynvml
-                pynvml.nvmlInit()
-                self.nvml = pynvml
-            except Exception:  # not installed, or there is no driver that fits; NVML's errors are its own
-                self.nvml = False
-        return self._gpus_of_nvml(self.nvml) if self.nvml else gpus_of_nvidia_smi()
-
-    @staticmethod
-    def _gpus_of_nvml(nvml) -> list[dict]:
-        def ask(name, *args):
-            try:
-                return getattr(nvml, f"nvmlDeviceGet{name}")(*args)
-            except nvml.NVMLError:
-                return None
-
-        found = []
-        for i in range(nvml.nvmlDeviceGetCount()):
-            gpu = nvml.nvmlDeviceGetHandleByIndex(i)
-            load, memory, power = ask("UtilizationRates", gpu), ask("MemoryInfo", gpu), ask("PowerUsage", gpu)
-            found.append({"index": i, "name": ask("Name", gpu), "utilization_percent": load and load.gpu,
-                          "memory_used": memory and memory.used, "memory_total": memory and memory.total,
-                          "power_watts": power and power / 1000,
-                          "temperature_celsius": ask("Temperature", gpu, nvml.NVML_TEMPERATURE_GPU)})
-        return found
+def network_traffic() -> tuple[int, int]:
+    """Bytes (received, sent) so far by all interfaces but the loopback."""
+    import psutil
+    counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
+    return sum(c.bytes_recv for c in counters), sum(c.bytes_sent for c in counters)
 
 
 def is_trainer(command: list[str]) -> bool:
-    """Whether a command line is Python running one of the trainers (torchrun only starts them)."""
+    """Whether a command line is Python running a trainer (not torchrun, which only starts trainers)."""
     script = next((part for part in command[1:] if part and not part.startswith("-")), "")
     return re.fullmatch(r"train_\w+\.py", Path(script).name) is not None
 
 
-def gpus_of_nvidia_smi() -> list[dict]:
-    """As Machine.gpus, some 100 times slower; empty without nvidia-smi."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    fields = "index,name,utilization.gpu,memory.used,memory.total,power.draw,temperature.gpu"
+def read_gpus() -> list[dict]:
+    """Each GPU as a dict; what the driver does not report is None. Empty without nvidia-ml-py or driver."""
     try:
-        out = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-                             capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # it is there, but the driver is not
+        import pynvml
+        pynvml.nvmlInit()  # free once it has worked
+    except Exception:  # not installed, or, as an error of NVML's own, no driver or one that does not match
         return []
 
-    def value(text: str, unit: int = 1) -> float | None:
+    def query(name, *args):
         try:
-            return float(text) * unit
-        except ValueError:  # "[N/A]", "[Not Supported]"
+            return getattr(pynvml, f"nvmlDeviceGet{name}")(*args)
+        except pynvml.NVMLError:
             return None
 
     found = []
-    for line in out.splitlines():
-        index, name, load, used, total, power, heat = line.split(", ")
-        found.append({"index": int(index), "name": name, "utilization_percent": value(load),
-                      "memory_used": value(used, MB), "memory_total": value(total, MB),
-                      "power_watts": value(power), "temperature_celsius": value(heat)})
+    for i in range(pynvml.nvmlDeviceGetCount()):
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(i)
+        load, memory, power = (query(name, gpu) for name in ("UtilizationRates", "MemoryInfo", "PowerUsage"))
+        found.append({"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
+                      "memory_used": memory and memory.used, "memory_total": memory and memory.total,
+                      "power_watts": power and power / 1000,
+                      "temperature_celsius": query("Temperature", gpu, pynvml.NVML_TEMPERATURE_GPU)})
     return found
 
 
-def lines_of(reading: dict) -> list[str]:
-    """What Machine.read has found, as text."""
-    r = reading
+def read_machine(seconds: float) -> dict:
+    """Watches the machine for `seconds`; CPU and network are means over that time. Sizes are in bytes.
+
+    `process_ram` is that of all trainers, or of this process if none runs. Raises UserError without psutil.
+    """
+    try:
+        import psutil
+    except ImportError:
+        raise UserError("CPU, memory and network are read with psutil: pip install psutil.") from None
+    psutil.cpu_percent()  # the next call returns the mean since this one
+    before = network_traffic()
+    time.sleep(seconds)
+    received, sent = (round((b - a) / seconds) for a, b in zip(before, network_traffic()))
+    trainers = [p.info["memory_info"].rss for p in psutil.process_iter(["cmdline", "memory_info"])
+                if is_trainer(p.info["cmdline"] or []) and p.info["memory_info"]]
+    process_ram = sum(trainers) or psutil.Process().memory_info().rss
+    disk = psutil.disk_usage(".")
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **cpu_and_ram(), "process_ram": process_ram,
+            "disk_percent": disk.percent, "disk_used": disk.used, "disk_total": disk.total,
+            "received_per_sec": received, "sent_per_sec": sent, "gpus": read_gpus()}
+
+
+def format_known(values: dict, formats: dict[str, str]) -> list[str]:
+    """Formats the values that are known (there, and not None), in the order of `formats`."""
+    return [text.format(values[key]) for key, text in formats.items() if values.get(key) is not None]
+
+
+def format_reading(r: dict) -> list[str]:
+    """What read_machine returns, as lines of text."""
+    def gigabytes(used: int, total: int) -> str:
+        return f"{used / GB:.1f} GB / {total / GB:.1f} GB"
+
+    gpu_formats = {"utilization_percent": "Util: {:.0f}%", "memory": "Memory: {}",
+                   "power_watts": "Power: {:.0f} W", "temperature_celsius": "Temp: {:.0f} C"}
     lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% "
-             f"({r['ram_used'] / GB:.1f} GB / {r['ram_total'] / GB:.1f} GB) | "
-             f"process RAM: {r['process_ram'] / GB:.1f} GB",
-             f"  - Disk: {r['disk_percent']:.1f}% ({r['disk_used'] / GB:.1f} GB / "
-             f"{r['disk_total'] / GB:.1f} GB) | Network: {r['received_per_sec'] / MB:.1f} MB/s in, "
-             f"{r['sent_per_sec'] / MB:.1f} MB/s out"]
+             f"({gigabytes(r['ram_used'], r['ram_total'])}) | process RAM: {r['process_ram'] / GB:.1f} GB",
+             f"  - Disk: {r['disk_percent']:.1f}% ({gigabytes(r['disk_used'], r['disk_total'])}) | Network: "
+             f"{r['received_per_sec'] / MB:.1f} MB/s in, {r['sent_per_sec'] / MB:.1f} MB/s out"]
     for gpu in r["gpus"]:
-        used, total = gpu["memory_used"], gpu["memory_total"]
-        memory = None if used is None or total is None else f"{used / GB:.1f} GB / {total / GB:.1f} GB"
-        known = {"Util": (gpu["utilization_percent"], "{:.0f}%"), "Memory": (memory, "{}"),
-                 "Power": (gpu["power_watts"], "{:.0f} W"), "Temp": (gpu["temperature_celsius"], "{:.0f} C")}
-        lines.append(" | ".join([f"  - GPU {gpu['index']} ({gpu['name']})", *(
-            f"{what}: {form.format(value)}" for what, (value, form) in known.items() if value is not None)]))
+        if gpu["memory_total"] is not None:
+            gpu = gpu | {"memory": gigabytes(gpu["memory_used"], gpu["memory_total"])}
+        lines.append(" | ".join([f"  - GPU {gpu['index']} ({gpu['name']})", *format_known(gpu, gpu_formats)]))
     return lines
 
 
@@ -328,7 +243,8 @@ class RunLog:
         self.out, self.active, self.prefix, self.total_steps = Path(out), active, prefix, total_steps
         self.records: list[dict] = []
         self._use_wandb = wandb
-        self._bar = self._tensorboard = self._wandb = self._metrics = self._machine = None
+        self._bar = self._tensorboard = self._wandb = self._metrics = None
+        self._has_psutil = False
         self._next_drawing = 0.0
         self._lock = threading.Lock()  # the thread that writes checkpoints speaks too
         self._profile = Profile(self.out, profile, self.say) if active and profile else None
@@ -373,9 +289,10 @@ class RunLog:
             self._tensorboard = None
         if self._tensorboard or self._wandb:
             try:
-                self._machine = Machine()
-            except UserError as error:
-                self.say(f"no curves of CPU and RAM: {error}")
+                cpu_and_ram()  # the first record has the mean since now
+                self._has_psutil = True
+            except ImportError:
+                self.say("curves of CPU and RAM are not written: pip install psutil")
         if sys.stdout.isatty():
             from tqdm import tqdm  # comes with datasets
             self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True,
@@ -479,9 +396,9 @@ class RunLog:
             self.say(f"WARNING: metrics.jsonl was not written ({error})")
 
     def _system(self) -> dict[str, float]:
-        if not self._machine:
+        if not self._has_psutil:
             return {}
-        now, torch = self._machine.cpu_and_ram(), sys.modules.get("torch")
+        now, torch = cpu_and_ram(), sys.modules.get("torch")
         found = {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
         if torch and torch.cuda.is_initialized():  # what torch holds; asking the driver would cost more
             found["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
@@ -748,11 +665,10 @@ def parse_args(argv) -> argparse.Namespace:
 
 
 def watch_machine(args: argparse.Namespace) -> None:
-    machine, wait = Machine(), min(0.5, args.interval)  # use is that of a while, the first one a short one
+    wait = min(0.5, args.interval)  # the first reading comes soon
     while True:
-        time.sleep(wait)
-        reading, wait = machine.read(), args.interval
-        print(json.dumps(reading) if args.json else "\n".join(lines_of(reading)), flush=True)
+        reading, wait = read_machine(wait), args.interval
+        print(json.dumps(reading) if args.json else "\n".join(format_reading(reading)), flush=True)
         if args.once:
             return
 
