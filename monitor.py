@@ -1,23 +1,23 @@
-"""Looking at a machine and at runs.
+"""Watches a machine; writes, draws and compares the logs of runs.
 
     python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
     python monitor.py --once --json                      # one reading, for a script
     python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a table of the run, and its curves as a PNG
     python monitor.py runs/one runs/two --output two.png
-    python monitor.py runs/one runs/two --follow         # live and as text, for a terminal far away
+    python monitor.py runs/one runs/two --follow         # live and as text, for a remote terminal
 
-A trainer reports to a RunLog, which writes into the directory of the run:
+A trainer reports to a RunLog, which writes to the run directory:
 
     train.log             everything that was printed
     metrics.jsonl         one JSON object for each logged step
     history.json          the same as lists, for plotting
     training_history.png  loss, learning rate and throughput, if matplotlib is installed
-    tb/                   the same curves for TensorBoard, if that is installed
-    trace.json.gz         what --profile has recorded, for chrome://tracing or ui.perfetto.dev
+    tb/                   the same curves for TensorBoard, if it is installed
+    trace.json.gz         what --profile recorded, for chrome://tracing or ui.perfetto.dev
 
-A step has one line in metrics.jsonl and one point in each curve, whatever happens: see RunLog.write.
+A logged step has one line in metrics.jsonl and one point in each curve, whatever happens: see RunLog.write.
 GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and torch's own messages.
-torch is imported only by what a trainer calls, so the commands start at once.
+torch is imported only in what a trainer calls, so the commands start at once.
 """
 
 import argparse
@@ -40,36 +40,36 @@ from data import ArgumentParser, UserError, write_atomically
 GB, MB = 2**30, 2**20
 
 # Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
-# first match counts. From NVIDIA's data sheets of A100, H100, H200 and HGX B200 (of which those with sparsity
-# are twice as high), and its white papers on Ada (RTX 4090) and GA102 (RTX 3090).
+# first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
+# sparsity are twice as high), and its white papers on Ada (RTX 4090) and GA102 (RTX 3090).
 PEAK_TFLOPS = {r"\bA100\b": 312, r"\bH100 PCIe": 756, r"\bH100 NVL": 835, r"\bH100\b": 989,
-               r"\bH200 NVL": 835, r"\bH200\b": 989, r"\bB200\b": 2250, r"RTX 4090$": 165.2,
-               r"RTX 3090$": 71}
+               r"\bH200 NVL": 835, r"\bH200\b": 989, r"\bB200\b": 2250,
+               r"RTX 4090$": 165.2, r"RTX 3090$": 71}
 
 
 def peak_flops(device, say=print) -> float | None:
-    """Peak bf16 FLOP/s of a torch device. None, and a sentence for `say`, where it is unknown."""
+    """Peak bf16 FLOP/s of a torch device. If it is unknown, says so and returns None."""
     import torch
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for pattern, tflops in PEAK_TFLOPS.items():
         if re.search(pattern, name):
             return tflops * 1e12
-    say(f"MFU is not shown, unknown peak of this {name}"
-        + (": add it to PEAK_TFLOPS in monitor.py" if device.type == "cuda" else ""))
+    hint = ": add it to PEAK_TFLOPS in monitor.py" if device.type == "cuda" else ""
+    say(f"MFU is not shown, unknown peak of this {name}{hint}")
     return None
 
 
 def memory_gb(device) -> float:
-    """The most memory so far in GB: of tensors on a GPU, else of the process."""
+    """Peak memory so far in GB: of tensors on a GPU, else of the process."""
     if device.type == "cuda":
         import torch
         return torch.cuda.max_memory_allocated(device) / GB
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, else in kB
+    return peak / (GB if sys.platform == "darwin" else MB)
 
 
 def human_count(n: float) -> str:
-    """512345 → '512k'; three digits at most."""
+    """512345 → '512k'; at most three digits."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:.{2 if n < 10 * size else 1 if n < 100 * size else 0}f}{unit}"
@@ -78,12 +78,11 @@ def human_count(n: float) -> str:
 
 def human_time(seconds: float) -> str:
     """11520 → '3h12m'."""
-    seconds = int(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -204,32 +203,32 @@ def format_reading(r: dict) -> list[str]:
 # -----------------------------------------------------------------------------------------------------------
 # What a trainer reports
 
-# The curves of TensorBoard and wandb, by the keys of a record
+# What the curves are called in TensorBoard and wandb, by the keys of a record
 TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss": "Loss/val_epoch",
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
         "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu", "hfu": "Throughput/hfu",
         "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
         "val_accuracy": "MLM/val_accuracy", "val_nats_per_byte": "MLM/val_nats_per_byte"}
 
+# How the results of an evaluation are printed, by the keys of a record and in this order
+EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
+              "val_nats_per_byte": "{:.4f} nats per masked byte"}
+
 
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The records of a run up to the first broken line, such as a kill leaves. Raises OSError."""
+    """The records of a run up to the first broken line, such as a kill can leave. Raises OSError."""
     records = []
     text = Path(run_directory, "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        try:
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        for line in text.splitlines():
             record = json.loads(line)
             record["step"]
-        except (ValueError, TypeError, KeyError):
-            break
-        records.append(record)
+            records.append(record)
     return records
 
 
-def history_of(records: list[dict]) -> dict[str, list]:
-    """Records as lists of equal length by key; None where a record lacks a key."""
-    keys = dict.fromkeys(key for record in records for key in record)
-    return {key: [record.get(key) for record in records] for key in keys}
+def curve_values(record: dict) -> dict[str, float]:
+    return {tag: record[key] for key, tag in TAGS.items() if record.get(key) is not None}
 
 
 class RunLog:
@@ -238,41 +237,33 @@ class RunLog:
     `wandb` sends the curves to Weights & Biases as well; `profile` is a number of steps, see Profile.
     """
 
-    def __init__(self, out: Path, active: bool, prefix: str, total_steps: int, wandb: bool = False,
-                 profile: int = 0):
+    def __init__(self, out: Path, active: bool, prefix: str, total_steps: int, wandb=False, profile=0):
         self.out, self.active, self.prefix, self.total_steps = Path(out), active, prefix, total_steps
         self.records: list[dict] = []
-        self._use_wandb = wandb
+        self._use_wandb, self._has_psutil, self._next_drawing = wandb, False, 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
-        self._has_psutil = False
-        self._next_drawing = 0.0
-        self._lock = threading.Lock()  # the thread that writes checkpoints speaks too
+        self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
         self._profile = Profile(self.out, profile, self.say) if active and profile else None
-        if active:
-            self._text = open(self.out / "train.log", "a", encoding="utf-8")
+        self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8") if active else None
 
-    def say(self, text: str = "") -> None:
-        """Prints a text, and appends it to train.log."""
+    def say(self, text: str = "", on_screen: bool = True) -> None:
+        """Prints a text and appends it to train.log."""
         if not self.active:
             return
         with self._lock:
-            if self._bar is not None:
-                self._bar.write(text)
-            else:
-                with contextlib.suppress(OSError):  # the terminal may be gone
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                if on_screen and self._bar is not None:
+                    self._bar.write(text)
+                elif on_screen:
                     print(text, flush=True)
-            self._note(text)
-
-    def _note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # on a full disk the training is worth more than its log
-            self._text.write(text + "\n")
-            self._text.flush()
+            with contextlib.suppress(OSError):  # a full disk must not stop the training
+                self._text.write(text + "\n")
 
     def begin(self, step: int, settings: dict, complete) -> bool:
-        """Opens the files at a step, 0 or that of the checkpoint, and forgets what was logged after it.
+        """Opens the files at `step`, 0 or that of the checkpoint, and drops what was logged after it.
 
-        The record of this very step is kept if complete(record). Returns, on rank 0, whether there is one.
-        Raises UserError if --wandb cannot be had, or nothing can be written.
+        The record of `step` itself is kept if complete(record). Returns, on rank 0, whether there is one.
+        Raises UserError if --wandb does not work, or nothing can be written.
         """
         if not self.active:
             return False
@@ -284,6 +275,8 @@ class RunLog:
         self._rewrite_metrics()
         try:
             self._open_tensorboard(step, settings)
+        except ImportError:
+            self.say("curves for TensorBoard are not written: pip install tensorboard")
         except OSError as error:
             self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
@@ -295,159 +288,144 @@ class RunLog:
                 self.say("curves of CPU and RAM are not written: pip install psutil")
         if sys.stdout.isatty():
             from tqdm import tqdm  # comes with datasets
-            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True,
-                             smoothing=0.1)
+            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
         return bool(self.records) and self.records[-1]["step"] == step
 
     def _rewrite_metrics(self) -> None:
         path = self.out / "metrics.jsonl"
         write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
-        self._metrics = open(path, "a", encoding="utf-8")
+        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
     def _open_tensorboard(self, step: int, settings: dict) -> None:
-        """Has TensorBoard drop all that follows the last record kept, and shows it the settings."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-            from torch.utils.tensorboard.summary import hparams
-        except ImportError:
-            return self.say("curves for TensorBoard are not written: pip install tensorboard")
-        # TensorBoard reads files in the order of their names, which begin with the second of their birth
-        born = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
-        while str(int(time.time())) in born:
+        """Makes TensorBoard drop what follows the last record kept, and gives it the settings."""
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+        # TensorBoard reads files in the order of their names, which begin with the second of creation
+        created = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
+        while str(int(time.time())) in created:
             time.sleep(0.05)
-        last = self.records[-1]["step"] if self.records else -1
-        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=last + 1)
+        next_step = self.records[-1]["step"] + 1 if self.records else 0
+        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=next_step)
         self._tensorboard.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()), step)
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
-        for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would make a run of its own
+        for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would create another run
             self._tensorboard.file_writer.add_summary(summary)
-        for record in () if born else self.records:
-            self._to_tensorboard(scalars_of(record), record)
+        for record in () if created else self.records:
+            self._to_tensorboard(curve_values(record), record)
 
     def _open_wandb(self, settings: dict) -> None:
+        path = self.out / "wandb-id"  # a resumed run continues its curves; wandb ignores steps that it has
         try:
             import wandb
-        except ImportError:
-            raise UserError("--wandb needs its package: pip install wandb, or leave it out.") from None
-        name = self.out / "wandb-id"  # the run over there that this one continues; steps it knows it ignores
-        if not name.exists():
-            write_atomically(name, secrets.token_hex(4).encode())
-        try:
+            if not path.exists():
+                write_atomically(path, secrets.token_hex(4).encode())
             self._wandb = wandb.init(project="flat-distributed-training", name=self.out.name, config=settings,
-                                     dir=self.out, id=name.read_text(), resume="allow")
-        except wandb.Error as error:
-            raise UserError(f"--wandb does not start ({error}): use `wandb login` or WANDB_MODE=offline, or "
-                            "leave it out.") from None
+                                     dir=self.out, id=path.read_text(), resume="allow")
+        except Exception as error:  # not installed, not logged in, no network: there are many types
+            raise UserError(f"--wandb does not start ({error}): pip install wandb, then `wandb login` or "
+                            "WANDB_MODE=offline, or leave it out.") from None
 
     def tick(self, step: int) -> None:
-        """Ends a step: moves the progress bar and the profile on."""
-        if self._profile and not self._profile.tick():
-            self._profile = None
+        """Ends a step: advances the progress bar and the profile."""
+        if self._profile:
+            self._profile.tick()
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def phase(self, name: str) -> None:
-        """Says for --profile what begins here: one of Profile.PHASES."""
+        """Tells --profile what begins here: one of Profile.ROWS, except communication."""
         if self._profile:
             self._profile.phase(name)
 
     def step_line(self, r: dict, eta: float, sync: str = "OK") -> None:
-        """Prints a record as a line or beside the progress bar. `sync` is OK where all ranks hold the same
-        parameters, for a comparison that fails ends the run.
-        """
-        if not self.active:
-            return
+        """Prints a record, as a line or beside the progress bar. `eta` is in seconds, `sync` after Sync=."""
         mfu = f"{r['mfu']:.1%} MFU | " if r["mfu"] is not None else ""
-        if mfu and r.get("hfu", r["mfu"]) != r["mfu"]:
+        if r["hfu"] != r["mfu"]:
             mfu += f"{r['hfu']:.1%} HFU | "
         line = (f"step {r['step']}/{self.total_steps} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
                 f"grad {r['grad_norm']:.2f} | {human_count(r['tokens_per_sec'])} tok/s | "
                 f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync={sync}")
         if self._bar is not None:
             self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
-            with self._lock:
-                self._note(f"{self.prefix} {line}")
-        else:
-            self.say(f"{self.prefix} {line}")
+        self.say(f"{self.prefix} {line}", on_screen=self._bar is None)
+
+    def evaluation_line(self, record: dict, entropy: float) -> None:
+        """Prints what an evaluation found, beside the unigram entropy (the loss without context)."""
+        found = format_known(record, EVALUATION)
+        self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}"]))
 
     def write(self, record: dict) -> None:
-        """Adds the record of a step to all curves. JSON knows no NaN and no infinity, they become null.
+        """Adds the record of a step to all curves. JSON has no NaN and no infinity: they become null.
 
-        TensorBoard has a step before metrics.jsonl has it, so that after a kill it can have too much, which
-        `begin` drops, and never too little.
+        TensorBoard gets a step before metrics.jsonl does. So after a kill it can have too much, which `begin`
+        drops, but never too little.
         """
         if not self.active:
             return
+        import torch
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
-        scalars = scalars_of(record) | self._system()
-        if self._tensorboard:
-            self._to_tensorboard(scalars, record)
+        values = curve_values(record)
+        if self._has_psutil:
+            now = cpu_and_ram()
+            values |= {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
+        if torch.cuda.is_initialized():  # what torch holds; to ask the driver would take longer
+            values["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
+        self._to_tensorboard(values, record)
         if self._wandb:
-            self._wandb.log(scalars, step=record["step"])
+            self._wandb.log(values, step=record["step"])
         try:
             if self._metrics is None:
                 self._rewrite_metrics()
             else:
                 self._metrics.write(json.dumps(record) + "\n")
-                self._metrics.flush()
         except (OSError, UserError) as error:  # the next record tries again with all of them
             self._metrics = None
             self.say(f"WARNING: metrics.jsonl was not written ({error})")
 
-    def _system(self) -> dict[str, float]:
-        if not self._has_psutil:
-            return {}
-        now, torch = cpu_and_ram(), sys.modules.get("torch")
-        found = {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
-        if torch and torch.cuda.is_initialized():  # what torch holds; asking the driver would cost more
-            found["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
-        return found
-
-    def _to_tensorboard(self, scalars: dict[str, float], record: dict) -> None:
-        """Writes all points of a step as one event, of which a kill leaves all or nothing."""
+    def _to_tensorboard(self, values: dict[str, float], record: dict) -> None:
+        """Writes all points of a step as one event, so that a kill leaves all of them or none."""
+        if not self._tensorboard:
+            return
         from tensorboard.compat.proto.summary_pb2 import Summary
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        points = Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
         try:
-            self._tensorboard.file_writer.add_summary(Summary(value=values), record["step"],
-                                                      record.get("time"))
+            self._tensorboard.file_writer.add_summary(points, record["step"], record.get("time"))
             self._tensorboard.flush()
         except OSError as error:
             self.say(f"WARNING: no more curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
 
     def sample(self, text: str, step: int) -> None:
-        """Prints a text that the model has written, and shows it in TensorBoard."""
+        """Prints a text that the model wrote, and shows it in TensorBoard."""
         self.say(f"a sample after step {step}:\n{text}\n")
         if self._tensorboard:
-            with contextlib.suppress(OSError):  # said at the next record
+            with contextlib.suppress(OSError):  # the next record reports it
                 self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
-        """Writes history.json and draws training_history.png, unless that took over 0.5 % of the time."""
-        if not self.active or not self.records or not last and time.perf_counter() < self._next_drawing:
+        """Writes history.json and training_history.png, unless that would take over 0.5 % of the time."""
+        start = time.perf_counter()
+        if not self.records or not last and start < self._next_drawing:
             return
-        begun = time.perf_counter()
+        keys = dict.fromkeys(key for record in self.records for key in record)
+        history = {key: [record.get(key) for record in self.records] for key in keys}
         try:
-            write_atomically(self.out / "history.json", json.dumps(history_of(self.records)).encode())
+            write_atomically(self.out / "history.json", json.dumps(history).encode())
             draw_curves({self.out.name: self.records}, self.out / "training_history.png")
         except ImportError:
             if last:
                 self.say("training_history.png is not drawn: pip install matplotlib")
         except (OSError, UserError) as error:
             self.say(f"WARNING: the history was not written ({error})")
-        self._next_drawing = time.perf_counter() + 200 * (time.perf_counter() - begun)
+        self._next_drawing = time.perf_counter() + 200 * (time.perf_counter() - start)
 
     def close(self) -> None:
-        if not self.active:
-            return
         if self._profile:
             self._profile.finish()
-            self._profile = None
         self.save_history(last=True)
         if self._bar is not None:
             self._bar.close()
-            self._bar = None
         if self._tensorboard:
             with contextlib.suppress(OSError):
                 self._tensorboard.close()
@@ -455,71 +433,60 @@ class RunLog:
             self._wandb.finish()
 
 
-def scalars_of(record: dict) -> dict[str, float]:
-    return {tag: record[key] for key, tag in TAGS.items() if record.get(key) is not None}
-
-
 class Profile:
-    """Where the time of some steps goes: a trace for a browser, and a table. Begins after two steps more.
+    """Where the time of some steps goes: a trace for a browser, and a table. Skips two steps first.
 
-    The table has seconds of the wall clock. For that a GPU is waited for where one phase ends and the next
-    begins, so the total is higher than without a profile. Communication runs beside the backward pass.
+    The table is in wall-clock time. For that a GPU is synchronized at the end of each phase, so the total is
+    higher than without a profile. Communication overlaps the other rows.
     """
 
-    PHASES = ("data", "forward", "backward", "optimizer", "save", "evaluation", "other")
+    ROWS = ("data", "forward", "backward", "communication", "optimizer", "save", "evaluation", "other")
 
     def __init__(self, out: Path, steps: int, say):
         self.out, self.steps, self.say = out, steps, say
-        self.done, self.profiler, self.seconds = -2, None, dict.fromkeys(self.PHASES, 0.0)
+        self.done, self.profiler, self.current = -2, None, contextlib.ExitStack()
 
-    def tick(self) -> bool:
-        """Counts a step; False after the last one."""
+    def tick(self) -> None:
+        """Counts a step."""
         self.done += 1
         if self.done == 0:
             from torch.profiler import profile
             self.profiler = profile()
             self.profiler.start()
-            self._enter("other")
-        elif self.done == self.steps:
+        if self.done == self.steps:
             self.finish()
-        elif self.profiler:
-            self.phase("other")
-        return self.done < self.steps
+        self.phase("other")
 
-    def _enter(self, name: str) -> None:
-        import torch
-        self.name, self.begun = name, time.perf_counter()
-        self.range = torch.profiler.record_function(name)
-        self.range.__enter__()
-
-    def _leave(self) -> None:
-        import torch
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.range.__exit__(None, None, None)
-        self.seconds[self.name] += time.perf_counter() - self.begun
-
-    def phase(self, name: str) -> None:
+    def phase(self, name: str | None) -> None:
+        """Ends the current phase and begins the next, if any."""
         if self.profiler:
-            self._leave()
-            self._enter(name)
+            import torch
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self.current.close()
+            if name:
+                self.current.enter_context(torch.profiler.record_function(name))
 
     def finish(self) -> None:
-        """Writes the trace and prints the table, of as many steps as there were."""
+        """Writes the trace and prints the table, for as many steps as there were."""
+        if self.done < 0:
+            return self.say("--profile has nothing to show: the run ended before it began")
         if not self.profiler:
-            return self.say("--profile has nothing to show: the run was over before it began")
-        self._leave()
+            return
+        self.phase(None)
         self.profiler.stop()
-        steps, total = max(self.done, 1), sum(self.seconds.values())
-        rows = list(self.seconds.items())
-        messages = re.compile(r"gloo:|ncclDevKernel|ncclKernel")
-        averages = [e for e in self.profiler.key_averages() if messages.match(e.key)]
-        communication = sum(e.self_device_time_total or e.cpu_time_total for e in averages) / 1e6
-        rows.insert(3, ("communication", communication))
-        self.say(f"profile of {steps} steps, {total / steps * 1000:.1f} ms each; communication runs beside "
-                 "the others:")
-        for name, seconds in rows:
-            self.say(f"  {name:13} {seconds / steps * 1000:10.2f} ms {seconds / total:7.1%}")
+        times = dict.fromkeys(self.ROWS, 0.0)
+        for event in self.profiler.key_averages():
+            if event.key in times:
+                times[event.key] += event.cpu_time_total
+            elif re.match(r"gloo:|ncclDevKernel|ncclKernel", event.key):
+                times["communication"] += event.self_device_time_total or event.cpu_time_total
+        steps = max(self.done, 1)
+        times = {name: microseconds / 1000 / steps for name, microseconds in times.items()}
+        total = sum(times.values()) - times["communication"]
+        self.say(f"profile of {steps} steps, {total:.1f} ms each; communication overlaps the others:")
+        for name, ms in times.items():
+            self.say(f"  {name:13} {ms:10.2f} ms {ms / total:7.1%}")
         path = self.out / "trace.json.gz"
         try:
             self.profiler.export_chrome_trace(str(path))

@@ -388,6 +388,28 @@ def test_wandb(tmp_path, monkeypatch):
         begun(out, wandb=True)
 
 
+@pytest.mark.parametrize("found, line", [
+    ({"val_accuracy": None}, "step 9 | validation loss 4.6251 | unigram entropy 2.8986\n"),
+    ({"val_accuracy": 0.1234, "val_nats_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
+     "1.5000 nats per masked byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
+def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
+    RunLog(tmp_path, True, "", 20).evaluation_line(record(9, val_loss=4.62509, **found), 2.89861)
+    assert capsys.readouterr().out == (tmp_path / "train.log").read_text() == line
+
+
+@pytest.mark.parametrize("bar", [False, True], ids=["lines", "progress bar"])
+def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar):
+    def gone(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    log = RunLog(tmp_path, True, "", 10)
+    log._bar = SimpleNamespace(write=gone) if bar else None
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", gone)
+        log.say("still here")
+    assert (tmp_path / "train.log").read_text() == "still here\n"
+
+
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log = RunLog(tmp_path, False, "", 10, wandb=True, profile=3)
     assert log.begin(0, {}, lambda record: True) is False
@@ -396,6 +418,7 @@ def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log.tick(1)
     log.write(record(1))
     log.step_line(record(1), 0)
+    log.evaluation_line(record(1), 0)
     log.sample("x", 1)
     log.close()
     assert not any(tmp_path.iterdir())
