@@ -1,12 +1,12 @@
-"""What it costs that a run is looked at: steps with everything that RunLog does, and steps without, in turn.
+"""What the log of a run costs: steps with everything that RunLog does, and steps without, in turn.
 
     python bench/monitor.py [--pairs 20 --steps 10 --batch 8 --log-every 10]
 
 The model is `train_gpt2.py --size tiny`, on a GPU if there is one. A pair is `steps` steps of each kind, in
-one process, with one model, in an order that changes from pair to pair. With RunLog, a step tells its phases
-and moves the bar, and every `log-every` steps a record goes to metrics.jsonl, to TensorBoard if that is
-installed, with the use of CPU and RAM, and to the screen. Prints median and quartiles over the pairs of the
-ratio with / without, of wall-clock and of CPU time, and beside it what RunLog's calls took by themselves.
+one process, with one model, in an order that changes from pair to pair. With RunLog, a step names its phases
+and advances the bar, and every `log-every` steps a record goes to metrics.jsonl, to the screen and, with the
+use of CPU and RAM, to TensorBoard, if the extras are installed. Prints median and quartiles over the pairs of
+the ratio with / without, of wall-clock and of CPU time, and what RunLog's calls took by themselves.
 """
 
 import argparse
