@@ -298,7 +298,7 @@ def stream_text(tokenizer, ids):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Sources. A document is (blocks of text, split); the split None leaves it to a hash of the text.
+# Sources
 
 SHORT_NAMES = {  # repository, configuration
     "imdb": ("stanfordnlp/imdb", None),
@@ -310,6 +310,7 @@ SHORT_NAMES = {  # repository, configuration
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
 SOURCES = f"stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}"
+FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
 BLOCK = 1 << 20  # characters read, and at most tokenized, at a time
 
 
@@ -321,74 +322,66 @@ class Source:
 
     def __init__(self, dataset: str, text_field: str, val_split: str):
         self.text_field, self.done, self.total, self.files = text_field, 0, None, []
-        kind, _, where = dataset.partition(":")
+        prefix, _, where = dataset.partition(":")
         if dataset == "stdlib":
             root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
-            self.documents = self._stdlib
-        elif kind in ("text", "jsonl", "parquet") and where:
+        elif prefix in FILE_PREFIXES and where:
             self.files = sorted(Path(p) for p in glob.glob(where, recursive=True) if Path(p).is_file())
-            self.documents = {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet}[kind]
             if not self.files:
                 raise UserError(f"no file matches {where!r}.")
-        elif dataset in SHORT_NAMES or kind == "hf" and where:
+        elif dataset in SHORT_NAMES or prefix == "hf" and where:
             self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
-            self.documents, self.identity = self._hub, f"{self.repo}:{self.config}"
+            prefix, self.identity = "hub", f"{self.repo}:{self.config}"
         else:
             raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
+        self._read = getattr(self, f"_{prefix}")
         if self.files:
             sizes = [[p.name, p.stat().st_size] for p in self.files]
             self.total = sum(size for _, size in sizes)
             digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
-            self.identity = f"{kind}, {len(sizes)} files, {self.total} bytes, {digest}"
+            self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest}"
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
-        if self.tail and kind != "text":
+        if self.tail and prefix != "text":
             raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
 
-    def _open(self, path):
-        try:
-            return open(path, "rb")
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}.")
+    def documents(self, start: int):
+        """Yields (blocks of text, split) from document `start` on; split None means by a hash of the text."""
+        return itertools.islice(self._read(), start, None)  # cheap: a block is read when it is asked for
 
-    def _no_such_field(self, where, fields):
-        found = ", ".join(fields)
-        return UserError(f"{where} has no field {self.text_field!r} but {found}: name one with --text-field.")
-
-    def _stdlib(self, start):
-        for path in self.files[start:]:
+    def _stdlib(self):
+        for path in self.files:
             raw = path.read_bytes()
             self.done += len(raw)
             try:
                 yield [raw.decode("utf-8")], None
-            except UnicodeDecodeError:  # Python's own tests hold a few files in other encodings
+            except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
                 yield [], None
 
-    def _text(self, start):
-        spans, at = [(path, 0, path.stat().st_size, None) for path in self.files], 0
-        if self.tail:  # the file in which validation begins is two documents
-            cut, whole, spans = int(self.total * (1 - self.tail)), spans, []
-            for path, _, size, _ in whole:
-                inside = self._whole_character(path, min(max(cut - at, 0), size))
-                spans += [(path, 0, inside, "train")] if inside else []
-                spans += [(path, inside, size, "val")] if inside < size else []
-                at += size
-        for path, begin, end, split in spans[start:]:
-            yield self._read(path, begin, end), split
+    def _text(self):
+        """A document per file; with tail:F the file in which the validation split begins makes two."""
+        train_bytes = int(self.total * (1 - (self.tail or 0)))
+        for path in self.files:
+            size = path.stat().st_size
+            if self.tail is None:
+                yield self._text_blocks(path, 0, size), None
+                continue
+            cut = min(max(train_bytes, 0), size)
+            with self._open(path) as file:
+                file.seek(cut)
+                while (byte := file.read(1)) and byte[0] & 0xC0 == 0x80:  # inside a UTF-8 character
+                    cut += 1
+            if cut:
+                yield self._text_blocks(path, 0, cut), "train"
+            if cut < size:
+                yield self._text_blocks(path, cut, size), "val"
+            train_bytes -= size
 
-    def _whole_character(self, path, offset):
-        """The first offset from `offset` on that does not lie inside a UTF-8 character."""
-        with self._open(path) as file:
-            file.seek(offset)
-            ahead = file.read(4)
-        return offset + next((i for i, b in enumerate(ahead) if b & 0xC0 != 0x80), len(ahead))
-
-    def _read(self, path, begin, end):
+    def _text_blocks(self, path, begin, end):
         decoder = codecs.getincrementaldecoder("utf-8")()
         with self._open(path) as file:
             file.seek(begin)
-            while begin < end:
-                raw = file.read(min(BLOCK, end - begin))
+            while raw := file.read(min(BLOCK, end - begin)):
                 try:
                     text = decoder.decode(raw, final=begin + len(raw) == end)
                 except UnicodeDecodeError:
@@ -396,80 +389,77 @@ class Source:
                                     "with iconv -t utf-8.")
                 if "\0" in text:
                     raise UserError(f"{path} holds zero bytes: it is a binary file.")
-                if not raw:
-                    raise UserError(f"{path} shrank while it was read: run the same command again.")
                 begin += len(raw)
                 self.done += len(raw)
                 yield text
 
-    def _jsonl(self, start):
-        number, before = 0, 0
+    def _jsonl(self):
         for path in self.files:
-            for n, line in enumerate(self._lines(path, before), 1):
-                number += 1
-                if number <= start:
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict):
-                    raise UserError(f"{path}, line {n}, is not JSON: one object a line is expected.")
-                if self.text_field not in row:
-                    raise self._no_such_field(f"{path}, line {n},", row)
-                yield [str(row[self.text_field] or "")], None
             before = self.done
-
-    def _lines(self, path, before):
-        with self._open(path) as raw:
-            try:
-                for line in gzip.open(raw) if path.suffix == ".gz" else raw:
+            with self._open(path) as raw:
+                for number, line in enumerate(gzip.open(raw) if path.suffix == ".gz" else raw, 1):
                     self.done = before + raw.tell()
-                    yield line
-            except (OSError, EOFError, zlib.error) as error:
-                raise UserError(f"{path} cannot be read to its end ({error}): copy it again.")
+                    yield self._json_text(f"{path}, line {number},", line), None
 
-    def _parquet(self, start):
-        import pyarrow.parquet
-        number, before = 0, 0
+    def _json_text(self, where, line):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is not JSON: one object a line is expected.")
+        self._check_field(where, row)
+        yield str(row[self.text_field] or "")
+
+    def _parquet(self):
+        import datasets  # takes 1.2 s
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # or it logs what we raise
         for path in self.files:
-            try:
-                file = pyarrow.parquet.ParquetFile(self._open(path))
-            except pyarrow.ArrowInvalid:
-                raise UserError(f"{path} is not a parquet file.")
-            if self.text_field not in file.schema_arrow.names:
-                raise self._no_such_field(path, file.schema_arrow.names)
-            rows, size, first = file.metadata.num_rows, path.stat().st_size, number
-            if first + rows > start:
-                for batch in file.iter_batches(batch_size=1000, columns=[self.text_field]):
-                    for text in batch.column(0).to_pylist():
-                        number += 1
-                        if number > start:
-                            self.done = before + size * (number - first) // rows
-                            yield [str(text or "")], None
-            number, before = first + rows, before + size
+            open_rows = datasets.IterableDataset.from_parquet
+            yield from self._rows(path, open_rows, glob.escape(str(path)), batch_size=1000)
+            self.done += path.stat().st_size
 
-    def _hub(self, start):
+    def _hub(self):
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         if not Path(self.repo).exists() and not reachable(hub):
             raise UserError(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
                             "parquet:) or --dataset stdlib, which every machine has.")
-        import datasets  # takes 1.2 s
+        import datasets
+        return self._rows(self.repo, datasets.load_dataset, self.repo, self.config, split="train",
+                          streaming=True)
+
+    def _rows(self, name, open_rows, *arguments, **options):
+        """The documents of the IterableDataset that `open_rows`, a function of datasets, returns."""
         try:
-            rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
-        except (ValueError, OSError, RuntimeError) as error:  # no such configuration; a script, never run
-            raise UserError(f"{self.repo} cannot be opened: {str(error).splitlines()[0]}")
-        if rows.column_names and self.text_field not in rows.column_names:
-            raise self._no_such_field(self.repo, rows.column_names)
-        by_line = self.repo == SHORT_NAMES["wikitext"][0]  # a row is a line there, an article many rows
-        batches = (rows if by_line else rows.skip(start)).iter(batch_size=1000)  # row by row is far slower
-        texts = (str(text or "") for batch in batches for text in batch[self.text_field])
-        for text in itertools.islice(wikitext_articles(texts), start, None) if by_line else texts:
-            yield [text], None
+            rows = open_rows(*arguments, **options)
+            if rows.column_names:
+                self._check_field(name, rows.column_names)
+            batches = rows.select_columns(self.text_field).iter(batch_size=1000)  # row by row is far slower
+            texts = (str(text or "") for batch in batches for text in batch[self.text_field])
+            for text in wikitext_articles(texts) if name == SHORT_NAMES["wikitext"][0] else texts:
+                yield [text], None
+        except (ValueError, OSError, RuntimeError) as error:  # no such file or configuration; needs a script
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
+
+    def _check_field(self, where, fields):
+        if self.text_field not in fields:
+            raise UserError(f"{where} has no field {self.text_field!r} but {', '.join(fields)}: name one "
+                            "with --text-field.")
+
+    @contextlib.contextmanager
+    def _open(self, path):
+        """Opens a file for reading. Raises UserError for whatever fails before it is closed."""
+        try:
+            with open(path, "rb") as file:
+                yield file
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
 
 
 def wikitext_articles(lines):
-    """Joins WikiText's lines into articles, which begin with a heading of the first level: ` = Title = `."""
+    """Joins the rows of WikiText, which are lines, into articles, which begin with ` = Title = `."""
     article = []
     for line in lines:
         if re.fullmatch(r" = [^=]+ = \n?", line) and article:
@@ -484,13 +474,11 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
     parts = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or url)
     connected = threading.Event()
 
-    def connect():  # in a thread, because looking up a name obeys no time-out
-        try:
+    def connect():  # in a thread, because a DNS look-up has no time-out
+        with contextlib.suppress(OSError):
             port = parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname, port), timeout=seconds).close()
             connected.set()
-        except OSError:
-            pass
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
@@ -664,7 +652,7 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     kind, _, where = dataset.partition(":")
     source = where or kind
-    if kind in ("text", "jsonl", "parquet"):  # of books/*.txt the directory is what has a name
+    if kind in FILE_PREFIXES:  # of books/*.txt the directory is what has a name
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), kind)
     tokenizer = Path(tokenizer).stem if os.path.exists(tokenizer) else tokenizer.replace(":", "")
@@ -1281,7 +1269,7 @@ def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: i
         return (read_manifest(out) or {"complete": False})["complete"]
 
     if local_rank == 0:
-        finite = data == "stdlib" or data.startswith(("text:", "jsonl:", "parquet:"))
+        finite = data.partition(":")[0] in ("stdlib", *FILE_PREFIXES)
         manifest = read_manifest(out)
         settings = manifest["settings"] if manifest else {"max_tokens": None if finite else max_tokens}
         if not complete():

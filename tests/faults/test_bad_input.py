@@ -57,7 +57,7 @@ MISTAKES = {
     "data.py prepare --dataset jsonl:nofield.jsonl": "no field 'text' but body, title",
     "data.py prepare --dataset jsonl:cut.jsonl.gz": "cut.jsonl.gz cannot be read to its end",
     "data.py prepare --dataset jsonl:fake.jsonl.gz": "fake.jsonl.gz cannot be read to its end",
-    "data.py prepare --dataset parquet:fake.parquet": "fake.parquet is not a parquet file",
+    "data.py prepare --dataset parquet:fake.parquet": "fake.parquet cannot be read .* not a parquet file",
     "data.py prepare --dataset parquet:nofield.parquet": "no field 'text' but body",
     "data.py prepare --dataset imdb": "no network, so stanfordnlp/imdb cannot be read",
     "data.py prepare --dataset hf:nobody/nothing": "no network, so nobody/nothing cannot be read",
