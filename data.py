@@ -43,7 +43,6 @@ import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +61,8 @@ def cpu_count() -> int:
 # Tokenizers. Everything byte-level runs in tiktoken; a Hugging Face tokenizer.json is its form on disk.
 
 EOT, MASK = "<|endoftext|>", "[MASK]"
-TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")
-TOKENIZERS = f"{', '.join(TIKTOKEN_NAMES)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
+TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # with [MASK]
+TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
 # The published patterns. tiktoken's own use possessive quantifiers and "$", which the regex engine of
 # `tokenizers` reads differently; the tests show that these cut the same pieces in both.
 PATTERNS = {
@@ -73,14 +72,10 @@ PATTERNS = {
 }
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N learns from the first 100 M characters of the training split
 LONGEST_SPACE = 50_000  # longer runs of white space exhaust the stack of tiktoken's regex engine
-
-
-@cache
-def byte_to_char() -> dict[int, str]:
-    """The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+# The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
+BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
+CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 
 
 def without_surrogates(text: str) -> str:
@@ -91,17 +86,19 @@ def without_surrogates(text: str) -> str:
 class Tokenizer:
     """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority.
 
-    `vocab_size` counts the ids before [MASK], which only a masked language model needs, as one row more.
-    Ordinary text never encodes to a special id.
+    `num_ids` counts all ids; `vocab_size` leaves out [MASK] where that is the last one, because only a masked
+    language model needs it. Ordinary text never encodes to a special id.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
         self.name, self.ranks, self.pattern = name, ranks, pattern
         self.eot = specials[EOT]
-        top = max(*ranks.values(), *specials.values())
-        self.mask = specials.get(MASK, top + 1)
-        self.vocab_size = max(self.mask, top) + (self.mask < top)
+        last = max(*ranks.values(), *specials.values())
+        self.mask = specials.get(MASK, last + 1)
+        self.num_ids = max(self.mask, last) + 1
+        self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         self.specials = specials | {MASK: self.mask}
+        self.special_ids = list(self.specials.values())
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
             import tiktoken
@@ -128,10 +125,6 @@ class Tokenizer:
             return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
         return self._encoding.decode_bytes(ids).decode("utf-8", "replace")
 
-    @property
-    def special_ids(self) -> list[int]:
-        return list(self.specials.values())
-
     def spellings(self) -> dict[int, bytes]:
         """The bytes of each ordinary id."""
         return {i: token for token, i in self.ranks.items()}
@@ -139,7 +132,7 @@ class Tokenizer:
     def to_json(self, with_mask: bool = True) -> str:
         """A Hugging Face `tokenizer.json` that encodes and decodes like this tokenizer."""
         def spell(token: bytes) -> str:
-            return "".join(byte_to_char()[b] for b in token)
+            return "".join(BYTE_TO_CHAR[b] for b in token)
 
         tokens = sorted(self.ranks, key=self.ranks.get)
         merges = [[spell(part) for part in last_merge(t, self.ranks)] for t in tokens if len(t) > 1]
@@ -173,8 +166,10 @@ class HuggingFaceTokenizer:
         self._tokenizer.add_special_tokens([eot, mask])
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.eot, self.mask = vocab[eot], vocab[mask]
-        top = max(vocab.values())
-        self.vocab_size = max(self.mask, top) + (self.mask < top)
+        self.num_ids = max(vocab.values()) + 1
+        self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = [i for i, token in added.items() if token.special]
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
@@ -185,10 +180,6 @@ class HuggingFaceTokenizer:
 
     def to_json(self, with_mask: bool = True) -> str:
         return self._tokenizer.to_str()
-
-    @property
-    def special_ids(self) -> list[int]:
-        return [i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special]
 
     def spellings(self) -> dict[int, bytes]:
         """The bytes of each ordinary id, with a blank in front where a word begins."""
@@ -226,8 +217,7 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.train_from_iterator(map(without_surrogates, texts), trainers.BpeTrainer(
         vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    char_to_byte = {c: b for b, c in byte_to_char().items()}
-    ranks = {bytes(char_to_byte[c] for c in token): i for token, i in bpe.get_vocab().items()}
+    ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in bpe.get_vocab().items()}
     return Tokenizer(f"bpe:{vocab_size}", ranks, pattern, {EOT: len(ranks), MASK: len(ranks) + 1})
 
 
@@ -237,10 +227,10 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
         spec = json.loads(text)
         model, added = spec["model"], {t["content"]: t for t in spec["added_tokens"]}
         stages = (spec["pre_tokenizer"] or {}).get("pretokenizers", [spec["pre_tokenizer"]])
-        kinds = [stage and stage["type"] for stage in stages]
+        types = [stage and stage["type"] for stage in stages]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{name} is not a Hugging Face tokenizer.json.")
-    plain = (model.get("type") == "BPE" and kinds in (["ByteLevel"], ["Split", "ByteLevel"])
+    plain = (model.get("type") == "BPE" and types in (["ByteLevel"], ["Split", "ByteLevel"])
              and not stages[-1].get("add_prefix_space") and not spec.get("normalizer")
              and not any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
              and EOT in added and all(t["special"] for t in added.values()))
@@ -253,8 +243,7 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
         words = {token: i for token, i in model["vocab"].items() if token not in added}
         if (merged_ids == list(range(256, 256 + len(merges))) and len(words) == 256 + len(merges)
                 and (pattern is None) == (not merges)):
-            char_to_byte = {c: b for b, c in byte_to_char().items()}
-            ranks = {bytes(char_to_byte[c] for c in token): i for token, i in words.items()}
+            ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in words.items()}
             return Tokenizer(name, ranks, pattern, {s: t["id"] for s, t in added.items()})
     try:
         return HuggingFaceTokenizer(name, text)
@@ -268,7 +257,7 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
     """By name, or from the path of a tokenizer.json or its directory. (`bpe:N` is trained, see train_bpe.)"""
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
-    if name in TIKTOKEN_NAMES:
+    if name in TIKTOKEN_IDS:
         import tiktoken
         try:
             encoding = tiktoken.get_encoding(name)
@@ -971,13 +960,12 @@ class Masker:
         self.k, self.mask, self.mask_all = max(1, round(rate * seq_len)), tokenizer.mask, mask_all
         self.positions = np.arange(seq_len, dtype=np.uint64)
         self.seed = splitmix64(np.array([seed], np.uint64) ^ np.uint64(0x6D61736B))
-        ids = max(tokenizer.vocab_size, tokenizer.mask + 1)
-        self.special = np.zeros(ids, dtype=bool)
+        self.special = np.zeros(tokenizer.num_ids, dtype=bool)
         self.special[tokenizer.special_ids] = True
         self.ordinary = np.flatnonzero(~self.special)
         self.starts_word = None
         if whole_words:  # what does not go on with a letter or digit begins a word
-            self.starts_word = np.ones(ids, dtype=bool)
+            self.starts_word = np.ones(tokenizer.num_ids, dtype=bool)
             for i, token in tokenizer.spellings().items():
                 self.starts_word[i] = not (token[:1].isalnum() or token[:1] >= b"\x80")
 
@@ -1129,11 +1117,10 @@ class Dataset:
         if not self.train.rows:
             raise UserError(f"{directory} is too small: {self.train.num_tokens} training tokens fill no row "
                             f"of {seq_len}; lower --seq-len or prepare more text.")
-        top = int(self.train.tokens[0][:1_000_000].max())
-        ids = max(self.tokenizer.vocab_size, self.tokenizer.mask + 1)
-        if top >= ids:
-            raise UserError(f"{directory} holds the id {top}, but {self.tokenizer.name} has {ids}: give "
-                            "--tokenizer the one that made the shards.")
+        largest = int(self.train.tokens[0][:1_000_000].max())
+        if largest >= self.tokenizer.num_ids:
+            raise UserError(f"{directory} holds the id {largest}, but {self.tokenizer.name} has "
+                            f"{self.tokenizer.num_ids}: give --tokenizer the one that made the shards.")
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @staticmethod
@@ -1247,11 +1234,7 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
     name = tokenizer_name or default_tokenizer(data)
     if re.fullmatch(r"bpe:\d+", name):
         return int(name[4:])
-    known = {"bytes": 258, "gpt2": 50258, "cl100k_base": 100278, "o200k_base": 200020}
-    if name in known:
-        return known[name]
-    tokenizer = load_tokenizer(name)
-    return max(tokenizer.vocab_size, tokenizer.mask + 1)
+    return TIKTOKEN_IDS.get(name) or load_tokenizer(name).num_ids
 
 
 def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int,

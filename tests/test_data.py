@@ -592,10 +592,10 @@ def test_another_pattern_or_special_tokens_give_another_encoding(tokenizer, expo
 def test_tokenizer_json_round_trip(tokenizer, exported):
     again = data.parse_tokenizer_json(tokenizer.name, exported)
     assert type(again) is data.Tokenizer and again.to_json() == exported
-    for field in ("ranks", "pattern", "specials", "eot", "mask", "vocab_size"):
+    for field in ("ranks", "pattern", "specials", "eot", "mask", "vocab_size", "num_ids"):
         assert getattr(again, field) == getattr(tokenizer, field)
     assert all(again.encode(t).tolist() == tokenizer.encode(t).tolist() for t in TRICKY)
-    assert tokenizer.vocab_size == tokenizer.mask == tokenizer.eot + 1
+    assert tokenizer.vocab_size == tokenizer.mask == tokenizer.eot + 1 == tokenizer.num_ids - 1
     bare = data.parse_tokenizer_json("without mask", tokenizer.to_json(with_mask=False))
     assert (bare.vocab_size, bare.mask) == (tokenizer.vocab_size, tokenizer.mask)
 

@@ -142,3 +142,4 @@ def test_gpt2_has_room_for_the_mask(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
     tokenizer = data.load_tokenizer("gpt2")
     assert (tokenizer.vocab_size, tokenizer.mask) == (50257, 50257)
+    assert tokenizer.num_ids == data.expected_ids("text:x", "gpt2") == 50258
