@@ -631,34 +631,26 @@ def default_tokenizer(dataset: str) -> str:
     return "bpe:4096" if dataset == "stdlib" else "gpt2"
 
 
-def default_val_split(dataset: str) -> str:
-    """The last tenth of less than a hundred text files, each one document; else one document in a hundred."""
-    kind, _, where = dataset.partition(":")
-    return "tail:0.1" if kind == "text" and len(glob.glob(where, recursive=True)) < 100 else "hash:0.01"
-
-
 def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
-    kind, _, where = dataset.partition(":")
-    source = where or kind
-    if kind in FILE_PREFIXES:  # of books/*.txt the directory is what has a name
+    prefix, _, where = dataset.partition(":")
+    source = where or prefix
+    if prefix in FILE_PREFIXES:  # of books/*.txt only the directory has a name
         path = Path(where)
-        source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), kind)
+        source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
     tokenizer = Path(tokenizer).stem if os.path.exists(tokenizer) else tokenizer.replace(":", "")
     return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
 
 
-class Prepared:
-    """What `prepare` has so far: shards on disk, and the tokens of the next ones in memory.
+class ShardWriter:
+    """Collects tokens and writes them as shards, in a thread, so that the processes keep tokenizing.
 
-    A train shard and the validation tokens met on the way are committed together, so that one position in the
-    source, where the newest shard ends, is all that a resumed run needs. A thread writes them, while the
-    processes go on tokenizing.
+    A training shard and the validation tokens met on the way are committed together, so that one position in
+    the source, where the newest shard ends, is all that a resumed run needs.
     """
 
-    def __init__(self, directory: Path, manifest: dict, shard_tokens: int = 0,
-                 thread: ThreadPoolExecutor | None = None):
-        self.directory, self.manifest, self.shard_tokens = directory, manifest, shard_tokens
+    def __init__(self, directory: Path, manifest: dict, thread: ThreadPoolExecutor):
+        self.directory, self.manifest = directory, manifest
         self._thread, self._writing = thread, None
         shards = manifest["shards"]
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
@@ -676,11 +668,11 @@ class Prepared:
         self.documents[split] += piece == 0
         self.train_tokens += len(tokens) * (split == "train")
         self.position = [document, piece + 1]
-        if self.tokens[split] >= self.shard_tokens:
+        if self.tokens[split] >= self.manifest["settings"]["shard_tokens"]:
             self.commit()
 
     def commit(self, complete: bool = False) -> None:
-        """Has what is in memory written. Raises UserError if the shards before could not be."""
+        """Starts to write what was collected. Raises UserError if the write before it failed."""
         self.wait()
         self._writing = self._thread.submit(self._write, self.arrays, self.tokens, self.documents,
                                             self.position, complete)
@@ -709,12 +701,14 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             workers: int | None = None) -> Path:
     """Tokenizes `dataset` into shards under `out`; returns that directory. Arguments as on the command line.
 
-    Kill it and run it again: it goes on after the last finished shard. The bytes are those of an undisturbed
-    run with any number of workers. Raises UserError for what the user can mend.
+    Kill it and run it again: it resumes after the last finished shard. The bytes are those of an undisturbed
+    run with any number of workers. Raises UserError for what the user can fix.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
-    val_split = val_split or default_val_split(dataset)
+    if val_split is None:  # each text file is one document, so a few of them cannot be split by a hash
+        few = dataset.startswith("text:") and len(glob.glob(dataset[5:], recursive=True)) < 100
+        val_split = "tail:0.1" if few else "hash:0.01"
     if val_split.startswith("tail:") and (max_tokens or max_samples):
         raise UserError("--val-split tail:F reads the text to its end: use hash:F with a limit.")
     counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
@@ -726,95 +720,94 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
                 "text_field": text_field, "shard_tokens": shard_tokens}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        strangers = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
-        if strangers and not (out / "manifest.json").exists():
-            raise UserError(f"{out} holds {strangers[0]} but no manifest: choose an empty --out.")
-        lock = open(out / ".lock", "a")  # which would empty nothing, were it a link
+        others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
+        if others and "manifest.json" not in others:
+            raise UserError(f"{out} holds {others[0]} but no manifest: choose an empty --out.")
+        lock = open(out / ".lock", "a")  # appending leaves a file alone to which a planted link leads
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out.")
-    with lock, ThreadPoolExecutor(1) as thread:  # which ends before the lock does
+    with lock, ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"waiting for another process that prepares {out}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         manifest = read_manifest(out)
-        if manifest and manifest["shards"]:
-            for key, value in settings.items():
-                if value != (before := manifest["settings"].get(key)):
-                    raise UserError(f"{out} was prepared with another {key} ({before}, now {value}): choose "
-                                    "another --out, or delete it.")
-            if manifest["complete"]:
-                print(f"{out} is prepared already: {describe(manifest)}", flush=True)
-                return out
-            print(f"{out} goes on after {len(manifest['shards'])} shards", flush=True)
-        else:
-            manifest = begin(dataset, out, tokenizer_name, source, settings)
-        done = Prepared(out, manifest, shard_tokens, thread)
-        tokenizer_json = read_tokenizer_json(out, manifest)
-        fill(done, source, tokenizer_json, workers or cpu_count())
-        if not done.train_tokens:
+        if not manifest or not manifest["shards"]:
+            manifest = start_manifest(dataset, out, source, settings)
+        for key, value in settings.items():
+            if value != (before := manifest["settings"].get(key)):
+                raise UserError(f"{out} was prepared with another {key} ({before}, now {value}): choose "
+                                "another --out, or delete it.")
+        if manifest["complete"]:
+            print(f"{out} is prepared already: {describe(manifest)}", flush=True)
+            return out
+        if manifest["shards"]:
+            print(f"{out} resumes after {len(manifest['shards'])} shards", flush=True)
+        writer = ShardWriter(out, manifest, thread)
+        tokenize(writer, source, read_tokenizer_json(out, manifest), workers or cpu_count())
+        if not writer.train_tokens:
             raise UserError(f"{dataset} holds no text to train on: it is empty, or shorter than --min-words, "
                             "or all of it fell into the validation split.")
-        done.commit(complete=True)
-        done.wait()
+        writer.commit(complete=True)
+        writer.wait()
     print(f"{out} is ready: {describe(manifest)}", flush=True)
     return out
 
 
-def begin(dataset: str, out: Path, tokenizer_name: str, source: Source, settings: dict) -> dict:
+def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> dict:
     """Writes tokenizer.json, training it if it is bpe:N, and a manifest without shards, which it returns."""
-    if bpe := re.fullmatch(r"bpe:(\d+)", tokenizer_name):
+    name = settings["tokenizer"]
+    if bpe := re.fullmatch(r"bpe:(\d+)", name):
         if not 300 <= int(bpe[1]) <= 1_000_000:
-            raise UserError(f"{tokenizer_name} is out of range: use bpe:300 to bpe:1000000.")
-        print(f"training {tokenizer_name} on {dataset}", flush=True)
-        nothing = Prepared(out, {"shards": []})
+            raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
+        print(f"training {name} on {dataset}", flush=True)
         texts, budget = [], BPE_TRAIN_CHARS
-        for _, _, split, text in read_pieces(source, nothing, settings):
-            if split == "train" and budget > 0:
+        for _, _, split, text in read_pieces(source, settings):
+            if split == "train":
                 texts.append(text)
                 budget -= len(text)
-            elif budget <= 0:
-                break
+                if budget <= 0:
+                    break
         source.done = 0
         tokenizer = train_bpe(texts, int(bpe[1]))
     else:
-        tokenizer = load_tokenizer(tokenizer_name)
+        tokenizer = load_tokenizer(name)
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
                 "dtype": shard_dtype(tokenizer.vocab_size),
-                "tokenizer": {"name": tokenizer_name, "sha256": sha256_of(out / "tokenizer.json"),
+                "tokenizer": {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
                               "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
                               "mask": tokenizer.mask}}
-    write_manifest(out, manifest)  # before the first shard, which without one would be a stranger's
+    write_manifest(out, manifest)  # before the first shard: a directory with shards alone is not ours
     return manifest
 
 
-def fill(done: Prepared, source: Source, tokenizer_json: str, workers: int) -> None:
-    """Encodes the source from where `done` ends, up to its end or to max_tokens."""
+def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: int) -> None:
+    """Encodes the source from where `writer` ends, up to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
-    settings = done.manifest["settings"]
-    limit, first, start = settings["max_tokens"], done.train_tokens, time.perf_counter()
-    batches = in_batches(read_pieces(source, done, settings))
-    work = in_order(batches, workers, settings["tokenizer"], tokenizer_json)
+    settings = writer.manifest["settings"]
+    limit, first, start = settings["max_tokens"], writer.train_tokens, time.perf_counter()
+    batches = in_batches(read_pieces(source, settings, writer.position, writer.samples))
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
-        for batch, arrays in work:
+        for batch, arrays in in_order(batches, workers, settings["tokenizer"], tokenizer_json):
             for (document, piece, split, _), tokens in zip(batch, arrays):
-                if not limit or done.train_tokens < limit:
-                    done.add(document, piece, split, tokens)
-            rate = (done.train_tokens - first) / (time.perf_counter() - start) / 1e6
-            bar.set_postfix_str(f"{done.train_tokens / 1e6:.1f}M tokens, {rate:.2f}M tokens/s", refresh=False)
-            bar.update((min(done.train_tokens, limit) if limit else source.done) - bar.n)
-            if limit and done.train_tokens >= limit:
+                if not limit or writer.train_tokens < limit:
+                    writer.add(document, piece, split, tokens)
+            done = writer.train_tokens
+            rate = (done - first) / (time.perf_counter() - start) / 1e6
+            bar.set_postfix_str(f"{done / 1e6:.1f}M tokens, {rate:.2f}M tokens/s", refresh=False)
+            bar.update((min(done, limit) if limit else source.done) - bar.n)
+            if limit and done >= limit:
                 break
 
 
-def read_pieces(source: Source, done: Prepared, settings: dict):
-    """Yields (document, piece, split, text) from where `done` ends, up to max_samples documents."""
-    share = float(settings["val_split"].partition(":")[2])
-    first, skip = done.position
-    samples = done.samples - (skip > 0)  # a document that is resumed in its middle was counted
+def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
+    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in all."""
+    fraction = float(settings["val_split"].partition(":")[2])
+    first, skip = position
+    samples -= skip > 0  # a document that is resumed in its middle was counted
     for document, (blocks, split) in enumerate(source.documents(first), first):
         for piece, text in enumerate(pieces(blocks)):
             if piece == 0:
@@ -825,7 +818,7 @@ def read_pieces(source: Source, done: Prepared, settings: dict):
                 samples += 1
                 if split is None:
                     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-                    split = "val" if int.from_bytes(digest, "little") < share * 2**64 else "train"
+                    split = "val" if int.from_bytes(digest, "little") < fraction * 2**64 else "train"
             if document > first or piece >= skip:
                 yield document, piece, split, text
 

@@ -168,7 +168,7 @@ def test_killed_twice(many, undisturbed, tmp_path, workers, moments):
     for shards in moments:
         kill_after(shards, command, out)
     result = finish(start(command))
-    assert result.code == 0 and "goes on after" in result.out, result.out
+    assert result.code == 0 and "resumes after" in result.out, result.out
     assert tree(out) == tree(undisturbed)
 
 
