@@ -52,6 +52,20 @@ class UserError(Exception):
     """A mistake that the user can mend: printed as one sentence without a traceback, exit code 2."""
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """The parser of every command here: a mistake is a UserError, and one process of a node prints the help."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        raise UserError(f"{message}; --help lists all flags.")
+
+    def print_help(self, file=None):
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            super().print_help(file)
+
+
 def cpu_count() -> int:
     """Cores that this process may use (macOS cannot say, and counts all)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -1320,16 +1334,6 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
         print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose mistakes are one sentence."""
-
-    def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message):
-        raise UserError(f"{message}; --help lists all flags.")
-
-
 def main() -> None:
     parser = ArgumentParser(description="Prepares and inspects shards of tokens.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -1366,11 +1370,14 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main()
     except UserError as error:
+        code = 2
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
-        print("\nstopped: finished shards are kept, and the same command goes on after them", file=sys.stderr)
-        sys.exit(130)
+        code = 130
+        print("\nstopped: finished shards are kept; run the same command again to resume", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(code)  # pyarrow's threads can abort a process that shuts down while they still run

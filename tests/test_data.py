@@ -909,3 +909,13 @@ def test_ids_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
     shutil.copy(undisturbed / "train_000000.bin", tmp_path)
     with pytest.raises(data.UserError, match="holds the id 5[0-9][0-9], but bytes has 258"):
         data.Dataset(tmp_path, 64, "bytes")
+
+
+def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):
+    parser = data.ArgumentParser(prog="any")
+    for rank, expected in ((1, ""), (0, "usage: any")):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        parser.print_help()
+        assert capsys.readouterr().out[:10] == expected
+    with pytest.raises(data.UserError, match="--flag; --help lists all flags"):
+        parser.parse_args(["--flag"])

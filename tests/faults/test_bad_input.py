@@ -59,6 +59,7 @@ MISTAKES = {
     "data.py prepare --dataset jsonl:fake.jsonl.gz": "fake.jsonl.gz cannot be read to its end",
     "data.py prepare --dataset parquet:fake.parquet": "fake.parquet cannot be read .* not a parquet file",
     "data.py prepare --dataset parquet:nofield.parquet": "no field 'text' but body",
+    "data.py prepare --dataset parquet:damaged.parquet": "damaged.parquet cannot be read .*: check it",
     "data.py prepare --dataset imdb": "no network, so stanfordnlp/imdb cannot be read",
     "data.py prepare --dataset hf:nobody/nothing": "no network, so nobody/nothing cannot be read",
     "data.py prepare --tokenizer cl100k_base": "cannot be downloaded",
@@ -226,7 +227,8 @@ MISTAKES = {
     "monitor.py --follow": "need the directory of a run",
     "monitor.py --output picture.png": "need the directory of a run",
 }
-AS_PROCESSES = ("nonsense", "random.txt --tokenizer", "verify last", "--learning-rate", "run-hrm --d-model")
+AS_PROCESSES = ("nonsense", "random.txt --tokenizer", "damaged.parquet", "verify last", "--learning-rate",
+                "run-hrm --d-model")
 
 
 class Planted:
@@ -268,6 +270,10 @@ def scene(tmp_path_factory) -> Path:
     torch.save({"format": 1, "tensors": {}, "sums": {}, "x": Planted()}, root / "malicious.pt")
     safetensors.torch.save_file({"unknown": torch.zeros(3)}, root / "hf-empty" / "model.safetensors")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), root / "nofield.parquet")
+    table = pyarrow.table({"text": [random.Random(n).randbytes(50).hex() for n in range(1000)]})
+    pyarrow.parquet.write_table(table, root / "damaged.parquet")
+    intact = (root / "damaged.parquet").read_bytes()
+    (root / "damaged.parquet").write_bytes(intact[:5000] + bytes(9000) + intact[14000:])
 
     ready = data.prepare(f"text:{root}/good.txt", root / "ready", "bytes", workers=1)
     data.prepare(f"text:{root}/good.txt", root / "other-text", "bpe:300", workers=1)
