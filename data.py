@@ -26,7 +26,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import queue
@@ -40,7 +39,7 @@ import time
 import urllib.parse
 import urllib.request
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -49,11 +48,11 @@ import numpy as np
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: printed as one sentence without a traceback, exit code 2."""
+    """A mistake that the user can fix: printed as one sentence without a traceback, exit code 2."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """The parser of every command here: a mistake is a UserError, and one process of a node prints the help."""
+    """The parser of all commands: a mistake is a UserError, and one process of each node prints the help."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
@@ -75,7 +74,7 @@ def cpu_count() -> int:
 # Tokenizers. Everything byte-level runs in tiktoken; a Hugging Face tokenizer.json is its form on disk.
 
 EOT, MASK = "<|endoftext|>", "[MASK]"
-TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # with [MASK]
+TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # counted with [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
 # The published patterns. tiktoken's own use possessive quantifiers and "$", which the regex engine of
 # `tokenizers` reads differently; the tests show that these cut the same pieces in both.
@@ -84,8 +83,8 @@ PATTERNS = {
     "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-BPE_TRAIN_CHARS = 100_000_000  # bpe:N learns from the first 100 M characters of the training split
-LONGEST_SPACE = 50_000  # longer runs of white space exhaust the stack of tiktoken's regex engine
+BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
+LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
 BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
 BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
@@ -125,7 +124,7 @@ class Tokenizer:
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # a lone surrogate, or white space without end: replace the one, cut the other
+        except ValueError:  # a lone surrogate is replaced, a very long run of white space is cut
             text = without_surrogates(text)
             cuts = [cut for run in re.finditer(r"\s+", text)
                     for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)]
@@ -218,12 +217,12 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
-    """Learns a byte-level BPE from texts; end-of-text and [MASK] are among its `vocab_size` ids."""
+    """Trains a byte-level BPE on texts; end-of-text and [MASK] are among its `vocab_size` ids."""
     try:
         from tokenizers import Regex, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Trainable
     except ImportError:
-        raise UserError("bpe:N is trained by the package tokenizers: pip install tokenizers, or use bytes.")
+        raise UserError("bpe:N needs the tokenizers package: pip install tokenizers, or use bytes.")
     pattern = PATTERNS["cl100k_base"]
     bpe = Trainable(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
@@ -262,7 +261,7 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
     try:
         return HuggingFaceTokenizer(name, text)
     except ImportError:
-        raise UserError(f"the tokenizer {name} needs the package tokenizers: pip install tokenizers.")
+        raise UserError(f"the tokenizer {name} needs the tokenizers package: pip install tokenizers.")
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
         raise UserError(f"{name} cannot be read by tokenizers: {error}.")
 
@@ -277,20 +276,20 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
             encoding = tiktoken.get_encoding(name)
         except OSError as error:  # what requests raises is an OSError
             raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
-                            "TIKTOKEN_CACHE_DIR to a filled cache, or use bytes or bpe:16384.")
+                            "TIKTOKEN_CACHE_DIR to a cache that has it, or use bytes or bpe:16384.")
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
                          encoding._special_tokens)
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     if path.is_file():
         return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     if name.startswith("bpe:"):
-        raise UserError(f"{name} is trained on a text: name the tokenizer.json that its prepare has written.")
+        raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
     raise UserError(f"unknown tokenizer {name!r}: use {TOKENIZERS}.")
 
 
 def stream_text(tokenizer, ids):
-    """Yields the text of a stream of ids as soon as it is whole: a token can end inside a UTF-8 character."""
-    context, pending = [], []  # some tokenizers decode an id by those before it
+    """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character."""
+    context, pending = [], []  # with some tokenizers the text of an id depends on the ids before it
     for i in ids:
         pending.append(int(i))
         text = tokenizer.decode(context + pending)
@@ -391,7 +390,7 @@ class Source:
                     raise UserError(f"{path} is not UTF-8 text (after byte {begin}): convert it, for example "
                                     "with iconv -t utf-8.")
                 if "\0" in text:
-                    raise UserError(f"{path} holds zero bytes: it is a binary file.")
+                    raise UserError(f"{path} contains zero bytes: it is a binary file.")
                 begin += len(raw)
                 self.done += len(raw)
                 yield text
@@ -410,13 +409,13 @@ class Source:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON: one object a line is expected.")
+            raise UserError(f"{where} is not JSON: each line must be one JSON object.")
         self._check_field(where, row)
         yield str(row[self.text_field] or "")
 
     def _parquet(self):
         import datasets  # takes 1.2 s
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # or it logs what we raise
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what is raised below
         for path in self.files:
             open_rows = datasets.IterableDataset.from_parquet
             yield from self._rows(path, open_rows, glob.escape(str(path)), batch_size=1000)
@@ -441,7 +440,7 @@ class Source:
             texts = (str(text or "") for batch in batches for text in batch[self.text_field])
             for text in wikitext_articles(texts) if name == SHORT_NAMES["wikitext"][0] else texts:
                 yield [text], None
-        except (ValueError, OSError, RuntimeError) as error:  # no such file or configuration; needs a script
+        except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
             raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
 
@@ -490,7 +489,7 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
 
 
 def pieces(blocks):
-    """Recuts a document into pieces of about BLOCK characters that end with a line, or at least a word."""
+    """Recuts a document into pieces of about BLOCK characters that end at a line, or at least at a word."""
     rest = ""
     for block in blocks:
         for i in range(0, len(block), BLOCK):
@@ -511,18 +510,18 @@ FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 
 
 def shard_dtype(vocab_size: int) -> str:
-    return "uint16" if vocab_size < 65_536 else "uint32"  # < because [MASK] is one id more
+    return "uint16" if vocab_size < 65_536 else "uint32"  # < because [MASK] may be one more id
 
 
 def fsync_directory(path: Path) -> None:
-    """Makes a rename in this directory survive a loss of power."""
+    """Makes a rename in this directory survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def write_atomically(path: Path, *chunks) -> None:
-    """Writes a file of which readers see all or nothing, even after a crash, or raises UserError."""
+    """Writes a file so that readers see all of it or nothing, even after a crash, or raises UserError."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         temporary.unlink(missing_ok=True)  # it could be a link to a file elsewhere
@@ -535,8 +534,8 @@ def write_atomically(path: Path, *chunks) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(f"{path} cannot be written: {error.strerror}; make room, or choose another place, "
-                        "and run the same command again.")
+        raise UserError(f"{path} cannot be written: {error.strerror}; free some space or choose another "
+                        "place, and run the same command again.")
 
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
@@ -579,12 +578,12 @@ def read_manifest(directory: Path) -> dict | None:
         checks += [(manifest["tokenizer"], {"name": str, "sha256": str, "vocab_size": int, "mask": int})]
         checks += [(s, {"tokens": int, "documents": int, "sha256": str, "end": list})
                    for s in manifest["shards"]]
-        if manifest["format"] != 1 or not all(isinstance(part[key], kind) for part, kinds in checks
-                                              for key, kind in kinds.items()):
+        if manifest["format"] != 1 or not all(isinstance(part[key], expected) for part, types in checks
+                                              for key, expected in types.items()):
             raise ValueError("a field of the wrong type")
         for shard in manifest["shards"]:
-            name = re.fullmatch(r"(train|val)_[0-9]{6}\.bin", shard["file"])  # never a path elsewhere
-            if not name or name[1] != shard["split"]:
+            match = re.fullmatch(r"(train|val)_[0-9]{6}\.bin", shard["file"])  # never a path elsewhere
+            if not match or match[1] != shard["split"]:
                 raise ValueError(f"the shard name {shard['file']!r}")
         if manifest.get("checksum", digest := manifest_digest(manifest)) != digest:
             raise ValueError("its checksum is wrong")
@@ -637,7 +636,7 @@ def parse_count(text: str) -> int:
 def parse_val_split(text: str) -> str:
     match = re.fullmatch(r"(hash|tail):0\.\d+", text if ":" in text else f"{text}:0.01")
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a share F such as 0.01")
+        raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a fraction F such as 0.01")
     return match[0]
 
 
@@ -664,17 +663,13 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, manifest: dict, thread: ThreadPoolExecutor):
-        self.directory, self.manifest = directory, manifest
-        self._thread, self._writing = thread, None
+        self.directory, self.manifest, self._thread = directory, manifest, thread
         shards = manifest["shards"]
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
         self.samples = sum(s["documents"] for s in shards)
         self.train_tokens = sum(s["tokens"] for s in shards if s["split"] == "train")
-        self._clear()
-
-    def _clear(self):
-        self.arrays = {"train": [], "val": []}
-        self.tokens, self.documents = dict.fromkeys(self.arrays, 0), dict.fromkeys(self.arrays, 0)
+        self.arrays, self.tokens, self.documents = {"train": [], "val": []}, Counter(), Counter()
+        self.writing = thread.submit(lambda: None)  # the last write, a Future
 
     def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
         self.arrays[split].append(tokens)
@@ -686,24 +681,19 @@ class ShardWriter:
             self.commit()
 
     def commit(self, complete: bool = False) -> None:
-        """Starts to write what was collected. Raises UserError if the write before it failed."""
-        self.wait()
-        self._writing = self._thread.submit(self._write, self.arrays, self.tokens, self.documents,
-                                            self.position, complete)
-        self._clear()
+        """Starts writing what was collected. Raises UserError if the write before it failed."""
+        self.writing.result()
+        self.writing = self._thread.submit(self._write, self.arrays, self.documents, self.position, complete)
+        self.arrays, self.tokens, self.documents = {"train": [], "val": []}, Counter(), Counter()
 
-    def wait(self) -> None:
-        if self._writing:
-            self._writing.result()
-
-    def _write(self, arrays: dict, tokens: dict, documents: dict, position: list, complete: bool) -> None:
+    def _write(self, arrays: dict, documents: Counter, position: list, complete: bool) -> None:
         shards = self.manifest["shards"]
         number = 1 + max((int(s["file"][-10:-4]) for s in shards), default=-1)
-        for split in ("train", "val"):
-            if arrays[split]:
+        for split, collected in arrays.items():
+            if collected:
                 file = f"{split}_{number:06d}.bin"
-                digest = write_shard(self.directory / file, arrays[split], self.manifest["dtype"])
-                shards.append({"split": split, "file": file, "tokens": tokens[split],
+                digest = write_shard(self.directory / file, collected, self.manifest["dtype"])
+                shards.append({"split": split, "file": file, "tokens": sum(map(len, collected)),
                                "documents": documents[split], "sha256": digest, "end": position})
         self.manifest["complete"] = complete
         write_manifest(self.directory, self.manifest)
@@ -715,8 +705,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             workers: int | None = None) -> Path:
     """Tokenizes `dataset` into shards under `out`; returns that directory. Arguments as on the command line.
 
-    Kill it and run it again: it resumes after the last finished shard. The bytes are those of an undisturbed
-    run with any number of workers. Raises UserError for what the user can fix.
+    Kill it and run it again: it resumes after the last finished shard. The bytes are those of an
+    uninterrupted run, with any number of workers. Raises UserError for what the user can fix.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
@@ -727,7 +717,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         raise UserError("--val-split tail:F reads the text to its end: use hash:F with a limit.")
     counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
     if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
-        raise UserError("--shard-tokens must lie between 1 and 1B; --workers and limits must be 1 or more.")
+        raise UserError("--shard-tokens must be between 1 and 1B; --workers and limits must be 1 or more.")
     source = Source(dataset, text_field, val_split)
     settings = {"source": source.identity, "tokenizer": tokenizer_name, "val_split": val_split,
                 "max_samples": max_samples, "max_tokens": max_tokens, "min_words": min_words,
@@ -737,14 +727,14 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
         if others and "manifest.json" not in others:
             raise UserError(f"{out} holds {others[0]} but no manifest: choose an empty --out.")
-        lock = open(out / ".lock", "a")  # appending leaves a file alone to which a planted link leads
+        lock = open(out / ".lock", "a")  # a link to another file leaves that as it is
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out.")
     with lock, ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that prepares {out}", flush=True)
+            print(f"waiting for another process that is preparing {out}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
@@ -754,7 +744,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {value}): choose "
                                 "another --out, or delete it.")
         if manifest["complete"]:
-            print(f"{out} is prepared already: {describe(manifest)}", flush=True)
+            print(f"{out} is already prepared: {describe(manifest)}", flush=True)
             return out
         if manifest["shards"]:
             print(f"{out} resumes after {len(manifest['shards'])} shards", flush=True)
@@ -764,7 +754,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             raise UserError(f"{dataset} holds no text to train on: it is empty, or shorter than --min-words, "
                             "or all of it fell into the validation split.")
         writer.commit(complete=True)
-        writer.wait()
+        writer.writing.result()
     print(f"{out} is ready: {describe(manifest)}", flush=True)
     return out
 
@@ -869,8 +859,8 @@ def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
             for batch, future in window:
                 yield batch, future.result()
         except BrokenProcessPool:
-            raise UserError("a worker process was killed, perhaps for want of memory: finished shards are "
-                            "kept, run the same command again with fewer --workers.")
+            raise UserError("a worker process was killed, perhaps because memory ran out: finished shards "
+                            "are kept; run the same command again with fewer --workers.")
 
 
 _tokenizer = None  # of this process
@@ -913,7 +903,7 @@ def describe(manifest: dict) -> str:
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Mixes uint64 values (Steele, Lea and Flood, 2014): neighbours in, unrelated bits out."""
+    """Hashes uint64 values (Steele, Lea and Flood, 2014): close inputs give unrelated outputs."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -955,11 +945,11 @@ def sample_rows(position: int, count: int, rows: int, seed: int) -> np.ndarray:
 
 
 class Masker:
-    """Chooses what a masked language model has to restore: a pure function of seed, epoch, row and position.
+    """Chooses what a masked language model has to predict: a pure function of seed, epoch, row and position.
 
     In each row the K = rate · seq_len positions with the smallest hashes, never a special id; K is fixed, so
     all batches have the same shape. Of these 80 % become [MASK], 10 % a random id, 10 % stay (Devlin et al.,
-    2019); with `mask_all` all become [MASK]. `whole_words` adds whole words until K, and cuts the last one.
+    2019); with `mask_all` all become [MASK]. `whole_words` adds whole words up to K, and cuts the last one.
     """
 
     def __init__(self, tokenizer, seq_len: int, rate: float, seed: int, mask_all: bool = False,
@@ -971,7 +961,7 @@ class Masker:
         self.special[tokenizer.special_ids] = True
         self.ordinary = np.flatnonzero(~self.special)
         self.starts_word = None
-        if whole_words:  # what does not go on with a letter or digit begins a word
+        if whole_words:  # a token that does not begin with a letter or digit begins a word
             self.starts_word = np.ones(tokenizer.num_ids, dtype=bool)
             for i, token in tokenizer.spellings().items():
                 self.starts_word[i] = not (token[:1].isalnum() or token[:1] >= b"\x80")
@@ -986,7 +976,7 @@ class Masker:
         last = np.uint64(2**64 - 1)
         if self.starts_word is None:
             order = np.where(self.special.take(x), last, hashes)
-            low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # holds a position, which goes along
+            low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # the low bits hold the position
             order &= ~low
             order |= self.positions
             order.partition(self.k - 1, axis=1)
@@ -1015,10 +1005,10 @@ class Masker:
 
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
                preset_global: int, preset_batch: int) -> tuple[int, int, int]:
-    """Settles (sequences a step, a micro-batch of one rank, accumulation steps); None means not given.
+    """Returns (sequences per step, sequences per micro-batch of a rank, accumulation steps).
 
     The recipe fixes the first, memory limits the second; the last two times the world size make the first.
-    Raises UserError with the nearest fit where that is impossible.
+    None means not given. Raises UserError with the nearest fit if there is no such plan.
     """
     if global_batch is None:
         global_batch = batch * grad_accum * world_size if batch and grad_accum else preset_global
@@ -1028,8 +1018,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
                         f"processes: use --global-batch {fits}.")
     per_rank = global_batch // world_size
-    low = [b for b in range(1, math.isqrt(per_rank) + 1) if per_rank % b == 0]
-    divisors = sorted({*low, *(per_rank // b for b in low)})
+    divisors = [b for b in range(1, per_rank + 1) if per_rank % b == 0]
     if batch is None and grad_accum:
         batch = per_rank // grad_accum
     elif batch is None:
@@ -1047,16 +1036,16 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 
 
 class Shards:
-    """The shards of one split as rows of `seq_len` tokens, each of which knows the token that follows it.
+    """The shards of one split as rows of `seq_len` tokens, each with the token that follows it.
 
-    A row lies within one shard; what is left at the end of a shard and fills no row is not used.
+    A row lies within one shard; the rest at the end of a shard that does not fill a row is not used.
     """
 
     def __init__(self, paths: list[Path], seq_len: int):
         self.tokens = [open_shard(path) for path in paths]
         self.seq_len, self.dtype = seq_len, self.tokens[0].dtype
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
-            raise UserError(f"{paths[0].parent} mixes shards of 16 and of 32 bits: prepare it again.")
+            raise UserError(f"{paths[0].parent} mixes 16-bit and 32-bit shards: prepare it again.")
         counts = [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens]
         self.ends = np.cumsum(counts)  # the first row after each shard
         self.rows, self.num_tokens = int(self.ends[-1]), sum(map(len, self.tokens))
@@ -1089,7 +1078,7 @@ class Dataset:
     """A prepared directory, or one of llm.c's shards without a manifest, as rows of `seq_len` tokens.
 
     Has `train`, `val` (Shards, or None), `tokenizer`, `name`, and `fingerprint`, which two machines share if
-    their data are the same. Raises UserError if the directory is not as it should be.
+    they have the same data. Raises UserError for a directory that is damaged, unfinished or too small.
     """
 
     def __init__(self, directory: str | Path, seq_len: int, tokenizer_name: str | None = None):
@@ -1097,7 +1086,7 @@ class Dataset:
         manifest = read_manifest(directory)
         if manifest:
             if not manifest["complete"]:
-                raise UserError(f"{directory} is not complete: run the prepare that began it once more.")
+                raise UserError(f"{directory} is not complete: run its prepare command again.")
             paths = [directory / shard["file"] for shard in manifest["shards"]]
             self.tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"],
                                                   read_tokenizer_json(directory, manifest, tokenizer_name))
@@ -1127,7 +1116,7 @@ class Dataset:
         largest = int(self.train.tokens[0][:1_000_000].max())
         if largest >= self.tokenizer.num_ids:
             raise UserError(f"{directory} holds the id {largest}, but {self.tokenizer.name} has "
-                            f"{self.tokenizer.num_ids}: give --tokenizer the one that made the shards.")
+                            f"{self.tokenizer.num_ids} ids: name the right one with --tokenizer.")
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @staticmethod
@@ -1145,9 +1134,9 @@ class Dataset:
 class Loader:
     """Endless micro-batches of one rank on `device`, read ahead by a thread.
 
-    x and y, int64 (B, T), y one token on; with a masker x (B, T) and positions and labels (B, K). Each takes
-    batch × world_size positions of the global order, of which rank r has the r-th run, sorted, so that
-    reading goes forward through the files. `samples` is how many were consumed before.
+    x and y, int64 (B, T), y one token on; with a masker x (B, T) and positions and labels (B, K). Each time,
+    the ranks take batch × world_size positions of the global order; rank r gets the r-th slice, sorted so
+    that it reads forward through the files. `samples` is how many were consumed before.
     """
 
     def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
@@ -1209,9 +1198,9 @@ class Loader:
 
 def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
                        limit: int | None = None, masker: Masker | None = None):
-    """Yields batches as Loader does, of the first `limit` rows (all if None) in order, as many on every rank.
+    """Yields batches as Loader does, the first `limit` rows (None: all) in order, equally many on every rank.
 
-    Where rows run out labels are −1, which the loss ignores: each row counts once, on any number of ranks.
+    Past the last row labels are −1, which the loss ignores: each row counts once, on any number of ranks.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
@@ -1227,7 +1216,7 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
-    """Where the shards of a trainer's --data lie: that directory, or where that source gets prepared."""
+    """Where the shards of a trainer's --data are: that directory, or the one that source is prepared in."""
     if Path(data).is_dir() or (":" not in data and os.sep in data):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
@@ -1235,8 +1224,7 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
 
 def expected_ids(data: str, tokenizer_name: str | None) -> int:
     """How many ids a trainer's --data and --tokenizer have, [MASK] included, before anything is prepared."""
-    manifest = read_manifest(directory_of(data, tokenizer_name))
-    if manifest:
+    if manifest := read_manifest(directory_of(data, tokenizer_name)):
         return max(manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask"] + 1)
     name = tokenizer_name or default_tokenizer(data)
     if re.fullmatch(r"bpe:\d+", name):
@@ -1246,7 +1234,7 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
 
 def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int,
            watch=lambda: None) -> Path:
-    """directory_of(data), prepared if need be, endless sources up to `max_tokens`.
+    """directory_of(data), prepared if need be; of a source on the hub up to `max_tokens`.
 
     The first process of each node prepares; the others watch for the finished manifest instead of waiting in
     a collective, because this can take hours. Meanwhile watch() raises an error if a process is lost.
@@ -1254,26 +1242,24 @@ def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: i
     out = directory_of(data, tokenizer_name)
     if out == Path(data):
         return out
-
-    def complete():
-        return (read_manifest(out) or {"complete": False})["complete"]
-
+    manifest = read_manifest(out)
     if local_rank == 0:
-        finite = data.partition(":")[0] in ("stdlib", *FILE_PREFIXES)
-        manifest = read_manifest(out)
-        settings = manifest["settings"] if manifest else {"max_tokens": None if finite else max_tokens}
-        if not complete():
+        local = data.partition(":")[0] in ("stdlib", *FILE_PREFIXES)
+        settings = manifest["settings"] if manifest else {"max_tokens": None if local else max_tokens}
+        if manifest and manifest["complete"]:
+            check_source(data, out, settings)
+        else:
             options = ("val_split", "max_samples", "max_tokens", "min_words", "text_field", "shard_tokens")
             prepare(data, out, tokenizer_name, **{k: settings[k] for k in options if k in settings})
-        else:
-            check_source(data, out, settings)
-        if not finite and (settings["max_tokens"] or max_tokens) < max_tokens / 2:
-            print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, and this model could use "
+        if not local and (settings["max_tokens"] or max_tokens) < max_tokens / 2:
+            print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
                   f"{max_tokens:,}: python data.py prepare --max-tokens makes a larger one in another --out",
                   flush=True)
-    while not complete():
+        return out
+    while not (manifest and manifest["complete"]):
         watch()
         time.sleep(0.2)
+        manifest = read_manifest(out)
     return out
 
 
@@ -1282,7 +1268,7 @@ def check_source(data: str, out: Path, settings: dict) -> None:
     try:
         identity = Source(data, settings["text_field"], settings["val_split"]).identity
     except UserError:
-        return  # the text is gone, and its shards are all that is needed
+        return  # the text is gone; its shards are all that is needed
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one in another --out, and name that with --data.")
@@ -1303,7 +1289,7 @@ def verify(directory: Path) -> None:
         if len(open_shard(path)) != shard["tokens"] or sha256_of(path) != shard["sha256"]:
             raise UserError(f"{path} has changed: copy it or prepare the data again.")
         print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
-    print(f"{directory}: OK{'' if manifest['complete'] else ', but incomplete: run its prepare once more'}")
+    print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
 
 
 def info(directory: Path, tokenizer_name: str | None) -> None:
@@ -1343,14 +1329,14 @@ def main() -> None:
     p.add_argument("--tokenizer", dest="tokenizer_name",
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
-                   help="hash:F, a share F of the documents by a hash of their text, or tail:F, the end of a "
-                   "text (default: tail:0.1 for less than 100 text files, else hash:0.01)")
-    p.add_argument("--max-samples", type=parse_count, help="stop after so many documents, as in 500k or 2M")
-    p.add_argument("--max-tokens", type=parse_count, help="stop after about so many training tokens")
-    p.add_argument("--min-words", type=int, default=0, help="leave out documents of fewer words")
+                   help="hash:F, a fraction F of the documents, by a hash of their text, or tail:F, the end "
+                   "of a text (default: tail:0.1 for fewer than 100 text files, else hash:0.01)")
+    p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
+    p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
+    p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
     p.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-    p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens a shard (default: 100M)")
-    p.add_argument("--workers", type=int, help="processes that tokenize (default: one for each core)")
+    p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
+    p.add_argument("--workers", type=int, help="processes that tokenize (default: one per core)")
     p.set_defaults(run=prepare)
     for run, text in ((info, "what a prepared directory holds"),
                       (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):

@@ -235,7 +235,7 @@ def test_a_wrong_position_in_the_manifest_gives_other_bytes(few, tmp_path):
     assert tree(tmp_path / "killed") != tree(tmp_path / "undisturbed")
 
 
-def test_a_mistake_before_the_first_shard_can_be_mended(tmp_path):
+def test_a_mistake_before_the_first_shard_can_be_fixed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nnonsense\n')
     with pytest.raises(data.UserError, match="line 2"):
@@ -884,7 +884,7 @@ def test_prepared_data_is_not_prepared_again(corpus, shards):
     before = tree(shards)
     command = f"prepare --dataset text:{corpus} --tokenizer bytes --out {shards}"
     result = run(0, "data.py", *command.split())
-    assert result.code == 0 and "is prepared already" in result.out and tree(shards) == before
+    assert result.code == 0 and "is already prepared" in result.out and tree(shards) == before
 
 
 def test_a_host_that_never_answers_counts_as_unreachable():
