@@ -103,9 +103,9 @@ def read(args, directory: Path) -> None:
             np.stack([tokens[i + 1:i + 1 + SEQ_LEN].astype(np.int64) for i in rows])
 
     found = in_turn(args.rounds, take=take, copy=copy, nanogpt=nanogpt)
-    gigabytes = {"take": 1, "copy": 1, "nanogpt": 0.1}
-    for name, share in gigabytes.items():
-        size = share * 2 * len(batches) * BATCH * SEQ_LEN * 2 / 1e9
+    batches_read = {"take": 1, "copy": 1, "nanogpt": 0.1}
+    for name, fraction in batches_read.items():
+        size = fraction * 2 * len(batches) * BATCH * SEQ_LEN * 2 / 1e9
         print(f"read: {name:8} {size / median(found[name], 0):6.2f} GB/s, of CPU time "
               f"{size / median(found[name], 1):6.2f}")
     print(f"read: take / copy {ratio(found, 'take', 'copy', 1)} of CPU time, "

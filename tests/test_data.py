@@ -224,7 +224,7 @@ def test_killed_at_every_rename(few, tmp_path, after, limits):
 
 
 def test_a_wrong_position_in_the_manifest_gives_other_bytes(few, tmp_path):
-    """Shows that the comparison above depends on where a resumed prepare goes on."""
+    """Shows that the comparison above depends on where a prepare resumes."""
     prepare_few(few, tmp_path / "undisturbed")
     assert stopped_at_rename(8, True, few, tmp_path / "killed")
     path = tmp_path / "killed" / "manifest.json"
@@ -342,8 +342,8 @@ def splits(documents, undisturbed) -> dict[str, str]:
     return {text: split for split in ("train", "val") for text in read_documents(undisturbed, split)}
 
 
-def split_of(source: Path, out: Path, share="0.1", **limits) -> dict[str, str]:
-    data.prepare(f"jsonl:{source}", out, "bytes", val_split=f"hash:{share}", workers=1, **limits)
+def split_of(source: Path, out: Path, fraction="0.1", **limits) -> dict[str, str]:
+    data.prepare(f"jsonl:{source}", out, "bytes", val_split=f"hash:{fraction}", workers=1, **limits)
     return {text: split for split in ("train", "val") for text in read_documents(out, split)}
 
 
@@ -414,15 +414,15 @@ def every_form(texts: list[str], folder: Path) -> dict[str, str]:
 def test_every_source_gives_the_same_documents(tmp_path):
     texts = [f"{n} line\nünï 😀 {'x' * n}\r\n" for n in range(45)]
     shards = {}
-    for kind, source in every_form(texts, tmp_path).items():
-        out = data.prepare(source, tmp_path / "out" / kind, "bytes", val_split="hash:0.2", workers=1)
-        shards[kind] = bins(out)
+    for form, source in every_form(texts, tmp_path).items():
+        out = data.prepare(source, tmp_path / "out" / form, "bytes", val_split="hash:0.2", workers=1)
+        shards[form] = bins(out)
         found = data.Source(source, "text", "hash:0.2")
         everything = [("".join(blocks), split) for blocks, split in found.documents(0)]
         assert [text for text, _ in everything] == texts
         for skip in (1, 22, 23, 44, 45):  # as a resumed prepare does
             rest = data.Source(source, "text", "hash:0.2").documents(skip)
-            assert [("".join(blocks), split) for blocks, split in rest] == everything[skip:], (kind, skip)
+            assert [("".join(blocks), split) for blocks, split in rest] == everything[skip:], (form, skip)
     assert read_documents(out, "train") == [t for t in texts if t in read_documents(out, "train")]
     assert all(content == shards["text"] for content in shards.values())
     assert len(shards["text"]) == 2
@@ -851,11 +851,11 @@ def test_without_padding_rows_would_count_twice(dataset):
 def test_info(corpus, shards, dataset):
     result = run(0, "data.py", "info", shards)
     counts = Counter(itertools.chain.from_iterable(t.tolist() for t in dataset.train.tokens))
-    share = np.array(list(counts.values())) / sum(counts.values())
+    p = np.array(list(counts.values())) / sum(counts.values())
     assert result.code == 0, result.out
     train, val = dataset.train.num_tokens, dataset.val.num_tokens
     for part in (f"text:{corpus}: {train:,} training and {val:,} validation tokens of bytes, 2 documents",
-                 "val_split tail:0.1", f"unigram entropy {-(share * np.log(share)).sum():.4f} nats",
+                 "val_split tail:0.1", f"unigram entropy {-(p * np.log(p)).sum():.4f} nats",
                  "tokenizer: bytes, 257 ids, end of text is 256, [MASK] is 257",
                  f"fingerprint: {dataset.fingerprint}"):
         assert part in result.out
