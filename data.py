@@ -4,15 +4,15 @@
     python data.py prepare --dataset 'text:books/*.txt' --tokenizer bpe:16384
     python data.py prepare --dataset wikipedia-es --tokenizer gpt2 --max-tokens 2B
     python data.py info   shards/stdlib-bpe4096        # what is in it
-    python data.py verify shards/stdlib-bpe4096        # every byte against its checksum
+    python data.py verify shards/stdlib-bpe4096        # all bytes against their checksums
     python data.py peek   shards/stdlib-bpe4096        # a few rows as text
 
-Three ideas carry the whole file:
+Three design decisions:
 
-* A shard is a header and an array (the format of llm.c and modded-nanogpt), so reading is a memory map.
+* A shard is a header and an array (the format of llm.c and modded-nanogpt), so it is read by memory-mapping.
 * `prepare` can be killed at any moment: the manifest lists finished shards and where in the source they end.
-* The order of training samples is a pure function of (seed, position). Nothing about it is ever saved except
-  how many samples were consumed, and it does not depend on the number of ranks.
+* The order of training samples is a pure function of (seed, position), whatever the number of ranks. A
+  checkpoint stores only how many samples were consumed.
 
 torch is imported only by the reader: `prepare` and its worker processes start five times faster without it.
 """
@@ -71,7 +71,7 @@ def cpu_count() -> int:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Tokenizers. Everything byte-level runs in tiktoken; a Hugging Face tokenizer.json is its form on disk.
+# Tokenizers. tiktoken runs every byte-level BPE; on disk each tokenizer is a Hugging Face tokenizer.json.
 
 EOT, MASK = "<|endoftext|>", "[MASK]"
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # counted with [MASK]
@@ -92,15 +92,15 @@ CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 
 
 def without_surrogates(text: str) -> str:
-    """The text with "?" for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    """The text with "?" for lone surrogates, which JSON can contain and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 class Tokenizer:
     """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority.
 
-    `num_ids` counts all ids; `vocab_size` leaves out [MASK] where that is the last one, because only a masked
-    language model needs it. Ordinary text never encodes to a special id.
+    `num_ids` counts all ids; `vocab_size` excludes [MASK] if that is the last, as only masked language models
+    need it. Ordinary text never encodes to a special id.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
@@ -112,6 +112,7 @@ class Tokenizer:
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         self.specials = specials | {MASK: self.mask}
         self.special_ids = list(self.specials.values())
+        self._bytes = self.spellings() | {i: s.encode() for s, i in self.specials.items()}
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
             import tiktoken
@@ -132,11 +133,8 @@ class Tokenizer:
             return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
     def decode(self, ids) -> str:
-        ids = [int(i) for i in ids]
-        if self._encoding is None:
-            names = {i: s.encode() for s, i in self.specials.items()}
-            return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
-        return self._encoding.decode_bytes(ids).decode("utf-8", "replace")
+        """The text of ids; some tokenizers have ids without a token, which count as empty."""
+        return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
     def spellings(self) -> dict[int, bytes]:
         """The bytes of each ordinary id."""
@@ -241,23 +239,22 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
         model, added = spec["model"], {t["content"]: t for t in spec["added_tokens"]}
         stages = (spec["pre_tokenizer"] or {}).get("pretokenizers", [spec["pre_tokenizer"]])
         types = [stage and stage["type"] for stage in stages]
+        odd = any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        if (model.get("type") == "BPE" and types in (["ByteLevel"], ["Split", "ByteLevel"]) and not odd
+                and not stages[-1].get("add_prefix_space") and not spec.get("normalizer")
+                and EOT in added and all(t["special"] for t in added.values())):
+            pattern = (stages[0].get("pattern") or {}).get("Regex")
+            if stages[-1].get("use_regex", True):
+                pattern = PATTERNS["gpt2"]
+            merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+            merged_ids = [model["vocab"].get("".join(m)) for m in merges]
+            words = {token: i for token, i in model["vocab"].items() if token not in added}
+            if (merged_ids == list(range(256, 256 + len(merges))) and len(words) == 256 + len(merges)
+                    and (pattern is None) == (not merges)):
+                ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in words.items()}
+                return Tokenizer(name, ranks, pattern, {s: t["id"] for s, t in added.items()})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{name} is not a Hugging Face tokenizer.json.")
-    plain = (model.get("type") == "BPE" and types in (["ByteLevel"], ["Split", "ByteLevel"])
-             and not stages[-1].get("add_prefix_space") and not spec.get("normalizer")
-             and not any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
-             and EOT in added and all(t["special"] for t in added.values()))
-    if plain:
-        pattern = (stages[0].get("pattern") or {}).get("Regex")
-        if stages[-1].get("use_regex", True):
-            pattern = PATTERNS["gpt2"]
-        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        merged_ids = [model["vocab"].get("".join(m)) for m in merges]
-        words = {token: i for token, i in model["vocab"].items() if token not in added}
-        if (merged_ids == list(range(256, 256 + len(merges))) and len(words) == 256 + len(merges)
-                and (pattern is None) == (not merges)):
-            ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in words.items()}
-            return Tokenizer(name, ranks, pattern, {s: t["id"] for s, t in added.items()})
     try:
         return HuggingFaceTokenizer(name, text)
     except ImportError:
@@ -313,7 +310,7 @@ SHORT_NAMES = {  # repository, configuration
 }
 SOURCES = f"stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}"
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
-BLOCK = 1 << 20  # characters read, and at most tokenized, at a time
+BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
 
 
 class Source:
@@ -349,7 +346,7 @@ class Source:
 
     def documents(self, start: int):
         """Yields (blocks of text, split) from document `start` on; split None means by a hash of the text."""
-        return itertools.islice(self._read(), start, None)  # cheap: a block is read when it is asked for
+        return itertools.islice(self._read(), start, None)  # the blocks of text files are not read
 
     def _stdlib(self):
         for path in self.files:
@@ -361,7 +358,7 @@ class Source:
                 yield [], None
 
     def _text(self):
-        """A document per file; with tail:F the file in which the validation split begins makes two."""
+        """A document per file; with tail:F, the file that contains the boundary gives two."""
         train_bytes = int(self.total * (1 - (self.tail or 0)))
         for path in self.files:
             size = path.stat().st_size
@@ -451,7 +448,7 @@ class Source:
 
     @contextlib.contextmanager
     def _open(self, path):
-        """Opens a file for reading. Raises UserError for whatever fails before it is closed."""
+        """Opens a file for reading. An error before it is closed becomes a UserError."""
         try:
             with open(path, "rb") as file:
                 yield file
@@ -489,7 +486,7 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
 
 
 def pieces(blocks):
-    """Recuts a document into pieces of about BLOCK characters that end at a line, or at least at a word."""
+    """Re-cuts a document into pieces of about BLOCK characters that end with a line, or at least a word."""
     rest = ""
     for block in blocks:
         for i in range(0, len(block), BLOCK):
@@ -574,10 +571,10 @@ def read_manifest(directory: Path) -> dict | None:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         types = {"dataset": str, "settings": dict, "complete": bool, "dtype": str, "tokenizer": dict,
                  "shards": list}
-        checks = [(manifest, types)]
-        checks += [(manifest["tokenizer"], {"name": str, "sha256": str, "vocab_size": int, "mask": int})]
-        checks += [(s, {"tokens": int, "documents": int, "sha256": str, "end": list})
-                   for s in manifest["shards"]]
+        checks = [(manifest, types),
+                  (manifest["tokenizer"], {"name": str, "sha256": str, "vocab_size": int, "mask": int}),
+                  *((shard, {"tokens": int, "documents": int, "sha256": str, "end": list})
+                    for shard in manifest["shards"])]
         if manifest["format"] != 1 or not all(isinstance(part[key], expected) for part, types in checks
                                               for key, expected in types.items()):
             raise ValueError("a field of the wrong type")
@@ -656,10 +653,10 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
 
 
 class ShardWriter:
-    """Collects tokens and writes them as shards, in a thread, so that the processes keep tokenizing.
+    """Collects tokens and writes them as shards in a thread, so that tokenizing continues meanwhile.
 
-    A training shard and the validation tokens met on the way are committed together, so that one position in
-    the source, where the newest shard ends, is all that a resumed run needs.
+    A training shard and the validation tokens collected so far are committed together, so a resumed run needs
+    only one position in the source: where the newest shard ends.
     """
 
     def __init__(self, directory: Path, manifest: dict, thread: ThreadPoolExecutor):
@@ -714,7 +711,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         few = dataset.startswith("text:") and len(glob.glob(dataset[5:], recursive=True)) < 100
         val_split = "tail:0.1" if few else "hash:0.01"
     if val_split.startswith("tail:") and (max_tokens or max_samples):
-        raise UserError("--val-split tail:F reads the text to its end: use hash:F with a limit.")
+        raise UserError("--val-split tail:F reads the text to its end: use hash:F with --max-tokens or "
+                        "--max-samples.")
     counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
     if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
         raise UserError("--shard-tokens must be between 1 and 1B; --workers and limits must be 1 or more.")
@@ -736,6 +734,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         except BlockingIOError:
             print(f"waiting for another process that is preparing {out}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
@@ -788,7 +788,7 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
 
 
 def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: int) -> None:
-    """Encodes the source from where `writer` ends, up to its end or to max_tokens."""
+    """Encodes the source from the writer's position on, up to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
     settings = writer.manifest["settings"]
     limit, first, start = settings["max_tokens"], writer.train_tokens, time.perf_counter()
@@ -811,7 +811,7 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
     """Yields (document, piece, split, text) from `position` on, up to max_samples documents in all."""
     fraction = float(settings["val_split"].partition(":")[2])
     first, skip = position
-    samples -= skip > 0  # a document that is resumed in its middle was counted
+    samples -= skip > 0  # a document that is resumed in the middle has been counted already
     for document, (blocks, split) in enumerate(source.documents(first), first):
         for piece, text in enumerate(pieces(blocks)):
             if piece == 0:
@@ -863,7 +863,7 @@ def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
                             "are kept; run the same command again with fewer --workers.")
 
 
-_tokenizer = None  # of this process
+_tokenizer = None  # set by _start_worker
 
 
 def _start_worker(name: str, tokenizer_json: str) -> None:
@@ -972,43 +972,34 @@ class Masker:
         Where a row has fewer than K ordinary tokens the label is −1, which the loss ignores.
         """
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
-        hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
-        last = np.uint64(2**64 - 1)
-        if self.starts_word is None:
-            order = np.where(self.special.take(x), last, hashes)
-            low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # the low bits hold the position
-            order &= ~low
-            order |= self.positions
-            order.partition(self.k - 1, axis=1)
-            picked = (order[:, :self.k] & low).astype(np.int64)
-        else:  # the tokens of a word have the hash of its first one, so they are picked one after another
-            begins = np.where(self.starts_word[x], self.positions.astype(np.int64), 0)
-            words = np.take_along_axis(hashes, np.maximum.accumulate(begins, axis=1), axis=1)
-            order = np.where(self.special[x], last, words)
-            picked = np.argsort(order, axis=1, kind="stable")[:, :self.k]
+        keys = hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
+        if self.starts_word is not None:  # the tokens of a word have the hash of its first one
+            begins = np.where(self.starts_word.take(x), self.positions.astype(np.int64), 0)
+            keys = np.take_along_axis(hashes, np.maximum.accumulate(begins, axis=1), axis=1)
+        order = np.where(self.special.take(x), np.uint64(2**64 - 1), keys)
+        low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # the low bits hold the position
+        order &= ~low
+        order |= self.positions
+        order.partition(self.k - 1, axis=1)
+        picked = (order[:, :self.k] & low).astype(np.int64)
         picked.sort(axis=1)
         at = picked + np.arange(0, x.size, x.shape[1])[:, None]  # in the flat x
         old = x.take(at).astype(np.int64)
         ordinary = ~self.special.take(old)
         new = np.full_like(old, self.mask)
-        if not self.mask_all:  # numpy divides by a constant much faster than it takes remainders
-            dice = splitmix64(hashes.take(at))
-            ten, n = np.uint64(10), np.uint64(len(self.ordinary))
-            number = dice // ten
-            tenth = dice - number * ten
-            number -= number // n * n
-            new = np.where(tenth == 8, self.ordinary.take(number.astype(np.int64)),
-                           np.where(tenth == 9, old, new))
+        if not self.mask_all:
+            number, tenth = np.divmod(splitmix64(hashes.take(at)), np.uint64(10))
+            random = self.ordinary.take((number % np.uint64(len(self.ordinary))).astype(np.int64))
+            new = np.where(tenth == 8, random, np.where(tenth == 9, old, new))
         np.put(x, at, np.where(ordinary, new, old).astype(x.dtype))
         return picked, np.where(ordinary, old, -1)
 
 
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
                preset_global: int, preset_batch: int) -> tuple[int, int, int]:
-    """Returns (sequences per step, sequences per micro-batch of a rank, accumulation steps).
-
-    The recipe fixes the first, memory limits the second; the last two times the world size make the first.
-    None means not given. Raises UserError with the nearest fit if there is no such plan.
+    """Returns (global batch, micro-batch, accumulation steps); the first is the product of the others and the
+    world size. The recipe fixes the global batch, memory limits the micro-batch. None means not given. Raises
+    UserError with the nearest fit if there is none.
     """
     if global_batch is None:
         global_batch = batch * grad_accum * world_size if batch and grad_accum else preset_global
@@ -1019,10 +1010,8 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
                         f"processes: use --global-batch {fits}.")
     per_rank = global_batch // world_size
     divisors = [b for b in range(1, per_rank + 1) if per_rank % b == 0]
-    if batch is None and grad_accum:
-        batch = per_rank // grad_accum
-    elif batch is None:
-        batch = max(b for b in divisors if b <= max(preset_batch, 1))
+    if batch is None:
+        batch = per_rank // grad_accum if grad_accum else max(b for b in divisors if b <= preset_batch)
     if batch not in divisors or grad_accum and batch * grad_accum != per_rank:
         fits = min(divisors, key=lambda b: abs(b - batch))
         given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
@@ -1036,7 +1025,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 
 
 class Shards:
-    """The shards of one split as rows of `seq_len` tokens, each with the token that follows it.
+    """The shards of one split as rows of `seq_len` tokens, and the same rows shifted by one token.
 
     A row lies within one shard; the rest at the end of a shard that does not fill a row is not used.
     """
@@ -1055,7 +1044,7 @@ class Shards:
             self.grids.append((int(end) - n, x, y))
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-        """Copies rows (B,), int64 and ascending, into x (B, T); y (B, T) gets the same, one token on."""
+        """Copies rows (B,), int64 and ascending, into x (B, T), and shifted by one token into y (B, T)."""
         begin = 0
         for (first, grid_x, grid_y), end in zip(self.grids, rows.searchsorted(self.ends).tolist()):
             if begin < end:
@@ -1107,13 +1096,12 @@ class Dataset:
         train, val = [p for p in paths if "val" not in p.name], [p for p in paths if "val" in p.name]
         if not train:
             raise UserError(f"{directory} holds no training shard.")
-        self.name, self.train, self.val = directory.name, Shards(train, seq_len), None
-        if val and (shards := Shards(val, seq_len)).rows:
-            self.val = shards
+        self.name, self.train = directory.name, Shards(train, seq_len)
+        self.val = shards if val and (shards := Shards(val, seq_len)).rows else None
         if not self.train.rows:
             raise UserError(f"{directory} is too small: {self.train.num_tokens} training tokens fill no row "
                             f"of {seq_len}; lower --seq-len or prepare more text.")
-        largest = int(self.train.tokens[0][:1_000_000].max())
+        largest = int(self.train.tokens[0][:1_000_000].max(initial=0))
         if largest >= self.tokenizer.num_ids:
             raise UserError(f"{directory} holds the id {largest}, but {self.tokenizer.name} has "
                             f"{self.tokenizer.num_ids} ids: name the right one with --tokenizer.")
@@ -1134,21 +1122,21 @@ class Dataset:
 class Loader:
     """Endless micro-batches of one rank on `device`, read ahead by a thread.
 
-    x and y, int64 (B, T), y one token on; with a masker x (B, T) and positions and labels (B, K). Each time,
-    the ranks take batch × world_size positions of the global order; rank r gets the r-th slice, sorted so
-    that it reads forward through the files. `samples` is how many were consumed before.
+    x and y are int64 (B, T), y shifted by one token; with a masker, x (B, T), positions and labels (B, K). In
+    each step the ranks share batch × world_size positions of the global order: rank r gets the r-th slice,
+    sorted so that it reads forward through the files. `samples` is how many were consumed before.
     """
 
     def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
-                 samples: int = 0, masker: Masker | None = None, depth: int = 3):
+                 samples: int = 0, masker: Masker | None = None):
         import torch
         self.shards, self.batch, self.seed, self.device = shards, batch, seed, torch.device(device)
         self.position, self.stride, self.masker = samples + rank * batch, batch * world_size, masker
-        self._event = torch.cuda.Event if self.device.type == "cuda" else None
+        self._cuda = torch.cuda if self.device.type == "cuda" else None
         self._free, self._ready = queue.Queue(), queue.Queue()
-        dtype = {2: torch.uint16, 4: torch.uint32}[shards.dtype.itemsize]
-        for _ in range(depth):
-            pin = {"pin_memory": self._event is not None}
+        dtype = getattr(torch, shards.dtype.name)
+        for _ in range(3):
+            pin = {"pin_memory": self._cuda is not None}
             buffers = [torch.empty((2, batch, shards.seq_len), dtype=dtype, **pin)]
             buffers += [torch.empty((2, batch, masker.k), dtype=torch.int64, **pin)] if masker else []
             self._free.put((buffers, None))
@@ -1157,9 +1145,8 @@ class Loader:
 
     def _read_ahead(self):
         try:
-            if self._event:  # else this thread would open a context on the first GPU as well
-                import torch
-                torch.cuda.set_device(self.device)
+            if self._cuda:
+                self._cuda.set_device(self.device)  # else this thread would open a context on the first GPU
             while (item := self._free.get()) is not None:
                 buffers, copied = item
                 if copied is not None:
@@ -1185,10 +1172,7 @@ class Loader:
             raise buffers
         x, y = buffers[0].to(self.device, non_blocking=True).long()
         batch = (x, *buffers[1].to(self.device, non_blocking=True, copy=True)) if self.masker else (x, y)
-        copied = self._event() if self._event else None
-        if copied:
-            copied.record()
-        self._free.put((buffers, copied))
+        self._free.put((buffers, self._cuda.current_stream().record_event() if self._cuda else None))
         return batch
 
     def close(self):
@@ -1198,14 +1182,13 @@ class Loader:
 
 def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
                        limit: int | None = None, masker: Masker | None = None):
-    """Yields batches as Loader does, the first `limit` rows (None: all) in order, equally many on every rank.
+    """Yields batches like Loader's: the first `limit` rows (None: all) in order, equally many on each rank.
 
     Past the last row labels are −1, which the loss ignores: each row counts once, on any number of ranks.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
-    x = np.zeros((batch, shards.seq_len), shards.dtype)
-    y = np.zeros_like(x)
+    x, y = np.empty((2, batch, shards.seq_len), shards.dtype)
     stride = batch * world_size
     for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
@@ -1216,7 +1199,7 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
-    """Where the shards of a trainer's --data are: that directory, or the one that source is prepared in."""
+    """The directory of a trainer's --data: itself, or the one that this source is prepared in."""
     if Path(data).is_dir() or (":" not in data and os.sep in data):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
@@ -1234,7 +1217,7 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
 
 def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int,
            watch=lambda: None) -> Path:
-    """directory_of(data), prepared if need be; of a source on the hub up to `max_tokens`.
+    """directory_of(data), prepared if necessary, from the hub only up to `max_tokens` tokens.
 
     The first process of each node prepares; the others watch for the finished manifest instead of waiting in
     a collective, because this can take hours. Meanwhile watch() raises an error if a process is lost.
@@ -1268,7 +1251,7 @@ def check_source(data: str, out: Path, settings: dict) -> None:
     try:
         identity = Source(data, settings["text_field"], settings["val_split"]).identity
     except UserError:
-        return  # the text is gone; its shards are all that is needed
+        return  # the source is gone; the shards suffice
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one in another --out, and name that with --data.")
@@ -1329,8 +1312,8 @@ def main() -> None:
     p.add_argument("--tokenizer", dest="tokenizer_name",
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
-                   help="hash:F, a fraction F of the documents, by a hash of their text, or tail:F, the end "
-                   "of a text (default: tail:0.1 for fewer than 100 text files, else hash:0.01)")
+                   help="hash:F, a fraction F of the documents, by a hash of their text, or tail:F, the last "
+                   "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01)")
     p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")

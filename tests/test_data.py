@@ -623,6 +623,22 @@ def test_the_older_form_of_gpt2s_tokenizer_json(tokenizer, exported):
     assert (older.pattern, older.ranks) == (tokenizer.pattern, tokenizer.ranks)
 
 
+@pytest.mark.parametrize("change", [
+    {"vocab": []}, {"vocab": {"a": "b"}}, {"merges": [1]}, {"merges": None}, {"vocab": None}], ids=str)
+def test_a_malformed_model_in_a_tokenizer_json_is_one_sentence(exported, change):
+    spec = json.loads(exported)
+    spec["model"] |= change
+    with pytest.raises(data.UserError, match="broken (is not a Hugging Face|cannot be read)"):
+        data.parse_tokenizer_json("broken", json.dumps(spec))
+
+
+def test_an_id_without_a_token_is_empty_text():
+    """cl100k_base has such gaps, and an untrained model samples them."""
+    specials = {EOT: 256, data.MASK: 300}
+    tokenizer = data.Tokenizer("gaps", {bytes([i]): i for i in range(256)}, r"\s+|\S+", specials)
+    assert tokenizer.num_ids == 301 and tokenizer.decode([97, 280, 98]) == "ab"
+
+
 @pytest.mark.parametrize("part", [" ", "\n", " \n", "a", "7", "!"])
 def test_a_million_of_anything(tokenizer, part):
     text = part * (1_000_000 // len(part))
