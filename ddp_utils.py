@@ -1,16 +1,10 @@
-"""Processes that train together: how they start, agree, save, resume and end.
+"""Processes that train together: how they start, agree, train, save, resume and end.
 
-Every trainer calls these in this order:
+`launch(main)` runs a trainer's main() and ends the process so that it neither hangs nor aborts. `start` joins
+the process group. `TrainState` is the model in training with all that a checkpoint holds. `Run` is what
+surrounds the training step: what to resume, and what is due after a step.
 
-    world = init(...)                          # process group, device, threads
-    wrapped = wrap(model, world)               # DistributedDataParallel
-    warm_up(wrapped, ...)                      # settles DDP's buckets, finds parameters without a gradient
-    checkpoints = Checkpoints(directory, ...)  # written behind the training, verified when read
-    vote = StopVote(world)                     # signals, agreed across ranks
-
-and is itself called by `run(main)`, which ends the process so that it never hangs and never aborts.
-
-A rule for everything here: which collectives a rank calls never depends on what only that rank knows.
+One rule holds everywhere: which collectives a rank calls never depends on what only that rank knows.
 """
 
 import argparse
@@ -22,7 +16,6 @@ import itertools
 import json
 import math
 import os
-import queue
 import re
 import shutil
 import signal
@@ -31,7 +24,8 @@ import threading
 import time
 import warnings
 import zipfile
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,97 +33,69 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from data import (Dataset, UserError, cpu_count, expected_ids, fsync_directory, load_tokenizer, locate,
-                  plan_batch)
-from model import Block, continue_text, from_hf, local, pad_vocab, reshard, to_hf
+import monitor
+from data import (ArgumentParser, Dataset, UserError, cpu_count, directory_of, fsync_directory,
+                  load_tokenizer, locate, plan_batch, unigram_entropy, validation_batches, write_atomically)
+from model import Block, continue_text, fill_masks, from_hf, make_optimizers, num_params, pad_vocab, to_hf
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-
 class RunError(Exception):
-    """The run cannot go on, and no traceback would say why better than one sentence: exit code 1."""
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse for many processes: a mistake is one sentence; the first process of a node prints help."""
-
-    def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
-
-    def error(self, message):
-        raise UserError(f"{message}; --help lists all flags.")
-
-    def print_help(self, file=None):
-        if local_rank() == 0:
-            super().print_help(file)
+    """A failure that one sentence explains better than a traceback: exit code 1."""
 
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def run(main) -> None:
+def launch(main) -> None:
     """Runs main() and ends the process. Exit codes: 0, 1 for a failure, 2 for a UserError, 130 for Ctrl-C.
 
-    torch's C++ threads can abort a finished process while Python tears down, so it leaves by os._exit once
-    everything is flushed. After a failure the process group is not destroyed, because that can hang.
+    It leaves by os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
-    code, text, own = 0, "", ""
-
-    def guarded():  # `record` writes what goes wrong to the file from which torchrun reports it
-        nonlocal code, text, own
-        try:
-            main()
-        except UserError as error:
-            code, text, own = 2, f"error: {error}", str(error)
-        except RunError as error:
-            code, text, own = 1, f"error: {error}", str(error)
-        except KeyboardInterrupt:
-            code, text = 130, "stopped"
-        except Exception as error:
-            own = first_line(error)
-            if not (heartbeat and lost_connection(error)):
-                raise
-            if cause := heartbeat.ask():
-                code, text, own = 1, f"error: {cause}", ""
-            else:
-                text = (f"error: {own}: all processes are alive, so one was busy for longer than --timeout, "
-                        "or cannot reach another.")
-                raise
-
+    code, text, reason = 1, "", ""  # the exit code, what is printed, what other ranks print
+    torchrun = get_error_handler()
+    torchrun.initialize()
     try:
-        record(guarded)()
+        main()
+        code = 0
     except SystemExit as error:  # of --help
         code = error.code or 0
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    unwritten = Checkpoints.unwritten if code == 1 else None
+    except KeyboardInterrupt:
+        code, text = 130, "stopped"
+    except (UserError, RunError) as error:
+        code, text, reason = 2 if isinstance(error, UserError) else 1, f"error: {error}", str(error)
+    except Exception as error:
+        reason, lost = first_line(error), heartbeat and lost_connection(error)
+        if lost and (cause := heartbeat.ask()):
+            text, reason = f"error: {cause}", ""
+        else:
+            sys.excepthook(*sys.exc_info())
+            torchrun.record_exception(error)  # for torchrun's own report
+            text = lost and (f"error: {reason}: all processes are alive, so one was busy for longer than "
+                             "--timeout, or cannot reach another.")
+    unwritten = Checkpoints.unwritten if code == 1 else []
     for number in STOP_SIGNALS:  # torchrun, once the first process has failed, ends the others by signal
         signal.signal(number, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
-        time.sleep(1.0 * (local_rank() > 0))  # torchrun stops this process once the first one has spoken
+        time.sleep(1.0 * (local_rank() > 0))  # by then torchrun has stopped this process if rank 0 failed
         print(text, file=sys.stderr, flush=True)
     if heartbeat:
-        heartbeat.stop(own)
+        heartbeat.stop(reason)
     deadline = time.monotonic() + 15  # torchrun kills after 30, of which finding the cause takes some
-    while unwritten and unwritten.unfinished_tasks and time.monotonic() < deadline:
-        time.sleep(0.05)  # a checkpoint of the time before the failure is worth waiting for
-    if code == 0 and dist.is_initialized():
+    while not all(job.done() for job in unwritten) and time.monotonic() < deadline:
+        time.sleep(0.05)  # a checkpoint from before the failure is worth waiting for
+    if code == 0 and dist.is_initialized():  # after a failure this can hang
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
     with contextlib.suppress(OSError):  # the terminal may be gone
@@ -145,7 +111,6 @@ class World:
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
     node: str
     nodes: int
     device: torch.device
@@ -153,7 +118,7 @@ class World:
     backend_reason: str
 
     @property
-    def main(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     @property
@@ -161,242 +126,79 @@ class World:
         return f"[Rank {self.rank}/{self.world_size} | Node {self.node} | Device {self.device}]"
 
     def synchronize(self) -> None:
-        """Waits until the device has done what it was given; then a clock tells the truth."""
+        """Waits until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def init(backend: str = "auto", device: str = "auto", timeout: float = 600) -> World:
+def start(args: argparse.Namespace) -> World:
+    """Joins the process group of a trainer. Raises UserError on all ranks if one has other flags."""
+    world = init(args.backend, args.device, args.timeout)
+    resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
+    assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
+                "same flags; --precision auto and --device auto need the same type of processor everywhere")
+    return world
+
+
+def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None) -> World:
     """Joins the process group that torchrun describes, or makes one of a single process.
 
-    backend is auto, nccl or gloo; device is auto, cuda or cpu; timeout, in seconds, bounds every collective.
-    Raises UserError if they do not fit the machine.
+    `timeout`, in seconds, bounds every collective. compare(device, backend) can look for differences between
+    ranks that would make the process group hang. Raises UserError on all ranks if one lacks the device.
     """
     env = os.environ
-    try:
-        rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-        local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-    except ValueError as error:
-        raise UserError(f"RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are numbers ({error}): start with torchrun.")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        gpus = torch.cuda.device_count()
-        if local_world_size > gpus:
-            raise UserError(f"{local_world_size} processes on a machine with {gpus} GPUs: start torchrun "
-                            f"with --nproc_per_node={gpus}, or use --device cpu." if gpus else
-                            "no GPU is visible here: leave --device out, or use --device cpu.")
-        where = torch.device("cuda", local_rank())  # never the global rank: GPUs are numbered on each node
+    launched = {"RANK", "WORLD_SIZE"} & env.keys()
+    rank, world_size, store = join(timeout) if launched else (0, 1, dist.HashStore())
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    where, backend, reason = on_all("device", lambda: choose_device(backend, device, local_world_size))
+    if compare:
+        compare(where, backend)
+    if heartbeat:
+        on_all("backend", lambda: heartbeat.add(backend, 1))
+        if (same := heartbeat.add(backend, 0)) < world_size:  # they would wait for each other in vain
+            raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
+                            "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
+    if where.type == "cuda":
         torch.cuda.set_device(where)
-        # Attention's backward adds gradients on a GPU in any order, unless told not to: then a resumed run
-        # would not equal an undisturbed one. What has no such mode warns.
+        # By default attention's backward adds gradients in any order on a GPU, so a resumed run would differ
+        # from an uninterrupted one. Operations without a deterministic mode warn.
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
-    else:
-        where = torch.device("cpu")
-        # torchrun sets OMP_NUM_THREADS=1 where nobody has chosen, which leaves most cores idle
-        if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
-            torch.set_num_threads(max(1, cpu_count() // local_world_size))
-    if backend == "auto":  # chosen before init: a failed init leaves keys in the store that spoil the next
-        nccl = device == "cuda" and dist.is_nccl_available()
-        backend = "nccl" if nccl else "gloo"
-        reason = "GPUs" if nccl else "no GPU is used" if device == "cpu" else "this torch has no NCCL"
-    else:
-        reason = "as asked"
-    if backend == "nccl" and (device == "cpu" or not dist.is_nccl_available()):
-        raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    store = dist.HashStore() if "RANK" not in env else join(rank, world_size, timeout, backend)
-    if "RANK" not in env:  # gloo opens a port even for one process: none that others can reach
+    elif "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
+        # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
+        torch.set_num_threads(max(1, cpu_count() // local_world_size))
+    if not launched:  # gloo opens a port even for one process: not one that others can reach
         env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # With its default, 3, a collective of NCCL that waits too long aborts the process from a thread of its
-    # own, and Python cannot say a word. 2 aborts the communicator only: the collective that hangs returns,
-    # with garbage, and the next one raises; a checkpoint is never written without one in between.
+    # By default (3) NCCL aborts the process when a collective times out, before Python can say why. 2 aborts
+    # only the communicator: the collective returns garbage, and the next one, which comes before any
+    # checkpoint is written, raises.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                            timeout=timedelta(seconds=timeout), device_id=where if device == "cuda" else None)
-    return World(rank, world_size, local_rank(), local_world_size, f"node{env.get('GROUP_RANK', 0)}",
+    dist.init_process_group(backend, store=dist.PrefixStore("process group", store), rank=rank,
+                            world_size=world_size, timeout=timedelta(seconds=timeout),
+                            device_id=where if where.type == "cuda" else None)
+    return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Signs of life: who has failed, when a collective has
-
-
-heartbeat: "Heartbeat | None" = None  # of this process, if it is one of several
-
-
-def join(rank: int, world_size: int, timeout: float, backend: str):
-    """The store at MASTER_ADDR, once all ranks are there. Raises UserError, or RunError naming the absent."""
-    global heartbeat
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    limit = timedelta(seconds=timeout)
-    try:
-        store = next(dist.rendezvous("env://", timeout=limit))[0]
-    except ValueError as error:
-        raise UserError(f"{first_line(error)}: start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
-                        "MASTER_PORT.")
-    except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise RunError(f"the port of {where} is in use here: give all nodes another MASTER_PORT, or end "
-                           "what uses it.")
-        came = re.search(r"(\d+/\d+) clients joined", str(error))
-        what = f"only {came[1]} ranks came to {where}" if came else f"rank {rank} found no rank 0 at {where}"
-        raise RunError(f"{what} within {timeout:g} s: see what the other nodes say; if nothing, check their "
-                       "MASTER_ADDR and MASTER_PORT, and the firewall of node 0.")
-    if world_size > 1:
-        store.add(backend, 1)
-        heartbeat = Heartbeat(store, rank, world_size, where, timeout)
-        heartbeat.wait_for_all()
-        if (same := store.add(backend, 0)) < world_size:  # they would wait for each other in vain
-            raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
-                            "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
-    return dist.PrefixStore("process group", store)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one short line."""
-    return " ".join(f"{type(error).__name__}: {error}".split("\n", 1)[0].split())[:300]
-
-
-def lost_connection(error: BaseException) -> bool:
-    """Whether this error tells that another process is gone or late, rather than of a mistake in this one."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
-
-
-GONE = object()  # the answer of a Heartbeat that has ended
-WAY_BACK = ("mend that and start the same command again on every node; it goes on from the newest "
-            "checkpoint")
-
-
-def listed(names: list[str]) -> str:
-    """A list for a sentence, of bounded length."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def lost(values: list[bytes]) -> str:
-    """The sentence about ranks that have written these values last."""
-    names = [value.decode().partition("|")[0] for value in values]
-    return (f"{listed(names)} gave no sign of life any more (the process or its machine has stopped, or the "
-            f"network to it is down): {WAY_BACK}.")
-
-
-class Heartbeat:
-    """Shows the other ranks that this one lives, and finds out, after a collective has failed, who does not.
-
-    A thread with a connection of its own writes a counter to the store every BEAT seconds. A rank that fails
-    leaves its reason there; a rank whose collective fails looks for that, then for counters that stand still.
-    Whoever finds the cause publishes it, so all ranks say the same sentence.
-    """
-
-    BEAT = 1.0  # seconds
-    PATIENCE = 5.0  # seconds for which a counter stands still until its rank counts as lost
-
-    def __init__(self, store, rank: int, world_size: int, where: str, timeout: float):
-        self.rank, self.where, self.timeout = rank, where, timeout
-        self.store = dist.PrefixStore("signs of life", store.clone())
-        self.name = f"rank {rank} on node{os.environ.get('GROUP_RANK', 0)} ({os.uname().nodename})"
-        self.keys = [str(r) for r in range(world_size)]
-        self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
-        self._beats, self._seen, self._next_look = 0, {}, 0.0
-        self._orders, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
-        self._beat()
-        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def wait_for_all(self) -> None:
-        """Raises RunError if a rank does not show up within the timeout."""
-        try:
-            self.store.wait(self.keys, timedelta(seconds=self.timeout))
-        except dist.DistError:
-            absent = [f"rank {key}" for key in self.keys if not self.store.check([key])]
-            raise RunError(f"{listed(absent)} of {len(self.keys)} did not come to {self.where} within "
-                           f"{self.timeout:g} s: see what the other nodes say, and start all with the same "
-                           "command but for the node's own rank.") from None
-
-    def raise_if_lost(self) -> None:
-        """For loops that wait long without a collective. Raises RunError if a rank is lost for `timeout`."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + self.PATIENCE
-        for key, value in self.call(self._read).items():
-            if self._seen.get(key, ("", 0))[0] != value:
-                self._seen[key] = value, now
-        silent = [value for value, since in self._seen.values() if now - since > self.timeout]
-        if silent:
-            raise RunError(lost(silent))
-
-    def ask(self) -> str:
-        """Why a collective failed, in one sentence, or "" if all ranks are alive. Takes some seconds."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a process beside this one has failed
-        try:
-            self.call(self._find_cause, self.PATIENCE + 3 * self.BEAT)
-            return self.cause
-        except RunError as error:
-            return str(error)
-
-    def call(self, function, timeout: float = 0):
-        """What function(), which uses a store, returns. Raises RunError if the store does not answer: its own
-        calls would wait for ever, so the thread makes them.
-        """
-        self._orders.put(function)
-        with contextlib.suppress(queue.Empty):
-            if (answer := self._answers.get(timeout=timeout or self.timeout)) is not GONE:
-                return answer
-        raise RunError(self.cause or (
-            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, its "
-            f"machine has stopped, or the network to it is down): {WAY_BACK}."))
-
-    def stop(self, reason: str) -> None:
-        """Says good-bye, with the reason if this rank has failed. Node 0, where the store is, leaves last."""
-        if reason:
-            self._own_cause = f"{self.name} failed first: {reason}"
-        self._orders.put(None)
-        self._thread.join(timeout=2 * self.BEAT)
-        if self.cause and len(self.keys) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-            time.sleep(2 * self.BEAT * (os.environ.get("GROUP_RANK", "0") == "0"))
-
-    def _work(self) -> None:
-        with contextlib.suppress(Exception):  # the store is gone; if it does not answer at all, this hangs
-            while not self.cause:
-                try:
-                    function = self._orders.get(timeout=self.BEAT)
-                except queue.Empty:
-                    self._beat()
-                    continue
-                self._beat("" if function else "ended")
-                if not function:
-                    break
-                self._answers.put(function())
-        self._answers.put(GONE)
-
-    def _beat(self, last: str = "") -> None:
-        self._beats += 1
-        self.store.set(self.keys[self.rank], f"{self.name}|{last or self._beats}")
-        if self._own_cause:
-            self.store.compare_set("cause", "", self._own_cause)
-        if self.store.check(["cause"]):
-            self.cause = self.store.get("cause").decode()
-
-    def _read(self) -> dict[str, bytes]:
-        return dict(zip(self.keys, self.store.multi_get(self.keys)))
-
-    def _find_cause(self) -> None:
-        before, deadline = self._read(), time.monotonic() + self.PATIENCE
-        while not self.cause:
-            time.sleep(self.BEAT / 4)
-            self._beat()
-            silent = [v for key, v in self._read().items() if v == before[key] and not v.endswith(b"|ended")]
-            if not silent:
-                return
-            if time.monotonic() > deadline:
-                self._own_cause = lost(silent)  # which the next beat publishes
-
-
-def compiles(device: torch.device) -> bool:
-    """Whether blocks are compiled by default: on GPUs that Triton knows, of compute capability 7.0 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
+    """This process's device, the backend, and why that one. Raises UserError if the machine lacks them."""
+    host, gpus = os.uname().nodename, torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise UserError(f"no GPU is visible on {host}: leave --device out, or use --device cpu.")
+    device = device if device != "auto" else "cuda" if gpus else "cpu"
+    if device == "cuda" and local_world_size > gpus:
+        raise UserError(f"{local_world_size} processes on {host} with {gpus} GPUs: start torchrun with "
+                        f"--nproc_per_node={gpus}, or use --device cpu.")
+    has_nccl = device == "cuda" and dist.is_nccl_available()
+    if backend == "nccl" and not has_nccl:
+        raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
+    reason = "as asked"
+    if backend == "auto":  # chosen before init: a failed init leaves keys in the store that spoil the next
+        backend = "nccl" if has_nccl else "gloo"
+        reason = "GPUs" if has_nccl else "no GPU is used" if device == "cpu" else "this torch has no NCCL"
+    # the local rank, because GPUs are numbered on each node
+    return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend, reason
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -411,192 +213,396 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# The flags that all trainers share. Those without a default here take it from the table of sizes.
+# Heartbeats: who is missing at the start, and who has failed when a collective has
 
 
-def number(low: float, high: float = float("inf"), kind=float, open_end: bool = False):
+heartbeat: "Heartbeat | None" = None  # of this process, if it is one of several
+WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
+
+
+def join(timeout: float) -> tuple[int, int, dist.Store]:
+    """Rank, world size and the store at MASTER_ADDR, once all ranks are there. RunError names who is not."""
+    global heartbeat
+    env = os.environ
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name) or name != "MASTER_ADDR" and not env[name].isdecimal():
+            wrong = "not a number" if env.get(name) else "not set"
+            raise UserError(f"{name} is {wrong}: start with torchrun, or give each process RANK, WORLD_SIZE, "
+                            "MASTER_ADDR and MASTER_PORT.")
+    rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
+    where = f"{env['MASTER_ADDR']}:{port}"
+    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    try:
+        store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
+                              wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(f"the port of {where} is in use here: end what uses it, or choose another MASTER_PORT."
+                       if "EADDRINUSE" in str(error) else
+                       f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
+                       "if nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
+    store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if world_size > 1:
+        if store.add(f"rank {rank}", 1) > 1:
+            raise UserError(f"RANK={rank} was given to two processes: give each its own.")
+        heartbeat = Heartbeat(store, rank, world_size, where, timeout, hosts_store)
+        heartbeat.wait_for_all()
+    return rank, world_size, store
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    return " ".join(f"{type(error).__name__}: {error}".split("\n", 1)[0].split())[:300]
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether this error means that another process is gone or late, rather than a mistake in this one."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+def listed(names: list[str]) -> str:
+    """A list for a sentence, of bounded length."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+class Heartbeat:
+    """Shows the other ranks that this one is alive, and finds out, after a collective has failed, who is not.
+
+    A thread writes `name|counter|state` to the store every BEAT seconds; the state is empty, `failed` or
+    `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that,
+    then for counters that stopped, then for ranks that did not fail, because they were busy. The first to
+    find the cause publishes it, so that all ranks print the same sentence.
+    """
+
+    BEAT = 1.0  # seconds
+    PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
+
+    def __init__(self, store, rank: int, world_size: int, where: str, timeout: float, hosts_store: bool):
+        self.rank, self.world_size, self.where, self.timeout = rank, world_size, where, timeout
+        # a second connection for this thread; the first stays open, because it may be the server of all ranks
+        self.store, self._server = dist.PrefixStore("heartbeat", store.clone()), store
+        self.name = f"rank {rank} on node{os.environ.get('GROUP_RANK', 0)} ({os.uname().nodename})"
+        self.keys = [str(r) for r in range(world_size)]
+        self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
+        several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self._leaves_last = hosts_store or several_nodes and os.environ.get("GROUP_RANK", "0") == "0"
+        self._state, self._beats, self._seen, self._next_look = "", 0, {}, 0.0
+        self._stopped = threading.Event()
+        self._beat()
+        threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
+
+    def wait_for_all(self) -> None:
+        """Raises RunError if a rank does not show up within the timeout."""
+        deadline = time.monotonic() + self.timeout
+        self.add("here", 1)
+        while self.add("here", 0) < self.world_size:
+            if time.monotonic() > deadline:
+                here = [self.call(lambda: self.store.check([key])) for key in self.keys]  # noqa: B023
+                missing = listed([f"rank {key}" for key, there in zip(self.keys, here) if not there])
+                raise RunError(f"{missing} of {self.world_size} did not come to {self.where} within "
+                               f"{self.timeout:g} s: start the same command there, with its own node rank.")
+            if self.cause:
+                raise RunError(self.cause)
+            time.sleep(0.05)
+
+    def raise_if_lost(self) -> None:
+        """For loops that wait without a collective: RunError if a rank failed or is lost for `timeout`."""
+        now = time.monotonic()
+        if self.cause:
+            raise RunError(self.cause)
+        if now < self._next_look:
+            return
+        self._next_look = now + self.PATIENCE
+        for key, beat in self.call(self._read).items():
+            if self._seen.get(key, ("", 0))[0] != beat:
+                self._seen[key] = beat, now
+        if silent := [beat for beat, since in self._seen.values() if now - since > self.timeout]:
+            raise RunError(self._lost(silent))
+
+    def ask(self) -> str:
+        """Why a collective failed, in one sentence, or "" if unknown. Takes some seconds."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from torchrun, when another process here has failed
+        try:
+            self.call(self._find_cause, self.PATIENCE + 3 * self.BEAT)
+            return self.cause
+        except RunError as error:
+            return str(error)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter in the store; returns the sum."""
+        return self.call(lambda: self.store.add(key, amount))
+
+    def call(self, function, timeout: float = 0):
+        """function(), which uses self.store, with a time-out, which its own calls lack: then a RunError."""
+        answer = []
+
+        def attempt():
+            with contextlib.suppress(Exception):  # the connection is lost
+                answer.append(function())
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(timeout or self.timeout)
+        if answer:
+            return answer[0]
+        raise RunError(self.cause or (
+            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, or the "
+            f"machine or the network to it is down): {WAY_BACK}."))
+
+    def stop(self, reason: str) -> None:
+        """Ends the heartbeat, with the reason if this rank has failed. The store's host leaves last."""
+        self._stopped.set()
+        self._state = "ended"
+        if reason:
+            self._own_cause = f"{self.name} failed first: {reason}"
+        with contextlib.suppress(RunError):
+            self.call(self._beat, 2 * self.BEAT)
+        if self.cause and self._leaves_last:
+            time.sleep(2 * self.BEAT)
+
+    def _beat_on(self) -> None:
+        with contextlib.suppress(Exception):  # the store is gone
+            while not self.cause and not self._stopped.wait(self.BEAT):
+                self._beat()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self.store.set(self.keys[self.rank], f"{self.name}|{self._beats}|{self._state}")
+        if self._own_cause:
+            self.store.compare_set("cause", "", self._own_cause)
+        if self.store.check(["cause"]):
+            self.cause = self.store.get("cause").decode()
+
+    def _read(self) -> dict[str, bytes]:
+        return dict(zip(self.keys, self.store.multi_get(self.keys)))
+
+    def _names(self, beats: list[bytes]) -> str:
+        return listed([beat.decode().partition("|")[0] for beat in beats])
+
+    def _lost(self, beats: list[bytes]) -> str:
+        return (f"{self._names(beats)} stopped responding (the process, its machine or the network to it is "
+                f"down): {WAY_BACK}.")
+
+    def _find_cause(self) -> None:
+        self._state, before, deadline = "failed", self._read(), time.monotonic() + self.PATIENCE
+        while not self.cause:
+            time.sleep(self.BEAT / 4)
+            self._beat()
+            now = self._read()
+            silent = [v for key, v in now.items() if v == before[key] and not v.endswith(b"|ended")]
+            busy = [v for v in now.values() if not v.endswith((b"|failed", b"|ended"))]
+            if not silent and not busy:
+                return
+            if time.monotonic() > deadline:  # the next beat publishes it
+                self._own_cause = self._lost(silent) if silent else (
+                    f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
+                    "alive: busy for longer, or cut off from other ranks; look there, or raise --timeout.")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def number(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
     """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
     def parse(text: str):
-        value = kind(text)
+        value = number_type(text)
         if not math.isfinite(value) or not low <= value <= high or open_end and value == high:
             limit = f"in [{low:g}, {high:g}{')' if open_end else ']'}"
-            limit = f"at least {low:g}" if high == float("inf") else limit
+            limit = limit if high < math.inf else f"at least {low:g}"
             raise argparse.ArgumentTypeError(f"{text} is not {limit}")
         return value
-    parse.__name__ = "whole number" if kind is int else "number"
+    parse.__name__ = "whole number" if number_type is int else "number"
     return parse
 
 
-positive = number(1, kind=int)
-share = number(0, 1, open_end=True)
+positive_int = number(1, number_type=int)
+nonnegative_int = number(0, number_type=int)
+fraction = number(0, 1, open_end=True)
 
 
-def machine(text: str) -> tuple[int, float]:
-    """A type for argparse: '8x141' → (8, 141.0)."""
-    match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not GPUs and the GB of each, such as 8x141")
-    return int(match[1]), float(match[2])
+def add_flags(parser: argparse.ArgumentParser, title: str, *flags: tuple) -> None:
+    """Adds a group of flags (name, type, default, help); a type is bool, a tuple of choices or a function."""
+    group = parser.add_argument_group(title)
+    for name, flag_type, default, text in flags:
+        text += "" if default is None else f" ({default})"
+        if flag_type is bool:
+            group.add_argument(name, action="store_true", help=text)
+        elif isinstance(flag_type, tuple):
+            group.add_argument(name, choices=flag_type, default=default, help=text)
+        else:
+            group.add_argument(name, type=flag_type, default=default, help=text)
 
 
-def comm(text: str) -> str:
-    """A type for argparse: fp32, bf16 or powersgd:RANK."""
-    if not re.fullmatch(r"fp32|bf16|powersgd:[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of fp32, bf16 and powersgd:RANK")
-    return text
+def flag_fields(config_class: type) -> list:
+    """The fields of a model's configuration that are flags, see `flag` in model.py."""
+    return [field for field in fields(config_class) if field.metadata]
 
 
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for data, batch, optimizer, run and checkpoints to a trainer's parser."""
-    g = parser.add_argument_group("data")
-    g.add_argument("--data", help="a prepared directory, or a source for `data.py prepare` such as stdlib, "
-                   "text:GLOB or fineweb-edu, which is prepared first if need be")
-    g.add_argument("--tokenizer", help="gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
-                   "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, else gpt2)")
-    g.add_argument("--seq-len", type=positive, help="tokens in a row, the context of the model")
-    g.add_argument("--seed", type=number(0, 2**31, int), default=0, help="of weights, order and dropout (0)")
+def flags_of_model(config_class: type, args: argparse.Namespace) -> dict:
+    return {field.name: getattr(args, field.name) for field in flag_fields(config_class)}
 
-    g = parser.add_argument_group("steps and batches")
-    length = g.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=positive, help="optimizer steps of the whole run")
-    length.add_argument("--epochs", type=number(1e-9), help="passes over the data, instead of --steps")
-    g.add_argument("--global-batch", type=positive, help="sequences in a step, over all processes")
-    g.add_argument("--batch", type=positive, help="sequences in a micro-batch of one process; how many a "
-                   "step accumulates follows (default: the largest that divides, up to the table's)")
-    g.add_argument("--grad-accum", type=positive, help="micro-batches in a step, instead of --batch")
 
-    g = parser.add_argument_group("optimization")
-    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw",
-                   help="muon: for the matrices of the blocks, with AdamW for the rest (adamw)")
-    g.add_argument("--lr", type=number(0), help="peak learning rate")
-    g.add_argument("--schedule", choices=("cosine", "wsd", "constant"), default="cosine",
-                   help="after the warm-up; wsd stays constant and falls over the last fifth (cosine)")
-    g.add_argument("--warmup", type=number(0, kind=int), help="steps of linear warm-up")
-    g.add_argument("--min-lr-ratio", type=number(0, 1), default=0.1, help="last learning rate / peak (0.1)")
-    g.add_argument("--weight-decay", type=number(0), default=0.1, help="of matrices (0.1)")
-    g.add_argument("--beta1", type=share, default=0.9, help="of AdamW (0.9)")
-    g.add_argument("--beta2", type=share, default=0.95, help="of AdamW (0.95)")
-    g.add_argument("--grad-clip", type=number(0), default=1.0, help="largest gradient norm; 0: any (1.0)")
-    g.add_argument("--ema", type=share, default=0.0, help="decay of a moving average of the weights, which "
-                   "evaluation, --prompt and --export then use; 0 keeps none (0)")
-
-    g = parser.add_argument_group("running")
-    g.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
-                   help="of activations; auto is bf16 where the hardware has it, else fp32; parameters are "
-                   "always fp32 (auto)")
-    g.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                   help="compile each block (default: on GPUs)")
-    g.add_argument("--checkpoint-activations", choices=("none", "block", "selective"),
-                   help="recompute in the backward pass, exactly: block keeps only the input of a block, "
-                   "selective the matrix products too")
-    g.add_argument("--strategy", choices=("ddp", "zero1", "zero2", "zero3"), default="ddp",
-                   help="what processes share out instead of each holding all of it: nothing, the optimizer "
-                   "state, also gradients, also parameters; any strategy resumes from any other's checkpoint "
-                   "(ddp)")
-    g.add_argument("--cpu-offload", action="store_true",
-                   help="with zero3: parameters, gradients and optimizer state live in host memory")
-    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if any)")
-    g.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="(auto: nccl on GPUs)")
-    g.add_argument("--timeout", type=positive, default=600, help="seconds to wait for a lost process (600)")
-    g.add_argument("--dry-run", nargs="?", const=(0, 0.0), type=machine, metavar="GPUSxGB",
-                   help="only estimate the memory that each process needs: here, or for example on 8x141")
-
-    g = parser.add_argument_group("slow links between nodes, with --strategy ddp")
-    g.add_argument("--comm", type=comm, default="fp32", metavar="fp32|bf16|powersgd:RANK",
-                   help="what gradients travel as; powersgd: low-rank factors, once --warmup is over (fp32)")
-    g.add_argument("--outer-every", type=positive, metavar="H", help="DiLoCo: average the parameters every H "
-                   "steps instead of the gradients in every step")
-    g.add_argument("--outer-start", type=number(0, kind=int), default=0, metavar="N",
-                   help="first train N steps as without --outer-every (0)")
-    g.add_argument("--outer-lr", type=number(0), default=0.7, help="step size of the outer update (0.7)")
-    g.add_argument("--outer-momentum", type=share, default=0.5, help="its Nesterov momentum (0.5)")
-
-    g = parser.add_argument_group("output")
-    g.add_argument("--out", type=Path, help="directory of the run (default: runs/<model>-<size>-<data>)")
-    g.add_argument("--log-every", type=positive, default=10, help="steps between log lines (10)")
-    g.add_argument("--wandb", action="store_true", help="send the curves to Weights & Biases as well")
-    g.add_argument("--profile", type=number(0, kind=int), default=0, metavar="N", help="print where the time "
-                   "of N steps goes, and write trace.json.gz for a browser; 0: do not (0)")
-    g.add_argument("--eval-every", type=positive, help="steps between evaluations; epochs end with one too")
-    g.add_argument("--eval-batches", type=number(0, kind=int), help="global batches in an evaluation; "
-                   "0 is the whole validation split")
-    g.add_argument("--save-every", type=positive, help="steps between checkpoints")
-    g.add_argument("--keep-last", type=positive, default=3, help="checkpoints to keep, beside the best (3)")
-    g.add_argument("--resume", default="auto", metavar="auto|none|PATH", help="auto: from the newest whole "
-                   "checkpoint in --out; none: start anew, which needs an --out without checkpoints (auto)")
-    g.add_argument("--init-from", metavar="PATH", help="start from the weights of hf:DIR_OR_ID, of a "
-                   "checkpoint file, or of a run directory")
-
-    g = parser.add_argument_group("using a run: acts on the newest checkpoint in --out, without training")
-    g.add_argument("--export", action="store_true", help="write hf/ for transformers")
+def make_parser(description: str, config_class: type, sizes: dict[str, dict]) -> ArgumentParser:
+    """The parser of a trainer: --size, the flags of its model, and those that all trainers share."""
+    keys = list(sizes["tiny"])
+    columns = [["--size", *keys], *([name, *(str(row[key]) for key in keys)] for name, row in sizes.items())]
+    columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
+        "  " + "  ".join(row).rstrip() for row in zip(*columns)))
+    parser.add_argument("--size", choices=sizes, default="tiny", help="a row of the defaults below (tiny)")
+    group = parser.add_argument_group("model")
+    for field in flag_fields(config_class):
+        name, text = field.name.replace("_", "-"), field.metadata["help"]
+        if field.type is bool:
+            group.add_argument(f"--{name}", action="store_true", default=field.default, help=text)
+            if field.default:
+                group.add_argument(f"--un{name}", action="store_false", dest=field.name)
+        else:  # the default comes in set_defaults, because sizes have defaults of their own
+            text += "" if field.name in keys else f" ({field.default})"
+            group.add_argument(f"--{name}", type=positive_int if field.type is int else fraction, help=text)
+    group.add_argument("--vocab-size", type=positive_int, help="rows of the embedding table (default: the "
+                       "ids of the tokenizer, rounded up to a multiple of 64)")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                       help="compile each block (default: on GPUs)")
+    add_flags(
+        parser, "data",
+        ("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
+         "which is prepared first if necessary"),
+        ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
+         "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, else gpt2)"),
+        ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
+    add_flags(
+        parser, "steps and batches",
+        ("--steps", positive_int, None, "optimizer steps of the run"),
+        ("--epochs", number(1e-9), None, "passes over the data, instead of --steps"),
+        ("--global-batch", positive_int, None, "sequences in a step, over all processes"),
+        ("--batch", positive_int, None, "sequences in a micro-batch (default: the largest that divides, up "
+         "to the table's)"),
+        ("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch"))
+    add_flags(
+        parser, "optimization",
+        ("--optimizer", ("adamw", "muon"), "adamw", "muon: for matrices in blocks, AdamW for the rest"),
+        ("--lr", number(0), None, "peak learning rate"),
+        ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
+        ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
+        ("--min-lr-ratio", number(0, 1), 0.1, "last learning rate / peak"),
+        ("--weight-decay", number(0), 0.1, "of matrices"),
+        ("--beta1", fraction, 0.9, "of AdamW"),
+        ("--beta2", fraction, 0.95, "of AdamW"),
+        ("--grad-clip", number(0), 1.0, "largest gradient norm; 0: any"),
+        ("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none"))
+    add_flags(
+        parser, "running",
+        ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
+         "auto: bf16 where the hardware has it"),
+        ("--checkpoint-activations", ("none", "block", "selective"), None, "recompute in the backward pass, "
+         "exactly: block keeps only the input of a block, selective the matrix products too"),
+        ("--strategy", ("ddp", "zero1", "zero2", "zero3"), "ddp", "what is sharded over the processes: "
+         "nothing, the optimizer state, also gradients, also parameters; each resumes from any other"),
+        ("--cpu-offload", bool, None, "with zero3: parameters, gradients and optimizer state in host memory"),
+        ("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if any"),
+        ("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs"),
+        ("--timeout", positive_int, 600, "seconds to wait for a lost process"))
+    parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
+                        help="only estimate the memory that each process needs: here, or on, say, 8x141")
+    add_flags(
+        parser, "slow links between nodes, with --strategy ddp",
+        ("--comm", ("fp32", "bf16"), "fp32", "what gradients are sent as"),
+        ("--outer-every", positive_int, None, "DiLoCo: average the parameters every so many steps instead of "
+         "the gradients in every step"),
+        ("--outer-start", nonnegative_int, 0, "first train so many steps as without --outer-every"),
+        ("--outer-lr", number(0), 0.7, "step size of the outer update"),
+        ("--outer-momentum", fraction, 0.5, "its Nesterov momentum"))
+    add_flags(
+        parser, "output",
+        ("--out", Path, None, "directory of the run (default: runs/<model>-<size>-<data>)"),
+        ("--log-every", positive_int, 10, "steps between log lines"),
+        ("--wandb", bool, None, "send the curves to Weights & Biases as well"),
+        ("--profile", nonnegative_int, 0, "print where the time of so many steps goes; write a trace"),
+        ("--eval-every", positive_int, None, "steps between evaluations; epochs end with one too"),
+        ("--eval-batches", nonnegative_int, None, "global batches in an evaluation; 0: all"),
+        ("--save-every", positive_int, None, "steps between checkpoints"),
+        ("--keep-last", positive_int, 3, "checkpoints to keep, beside the best"),
+        ("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
+         "an --out without checkpoints; or the path of a checkpoint or of a run directory"),
+        ("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory"),
+        ("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training"))
+    return parser
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of text generation."""
-    g = parser.add_argument_group("sampling")
-    g.add_argument("--prompt", help="continue this text with the newest checkpoint, without training")
-    g.add_argument("--sample-prompt", default="", help="the sample at the end of training continues this")
-    g.add_argument("--sample-every", type=number(0, kind=int), default=0, metavar="N", help="write a sample "
-                   "after every N-th evaluation too; 0: only at the end (0)")
-    g.add_argument("--max-new-tokens", type=positive, default=200, help="(200)")
-    g.add_argument("--temperature", type=number(0), default=0.8, help="0: always the likeliest token (0.8)")
-    g.add_argument("--top-k", type=number(0, kind=int), default=50, help="likeliest ids to keep; 0: all (50)")
-    g.add_argument("--top-p", type=number(0, 1), default=1.0,
-                   help="sample from the smallest set with this mass (1.0)")
+    add_flags(
+        parser, "sampling",
+        ("--prompt", str, None, "continue this text with the newest checkpoint, without training"),
+        ("--sample-prompt", str, "", "the sample at the end of training continues this"),
+        ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
+        ("--max-new-tokens", positive_int, 200, "length of a sample"),
+        ("--temperature", number(0), 0.8, "0: always the likeliest token"),
+        ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
+        ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
 
 
-def table_of(sizes: dict[str, dict]) -> str:
-    """The defaults of each size as a text for --help, one line for each flag."""
-    columns = [["--size", *next(iter(sizes.values()))]]
-    columns += [[name, *map(str, defaults.values())] for name, defaults in sizes.items()]
-    columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
-    return "defaults of each size:\n" + "\n".join("  " + "  ".join(row).rstrip() for row in zip(*columns))
-
-
-def settings_of(args: argparse.Namespace) -> dict:
-    """The flags that shape a run, as plain data."""
-    others = {"out", "resume", "prompt", "export", "sample_prompt", "sample_every", "max_new_tokens",
-              "temperature", "top_k", "top_p", "epochs", "timeout", "dry_run", "fill", "probe",
-              "list_presets", "wandb", "profile"}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(args).items() if k not in others}
-
-
-def use_defaults(args: argparse.Namespace, defaults: dict) -> None:
-    """Fills in the flags that were not given. Raises UserError for combinations that exclude each other."""
-    for key, value in defaults.items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
+def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> argparse.Namespace:
+    """Fills in the flags that were not given, from the row of the size, then from the model's configuration.
+    Raises UserError for flags that exclude each other.
+    """
     sharded = args.strategy in ("zero2", "zero3")
     for wrong, sentence in (
-            (sharded and args.optimizer == "muon", "--optimizer muon needs whole matrices: use ddp or zero1"),
+            (args.steps and args.epochs, "--epochs is not allowed with --steps: leave one of them out"),
+            (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1"),
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
             (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
             (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
             (args.outer_start and not args.outer_every, "--outer-start needs --outer-every"),
             (args.outer_every and args.strategy != "ddp", "--outer-every needs --strategy ddp"),
-            (args.outer_every and "powersgd" in args.comm, "--outer-every needs --comm fp32 or bf16"),
             (args.outer_every and args.precision == "fp16", "--outer-every needs --precision bf16 or fp32"),
-            (args.outer_every and args.ema, "--ema averages weights that all processes share, which they do "
-                                            "not with --outer-every: leave one of them out")):
+            (args.outer_every and args.ema, "--ema does not go with --outer-every: leave one of them out")):
         if wrong:
             raise UserError(f"{sentence}.")
+    model = {field.name: field.default for field in flag_fields(config_class)}
+    for key, value in (model | size).items():
+        if getattr(args, key) is None and key not in ("global_batch", "batch"):  # see plan_batch
+            setattr(args, key, value)
+    return args
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Agreement
 
 
-def on_main(world: World, function):
-    """What function() returns on rank 0, on every rank; a UserError there is raised on every rank."""
-    answer = [None, None]
-    if world.main:
-        try:
-            answer[0] = function()
-        except UserError as error:
-            answer[1] = str(error)
+_waits = itertools.count()  # all ranks come to the same ones in the same order
+
+
+def on_all(what: str, function):
+    """Runs function() on every rank, however long it takes. If it raises on one rank, it raises UserError on
+    all, so that none waits for the one that failed.
+    """
+    if not heartbeat:
+        return function()
+    what, store, pause = f"{what} {next(_waits)}", heartbeat.store, 0.001
+    try:
+        result = function()
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        with contextlib.suppress(RunError):
+            heartbeat.call(lambda: store.set(f"{what} failed", reason))
+        raise
+    heartbeat.add(what, 1)
+    while heartbeat.add(what, 0) < heartbeat.world_size:
+        if heartbeat.call(lambda: store.check([f"{what} failed"])):
+            raise UserError(heartbeat.call(lambda: store.get(f"{what} failed")).decode())
+        heartbeat.raise_if_lost()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return result
+
+
+def on_rank0(world: World, function):
+    """Runs function() on rank 0, returns its result on all ranks; an error there is a UserError on all."""
+    answer = [on_all("rank 0", lambda: function() if world.is_rank0 else None)]
     dist.broadcast_object_list(answer, src=0, device=world.device)
-    if answer[1] is not None:
-        raise UserError(answer[1])
     return answer[0]
 
 
@@ -607,30 +613,25 @@ def reduce_sum(values: list, world: World) -> list[float]:
     return packed.tolist()
 
 
-def differing_rank(numbers: Tensor) -> tuple[int, int] | None:
-    """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None.
-
-    Two all-reduces decide; only if something differs are all numbers gathered, to name the odd one out.
-    """
+def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
+    """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None."""
     low, high = numbers.clone(), numbers.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     different = (low != high).nonzero()
     if not len(different):
         return None
-    index = int(different[0])
-    gathered = [torch.empty_like(numbers[index:index + 1]) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, numbers[index:index + 1].contiguous())
-    values = torch.cat(gathered).tolist()
+    index, values = int(different[0]), [0] * dist.get_world_size()
+    dist.all_gather_object(values, int(numbers[index]))
     usual = max(values, key=values.count)  # the first of the most frequent
     return index, next(rank for rank, value in enumerate(values) if value != usual)
 
 
-def assert_same(world: World, what: dict[str, str], way_out: str) -> None:
-    """Raises UserError naming the first of these hexadecimal digests on which a rank differs from others."""
-    numbers = torch.tensor([int(digest[:15], 16) for digest in what.values()], device=world.device)
-    if odd := differing_rank(numbers):
-        raise UserError(f"{list(what)[odd[0]]} on rank {odd[1]} differs from the other ranks: {way_out}.")
+def assert_same(world: World, what: str, text: str, way_out: str) -> None:
+    """Raises UserError naming the first rank whose text differs from that of the others."""
+    digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+    if odd := find_mismatch(torch.tensor([digest], device=world.device)):
+        raise UserError(f"{what} on rank {odd[1]} differs from the other ranks: {way_out}.")
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
@@ -643,86 +644,53 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def assert_in_sync(tensors: dict[str, Tensor]) -> None:
-    """Compares tensors that all ranks hold whole, bit for bit. Raises RunError at a difference."""
+    """Compares tensors that are not sharded bit for bit across ranks. Raises RunError at a difference."""
     tensors = {name: t for name, t in tensors.items() if not isinstance(t, DTensor)}
-    if tensors and (odd := differing_rank(torch.stack([bit_sum(t) for t in tensors.values()]))):
-        raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks, so the run "
-                       "stops (Sync=FAILED): check the memory and the libraries of that node (unlike GPUs or "
-                       "CPUs round differently, so there --optimizer muon needs --strategy zero1, and --comm "
-                       "cannot be powersgd); the last checkpoint was compared before it was written.")
+    if tensors and (odd := find_mismatch(torch.stack([bit_sum(t) for t in tensors.values()]))):
+        raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks "
+                       "(Sync=FAILED): check the memory and the libraries of that node (processors of unlike "
+                       "types round differently: there --optimizer muon needs --strategy zero1); the last "
+                       "checkpoint was in sync.")
 
 
-_waits = itertools.count()  # all ranks come to the same ones in the same order
+def load_data(model_class: type, args: argparse.Namespace, world: World) -> Dataset:
+    """The data set of --data, prepared first if necessary: of an endless source 20 tokens a parameter."""
+    with torch.device("meta"):
+        parameters = num_params(model_class(model_class.Config(**flags_of_model(model_class.Config, args))))
 
-
-def on_all(world: World, what: str, function):
-    """function() on every rank, for days if need be, where a collective would time out; returns its result.
-
-    If it raises on one rank, it raises UserError on all, so that none waits for the one that failed.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    what = f"{what} {next(_waits)}"
-    try:
-        result = function()
-    except BaseException as error:
-        store.set(f"{what} failed", str(error) or type(error).__name__)
-        raise
-    call = heartbeat.call if heartbeat else lambda function: function()
-    call(lambda: store.add(what, 1))
-    pause = 0.001
-    while call(lambda: store.add(what, 0)) < world.world_size:
-        if call(lambda: store.check([f"{what} failed"])):
-            raise UserError(store.get(f"{what} failed").decode())
-        heartbeat.raise_if_lost()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-    return result
-
-
-def load_data(args, world: World, directory: Path, parameters: int) -> Dataset:
-    """The data set of --data, prepared first if need be, 20 tokens for each parameter where it is endless."""
     def read():
-        locate(args.data, args.tokenizer, 20 * parameters, world.local_rank,
-               heartbeat.raise_if_lost if heartbeat else lambda: None)
+        watch = heartbeat.raise_if_lost if heartbeat else lambda: None
+        directory = locate(args.data, args.tokenizer, 20 * parameters, world.local_rank, watch)
         return Dataset(directory, args.seq_len, args.tokenizer)
 
-    dataset = on_all(world, "data", read)
-    assert_same(world, {"the data": dataset.fingerprint},
+    dataset = on_all("data", read)
+    assert_same(world, "the data", dataset.fingerprint,
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
 
 
-def assert_same_flags(world: World, flags: dict) -> None:
-    """Raises UserError if the processes were started with different flags, which would part their ways."""
-    digest = hashlib.sha256(json.dumps(flags, default=str).encode()).hexdigest()
-    assert_same(world, {"the command line": digest}, "start every node with the same flags; --precision auto "
-                "and --device auto need the same kind of processors")
-
-
 # -----------------------------------------------------------------------------------------------------------
-# Models on all ranks, whole or in shards
+# Models on all ranks, replicated or sharded
 
 
-def build(kind: type, config, world: World, strategy: str = "ddp", cpu_offload: bool = False) -> nn.Module:
-    """A model without weights, in shards with zero2 and zero3, on this process's device.
-
-    It is laid out on the meta device first, so only rank 0, which has the weights, ever holds all of them in
-    host memory.
+def build_model(model_class: type, config, world: World, strategy: str = "ddp",
+                cpu_offload: bool = False) -> nn.Module:
+    """A model without weights on this process's device, sharded with zero2 and zero3. It is built on the meta
+    device first, so that only rank 0, which has the weights, ever holds all of them in host memory.
     """
     with torch.device("meta"):
-        model = kind(config)
+        model = model_class(config)
     buffers = dict(model.named_buffers())
-    for block in (m for m in model.modules() if isinstance(m, Block)):
+    for block in blocks_of(model):
         block.plain_attention = world.device.type == "cpu"
     if strategy in ("zero2", "zero3"):
         options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
                    "reshard_after_forward": strategy == "zero3"}  # zero2 keeps what a step has gathered
         if cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-        for block in (m for m in model.modules() if isinstance(m, Block)):
-            fully_shard(block, **options)
-        fully_shard(model, **options)
-        if strategy == "zero2":  # HRM calls its blocks again and again; `reshard` ends a step
+        for module in [*blocks_of(model), model]:
+            fully_shard(module, **options)
+        if strategy == "zero2":  # HRM calls its blocks again and again; free_gathered_params ends a step
             model.set_reshard_after_backward(False)
         if hasattr(model, "decode"):
             register_fsdp_forward_method(model, "decode")
@@ -733,67 +701,89 @@ def build(kind: type, config, world: World, strategy: str = "ddp", cpu_offload: 
     return model
 
 
-def whole(tensor: Tensor, world: World) -> Tensor:
-    """All of a sharded tensor, on every rank; other tensors themselves."""
+def blocks_of(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, in the same memory; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor, world: World) -> Tensor:
+    """All of a sharded tensor, on every rank; other tensors as they are."""
     return tensor.to(world.device).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def free_gathered_params(model: nn.Module) -> None:
+    """Frees all-gathered parameters of zero2 and zero3, which would be stale after an update."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
-def copy_from_main(tensor: Tensor, source: Tensor | None, world: World) -> None:
-    """Copies `source`, a whole tensor on rank 0, into a tensor, or the shards of one, on all ranks."""
-    everything = tensor
+def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World) -> None:
+    """Copies `source`, an unsharded tensor on rank 0, into a tensor, or its shards, on all ranks."""
+    full = tensor
     if isinstance(tensor, DTensor) or tensor.device != world.device:
-        everything = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-    if world.main:
-        everything.copy_(source)
-    dist.broadcast(everything.detach(), src=0)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    if world.is_rank0:
+        full.copy_(source)
+    dist.broadcast(full.detach(), src=0)
     if isinstance(tensor, DTensor):
-        everything = distribute_tensor(everything, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    if everything is not tensor:
-        local(tensor).copy_(local(everything))
+        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    if full is not tensor:
+        local_shard(tensor).copy_(local_shard(full))
 
 
-def load_model(kind: type, source: str | Path, world: World, say, seq_len: int = 0, strategy: str = "ddp",
-               cpu_offload: bool = False, **changes) -> tuple[nn.Module, dict | None]:
-    """A trained model of class `kind` and its checkpoint, from hf:DIR_OR_ID, a run directory or a file.
+def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
+    """Sends a tensor to rank `target`, which passes one of the same shape; returns it there, else None."""
+    if world.rank == source != target:
+        dist.send(tensor.to(world.device), target)
+    if world.rank == target != source:
+        tensor = torch.empty_like(tensor, device=world.device)
+        dist.recv(tensor, source)
+    return tensor if world.rank == target else None
 
-    `changes` replaces fields of its configuration that do not change its parameters; a context shorter than
-    `seq_len` is made as long, if its kind of positions allows that.
+
+def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World) -> None:
+    """Copies unsharded tensors, which rank 0 has by name, into the model on all ranks."""
+    for name, tensor in model.state_dict().items():
+        copy_from_rank0(tensor, weights[name] if world.is_rank0 else None, world)
+
+
+def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
+               strategy: str = "ddp", cpu_offload: bool = False, **changes) -> tuple[nn.Module, dict | None]:
+    """A trained model, with averaged weights if there are any, and its checkpoint; from a run directory, a
+    file or hf:DIR_OR_ID (no checkpoint). `changes` replaces fields of the configuration that do not change
+    the parameters; the context is extended to `seq_len` if the positional encoding allows that.
     """
-    saved = read = None
+    saved, weights = None, {}
 
-    def read_hf():
-        nonlocal read
-        read = from_hf(kind, str(source)[3:])
-        return asdict(read.config)
+    def read_hf() -> dict:
+        model = from_hf(model_class, str(source)[3:])
+        weights.update(model.state_dict())
+        return asdict(model.config)
 
-    if str(source).startswith("hf:"):  # a download can take longer than a collective may
-        config = on_all(world, "weights", lambda: read_hf() if world.main else None)
-        config = on_main(world, lambda: config)
+    if str(source).startswith("hf:"):
+        config = on_rank0(world, read_hf)
     else:
         saved = load_checkpoint(source, world, say)
         if saved is None:
             raise UserError(f"{source} holds no checkpoint: train first, or name another run.")
-        if saved["family"] != kind.__name__:
+        if saved["family"] != model_class.__name__:
             raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
-                            f"{kind.__name__}: use its own trainer.")
+                            f"{model_class.__name__}: use its own trainer.")
         config = saved["model_config"]
+        if world.is_rank0:
+            weights = saved["tensors"]["model"] | saved["tensors"]["ema"]
     changes["seq_len"] = max(seq_len, config["seq_len"])
-    model = build(kind, kind.Config(**config | changes), world, strategy, cpu_offload)
+    model = build_model(model_class, model_class.Config(**config | changes), world, strategy, cpu_offload)
     if seq_len > config["seq_len"] and "positions.weight" in model.state_dict():
         raise UserError(f"{source} has learned positions for {config['seq_len']} tokens: lower --seq-len.")
-    if saved:
-        restore(saved, world, model, averaged=True)
-    else:
-        copy_model(model, read, world)
+    copy_weights(model, weights, world)
     return model, saved
-
-
-def copy_model(model: nn.Module, source: nn.Module | None, world: World) -> None:
-    """Copies the weights of `source`, a whole model on rank 0, to all ranks."""
-    weights = source.state_dict() if world.main else {}
-    for name, tensor in model.state_dict().items():
-        copy_from_main(tensor, weights.get(name), world)
 
 
 def tokenizer_id(tokenizer) -> str:
@@ -801,35 +791,17 @@ def tokenizer_id(tokenizer) -> str:
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
 
 
-def start_model(kind: type, config, args, tokenizer, world: World, saved: dict | None, say) -> nn.Module:
-    """The model to train: random of this configuration, or from --init-from; for `restore` still empty."""
-    sharding = args.strategy, args.cpu_offload
-    changes = {key: getattr(config, key) for key in ("dropout", "eot") if hasattr(config, key)}
-    if args.init_from and not saved:
-        model, source = load_model(kind, args.init_from, world, say, args.seq_len, *sharding, **changes)
-        if source and source["tokenizer"] != tokenizer_id(tokenizer):
-            raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
-                            f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-        if model.config.vocab_size > config.vocab_size:
-            say(f"WARNING: {args.init_from} knows {model.config.vocab_size} ids, {tokenizer.name} only "
-                f"{config.vocab_size}: its weights are of use only if these ids mean the same")
-        if model.config.vocab_size < config.vocab_size:
-            raise UserError(f"{args.init_from} knows {model.config.vocab_size} ids, but {tokenizer.name} has "
-                            f"{config.vocab_size}: prepare the data with the tokenizer of that model.")
-        return model
-    if args.init_from and saved["family"] == kind.__name__:  # that decided the shape when the run began
-        config = kind.Config(**saved["model_config"] | changes)
-    model = build(kind, config, world, *sharding)
-    if not saved:
-        torch.manual_seed(args.seed)
-        copy_model(model, kind(config) if world.main else None, world)
-    return model
+def run_directory(args: argparse.Namespace, name: str) -> Path:
+    return args.out or Path("runs", f"{name}-{directory_of(args.data, args.tokenizer).name}")
 
 
-def run_of(saved: dict, args, out: Path) -> tuple:
-    """The run directory of a checkpoint that --prompt or --export uses (`out` if it lies elsewhere), and its
-    tokenizer. Raises UserError if that directory has none, or that of another run.
-    """
+def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
+    """--export, --prompt and --fill: uses the newest checkpoint of a run, or that of --resume."""
+    model, saved = load_model(model_class, out if args.resume == "auto" else args.resume, world, print)
+    model.compute_dtype = compute_dtype(args.precision, world.device)
+    model.eval()
+    if not world.is_rank0:
+        return
     home = Path(saved["path"]).parent.parent
     out = home if args.out is None and (home / "tokenizer.json").exists() else out
     if not (out / "tokenizer.json").exists():
@@ -838,229 +810,48 @@ def run_of(saved: dict, args, out: Path) -> tuple:
     if tokenizer_id(tokenizer).split()[-1] != saved["tokenizer"].split()[-1]:  # only the digests
         raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, which is not "
                         f"that of {out}: name the directory of that run with --out.")
-    return out, tokenizer
-
-
-def use_text_model(kind: type, args, world: World, out: Path) -> None:
-    """--prompt and --export: acts on the newest checkpoint of a run."""
-    model, saved = load_model(kind, out if args.resume == "auto" else args.resume, world, print)
-    model.compute_dtype = compute_dtype(args.precision, world.device)
-    if not world.main:
-        return
-    out, tokenizer = run_of(saved, args, out)
     print(f"step {saved['step']} from {saved['path']}", flush=True)
     if args.export:
         to_hf(model, out / "hf", tokenizer)
-        print(f"{out / 'hf'} is ready for AutoModelForCausalLM.from_pretrained", flush=True)
-    if args.prompt is not None:
+        auto_class = "AutoModelForMaskedLM" if "fill" in args else "AutoModelForCausalLM"
+        print(f"{out / 'hf'} is ready for {auto_class}.from_pretrained", flush=True)
+    if vars(args).get("fill") is not None:
+        print(*fill_masks(model, tokenizer, args.fill), sep="\n")
+    if vars(args).get("prompt") is not None:
         print(args.prompt, end="")
-        for piece in continue_text(model, tokenizer, world.device, args.prompt, args.max_new_tokens,
-                                   args.temperature, args.top_k, args.top_p, args.seed, stop=tokenizer.eot):
+        for piece in continue_text(model, tokenizer, world.device, args.prompt, args, stop=tokenizer.eot):
             print(piece, end="", flush=True)
         print()
 
 
-def check_resumable(saved: dict, now: dict, say) -> None:
-    """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
-    def fixed(run: dict) -> dict:
-        model = {k: v for k, v in run["model_config"].items() if k != "dropout"}
-        return {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")} | model
-
-    was, is_ = fixed(saved), fixed(now)
-    for what in is_:
-        if was.get(what) != is_[what]:
-            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was.get(what)}, now "
-                            f"{is_[what]}): give that run's flags, or start a new one with another --out.")
-    for flag, value in now["settings"].items():
-        if saved["settings"].get(flag) != value:
-            say(f"resuming with {flag} {value} (was {saved['settings'].get(flag)})")
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, ema, batches, world: World, vote) -> tuple[dict | None, int]:
-    """Means of a model's statistics over batches (inputs …, labels), each weighted by its labels from 0 on.
-
-    Computed by all ranks, of which each has as many batches. (None, signal) if a stop signal came in between.
-    """
-    if ema:
-        ema.swap()
-    model.eval()
-    names, sums, stopping = [], 0, 0
-    for batch in batches:
-        _, stats = model(*batch)
-        names, count = list(stats), (batch[-1] >= 0).sum()
-        sums = sums + torch.stack([*stats.values(), torch.ones_like(stats["loss"])]).double() * count
-        if stopping := vote.read():
-            break
-        vote.start()
-    model.train()
-    *totals, count = reduce_sum([*sums], world)  # waits for the device, which may still read the parameters
-    if ema:
-        ema.swap()
-    return (None, stopping) if stopping else ({n: total / count for n, total in zip(names, totals)}, 0)
-
-
 # -----------------------------------------------------------------------------------------------------------
-# Memory, before anything is run
+# The state of training
 
 
-class _Alive(TorchDispatchMode):
-    """Remembers the storage of every tensor that is computed, without keeping it alive."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known, self.sizes = {StorageWeakRef(t.untyped_storage()) for t in known}, {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        return result
-
-    def bytes(self) -> int:
-        """What is still there of what was computed."""
-        return sum(n for storage, n in self.sizes.items()
-                   if storage not in self.known and not storage.expired())
-
-
-def activation_bytes(loss, others) -> int:
-    """Bytes that stay in memory for the backward pass of loss(), without the tensors `others`."""
-    with _Alive(others) as alive:
-        kept = loss()
-        found = alive.bytes()
-    del kept
-    return found
-
-
-def fake_model(kind: type, config) -> nn.Module:
-    """A model of tensors on the CPU without memory. To be called in a FakeTensorMode."""
-    with torch.device("meta"):
-        model = kind(config)
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty(p.shape)))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape))
-    return model
-
-
-def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int, optimizer: str = "adamw",
-              ema: bool = False, twice: bool = False) -> dict[str, float]:
-    """Bytes for parameters, gradients and optimizer state in each process, by kind, at the fullest moment.
-
-    zero2 and zero3 hold, beside their shards, what is gathered: zero2 all parameters, zero3 those of two
-    blocks, of which one is fetched ahead, and those outside of blocks; and the gradients of a block and of
-    what is outside. With the others, the largest gradient comes in two parts, of embedding and head.
-    `twice` counts two more copies of the parameters, as DiLoCo and PowerSGD have them.
-    """
-    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
-    blocks = [sum(4 * p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block)]
-    everything, outside = sum(sizes.values()), sum(sizes.values()) - sum(blocks)
-    hidden = sum(n for name, n in sizes.items() if optimizer == "muon" and ".blocks." in name)
-    state = 2 * everything - hidden  # Muon keeps one number for each, AdamW two
-    sharded = strategy in ("zero2", "zero3")
-    share = 1 / processes if sharded else 1
-    gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
-    return {"parameters": (0 if cpu_offload else everything * share) + gathered,
-            "gradients": (0 if cpu_offload else everything * share)
-            + (outside + max(blocks) if sharded else max(sizes.values())),
-            "optimizer": 0 if cpu_offload else state if strategy == "ddp" else state / processes,
-            "other": (ema and not cpu_offload) * everything * share + twice * 2 * everything}
-
-
-def dry_run(kind: type, args, flags, preset: dict, loss) -> None:
-    """--dry-run: prints what each process would hold, with every strategy, and whether that fits.
-
-    loss(model, ids (B, T)) is run on tensors that have a shape but no memory, so what autograd keeps is
-    counted rather than guessed; a compiled model keeps less. `flags` are those that configure the model.
-    """
-    if int(os.environ.get("RANK", 0)) > 0:
-        return
-    processes, gigabytes = args.dry_run if args.dry_run[0] else this_machine(args.device)
-    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum,
-                             preset["global_batch"], preset["batch"])
-    ids = args.vocab_size or pad_vocab(expected_ids(args.data, args.tokenizer))
-    config = kind.Config(vocab_size=ids, padded_vocab=ids, **{flag: getattr(args, flag) for flag in flags})
-    precision = "bf16" if args.precision == "auto" else args.precision
-    with FakeTensorMode():
-        model = fake_model(kind, config)
-        model.compute_dtype = compute_dtype(precision, torch.device("cpu"))
-        for block in (m for m in model.modules() if isinstance(m, Block)):
-            block.checkpointing = args.checkpoint_activations
-        x = torch.zeros((batch, args.seq_len), dtype=torch.long)
-        activations = activation_bytes(lambda: loss(model, x), [*model.parameters(), *model.buffers()])
-    print(f"{kind.__name__} of {sum(p.numel() for p in model.parameters()):,} parameters, {processes} "
-          f"processes with {gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, "
-          f"{precision}, activation checkpointing "
-          f"{args.checkpoint_activations}; in GB:")
-    fits = {}
-    for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload"):
-        name, _, offload = strategy.partition(" ")
-        twice = name == "ddp" and bool(args.outer_every or "powersgd" in args.comm)
-        held = memory_of(model, name, bool(offload), processes, args.optimizer, args.ema > 0, twice)
-        held["activations"] = activations
-        if not fits:
-            print("  ".join([f"{'--strategy':20}", *(f"{part:>11}" for part in held), "   together"]))
-        together = sum(held.values()) / 1e9
-        fits[strategy] = together <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
-        print("  ".join([f"{strategy:20}", *(f"{n / 1e9:11.2f}" for n in held.values()), f"{together:11.2f}",
-                         "fits" if fits[strategy] else "does not fit"]))
-    chosen = args.strategy + " --cpu-offload" * args.cpu_offload
-    others = " or ".join(f"--strategy {strategy}" for strategy, does in fits.items() if does)
-    ways = ["a smaller --batch"] * (batch > 1) + [others or "more processes"]
-    ways += ["--checkpoint-activations block"] * (args.checkpoint_activations == "none")
-    print(f"--strategy {chosen} " + ("fits." if fits[chosen] else f"does not fit: use {' or '.join(ways)}."))
-
-
-def this_machine(device: str) -> tuple[int, float]:
-    """(processes that torchrun has started, GB of memory for each)."""
-    if device != "cpu" and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        total /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(os.environ.get("WORLD_SIZE", 1)), total / 1e9
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Training steps
-
-
-def wrap(model: nn.Module, world: World, comm: str = "fp32", exact_steps: int = 0) -> nn.Module:
-    """DistributedDataParallel around the model if there are more processes and it is not sharded itself.
-
-    Parameters must agree already. `comm` says what gradients travel as, see --comm; powersgd sends them as
-    they are in the first `exact_steps` (Vogels et al., 2019, arXiv 1905.13727), and its state becomes the
-    attribute `powersgd` of the result.
+def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
+    """DistributedDataParallel around the model, unless there is one process or the model is sharded. `comm`
+    is what gradients are sent as. Parameters must agree before the first step.
     """
     if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
-    # PowerSGD's all-reduces follow one another from callbacks: with several buckets, gloo mixes them up
     wrapped = DistributedDataParallel(
         model, device_ids=[world.device] if world.device.type == "cuda" else None, broadcast_buffers=False,
-        gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=1e6 if "powersgd" in comm else None)
+        gradient_as_bucket_view=True, init_sync=False)
     if comm == "bf16":
         wrapped.register_comm_hook(None, send_bf16)
-    elif comm != "fp32":
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-        wrapped.powersgd = powersgd.PowerSGDState(  # warm_up's two steps come first
-            None, int(comm.partition(":")[2]), start_powerSGD_iter=max(exact_steps, 2))
-        wrapped.register_comm_hook(wrapped.powersgd, powersgd.powerSGD_hook)
     return wrapped
 
 
 def send_bf16(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP: the mean of the gradients, computed in bfloat16."""
+    """A communication hook for DDP: the mean of the gradients, computed in bfloat16. torch's needs NCCL."""
     halved = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(halved, async_op=True)
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def shard_optimizers(optimizers: list, strategy: str) -> list:
-    """With zero1, each process updates a share of the parameters only, and sends the result to the others."""
+    """With zero1, each process updates some of the parameters, and sends the result to the others."""
     if strategy != "zero1":
         return optimizers
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -1068,42 +859,15 @@ def shard_optimizers(optimizers: list, strategy: str) -> list:
                                     **{"fused": True} if o.defaults.get("fused") else {}) for o in optimizers]
 
 
-def shard_of(optimizer):
-    """The optimizer that holds this process's share of the state."""
+def inner_optimizer(optimizer):
+    """The optimizer that holds this process's part of the state."""
     return getattr(optimizer, "optim", optimizer)
-
-
-def no_sync(wrapped: nn.Module, really: bool):
-    """A context in which DDP keeps gradients local, for every micro-batch but the last of a step."""
-    ddp = isinstance(wrapped, DistributedDataParallel)
-    return wrapped.no_sync() if really and ddp else contextlib.nullcontext()
-
-
-def warm_up(wrapped: nn.Module, first, settled) -> None:
-    """Throw-away backward passes: one of first(), then two of settled(), functions that return a scalar.
-
-    The first, without communication, shows that every parameter gets a gradient when training starts;
-    RunError if not. The others settle DDP's buckets, which it rearranges after its first step: that changes
-    the order of sums, and without them a resumed run would drift from an uninterrupted one.
-    """
-    with no_sync(wrapped, True):
-        first().backward()
-    reshard(wrapped)
-    missing = [name for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is None]
-    if missing:
-        raise RunError(f"{missing[0].removeprefix('module.')} gets no gradient, so it would never train: "
-                       "with the HRM raise --bp-steps.")
-    for _ in range(2):
-        wrapped.zero_grad(set_to_none=True)
-        settled().backward()
-        reshard(wrapped)
-    wrapped.zero_grad(set_to_none=True)
 
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:
     """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before."""
     gradients = [p.grad for p in parameters if p.grad is not None]  # others may be frozen
-    here = [local(g) for g in gradients]
+    here = [local_shard(g) for g in gradients]
     norm = nn.utils.get_total_norm(here)
     if isinstance(gradients[0], DTensor):
         squared = norm.to(gradients[0].device_mesh.device_type) ** 2
@@ -1114,62 +878,57 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     return norm
 
 
-def optimizer_step(optimizers, scaler, norm: Tensor, powersgd=None) -> None:
-    """Steps the optimizers unless the gradient norm is not finite, which every rank sees alike.
-
-    Fused optimizers skip on the device, so the host never waits for the norm; Muon has no such switch.
-    PowerSGD would carry such a gradient on, so it starts afresh.
-    """
-    if powersgd and not norm.isfinite():
-        for kind in POWERSGD:
-            getattr(powersgd, kind).clear()
-        powersgd.rng = np.random.RandomState(powersgd.iter)  # it draws anew, in a resumed run the same
-    skip = 1.0 - norm.isfinite().float()
-    for optimizer in optimizers:
-        inner = shard_of(optimizer)
-        if inner.defaults.get("fused"):
-            device = optimizer.param_groups[0]["params"][0].device  # the host's with --cpu-offload
-            inner.grad_scale, inner.found_inf = None, skip.to(device)
-            optimizer.step()
-        elif not skip.item():
-            optimizer.step()
-    scaler.update()  # by what unscale_ has found
-
-
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds torch for one step of one rank. So the generators have no state that a checkpoint must keep, and
-    a resumed run draws the same dropout masks.
-    """
+    """Seeds torch for one step of one rank, so that a checkpoint need not hold the state of generators."""
     mixed = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + rank) * 0x94D049BB133111EB
     torch.manual_seed((mixed ^ mixed >> 31) % 2**63)
 
 
-class Outer:
-    """DiLoCo (Douillard et al., 2023, arXiv 2311.08105): processes train apart, and every H steps meet.
+class EMA:
+    """An exponential moving average of the parameters, for evaluation, sampling and export."""
 
-    There the mean of what each has moved, sent in bfloat16, makes one step of SGD with Nesterov momentum from
-    where they last met.
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay, self.params = model, decay, dict(model.named_parameters())
+        self.average = {name: p.detach().clone() for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_([local_shard(t) for t in self.average.values()],
+                             [local_shard(p) for p in self.params.values()], 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the average with the parameters; a second call restores both, bit for bit."""
+        for name, p in self.params.items():
+            p, average = local_shard(p), local_shard(self.average[name])
+            held = p.clone()
+            p.copy_(average)
+            average.copy_(held)
+        free_gathered_params(self.model)
+
+
+class Outer:
+    """DiLoCo (Douillard et al., 2023, arXiv 2311.08105): processes train apart, and every H steps the mean
+    of what each has moved, sent in bfloat16, makes one step of SGD with Nesterov momentum from where they
+    last met.
     """
 
     def __init__(self, model: nn.Module, every: int, start: int, lr: float, momentum: float):
         self.params = dict(model.named_parameters())
         self.every, self.start, self.lr, self.momentum = every, start, lr, momentum
         self.velocity = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.params.items()}
+        self.parted = False  # whether the processes have ever trained apart, so that their optimizers differ
         self._origin: list[Tensor] | None = None  # where they last met
 
     def apart(self, step: int) -> bool:
         """Whether step `step`, counted from 0, is made without the others. To be asked before the step."""
         if step >= self.start and self._origin is None:
+            self.parted = True
             self._origin = [p.detach().clone() for p in self.params.values()]
         return step >= self.start
 
-    @property
-    def parted(self) -> bool:
-        """Whether the processes have ever trained apart, so that their optimizers differ."""
-        return self._origin is not None
-
     def meets(self, step: int) -> bool:
-        """Whether the processes meet after `step` steps, without anything else that makes them."""
+        """Whether the processes meet after `step` steps, if nothing else makes them."""
         return (step - self.start) % self.every == 0
 
     @torch.no_grad()
@@ -1187,14 +946,427 @@ class Outer:
             p.copy_(origin)
 
 
+class TrainState:
+    """A model in training: `model`, `wrapped` (its DDP), optimizers, loss scaler, averaged weights, DiLoCo.
+    `tensors` says what of it a checkpoint holds; saving and `restore` both walk that.
+    """
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace, world: World):
+        self.model, self.world = model, world
+        model.compute_dtype = compute_dtype(args.precision, world.device)
+        self.optimizers = shard_optimizers(make_optimizers(
+            model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay), args.strategy)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
+        self.ema = EMA(model, args.ema) if args.ema else None
+        self.outer = Outer(model, args.outer_every, args.outer_start, args.outer_lr,
+                           args.outer_momentum) if args.outer_every else None
+        self.apart = False  # whether the ranks' parameters differ now, with DiLoCo
+        on_cuda = world.device.type == "cuda"
+        can_compile = on_cuda and torch.cuda.get_device_capability(world.device) >= (7, 0)  # as Triton needs
+        self.compiled = can_compile if args.compile is None else args.compile
+        for block in blocks_of(model):
+            block.checkpointing = args.checkpoint_activations
+            if self.compiled:
+                block.compile()  # one graph serves every depth of an HRM
+        self.wrapped = wrap(model, world, args.comm)
+
+    def no_sync(self, really: bool):
+        """A context in which DDP keeps gradients local: for all micro-batches of a step but the last."""
+        ddp = isinstance(self.wrapped, DistributedDataParallel)
+        return self.wrapped.no_sync() if ddp and (really or self.apart) else contextlib.nullcontext()
+
+    def warm_up(self, first: dict, settled: dict) -> None:
+        """Throw-away backward passes of model(**first), then of model(**settled) twice.
+
+        The first, without communication, shows that every parameter gets a gradient when training starts
+        (RunError if not). The others settle DDP's buckets: it rearranges them after its first step, which
+        changes the order of sums, so a resumed run would drift from an uninterrupted one.
+        """
+        for i, inputs in enumerate((first, settled, settled)):
+            with self.no_sync(i == 0):
+                self.wrapped(**inputs)[0].backward()
+            free_gathered_params(self.model)
+            for name, p in self.model.named_parameters():
+                if p.requires_grad and p.grad is None:
+                    raise RunError(f"{name} gets no gradient, so it would never train: with the HRM raise "
+                                   "--bp-steps.")
+            self.wrapped.zero_grad(set_to_none=True)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Undoes the loss scale after the backward passes of a step, and clips. Returns the norm before."""
+        free_gathered_params(self.model)
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        return clip_gradients(self.model.parameters(), max_norm)
+
+    def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
+        """Steps the optimizers unless the gradient norm, the same on all ranks (except between DiLoCo's
+        meetings), is not finite; zeroes the gradients; updates the average. Fused optimizers skip on the
+        device, so the host never waits for the norm; Muon has no such switch.
+        """
+        skip = 1.0 - grad_norm.isfinite().float()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            inner = inner_optimizer(optimizer)
+            if inner.defaults.get("fused"):
+                device = optimizer.param_groups[0]["params"][0].device  # the host's with --cpu-offload
+                inner.grad_scale, inner.found_inf = None, skip.to(device)
+                optimizer.step()
+            elif not skip.item():
+                optimizer.step()
+        self.scaler.update()  # by what unscale_ has found
+        self.wrapped.zero_grad(set_to_none=True)
+        if self.ema:
+            self.ema.update()
+
+    @contextlib.contextmanager
+    def averaged_weights(self):
+        """Inside, the model has the averaged weights, if the run keeps any."""
+        if self.ema:
+            self.ema.swap()
+        try:
+            yield
+        finally:
+            if self.ema:
+                self.ema.swap()
+
+    def tensors(self):
+        """Yields (group, name, tensor, owner) of all that a checkpoint holds, in the same order on all ranks.
+        If `owner` is None, all ranks have the tensor, or a shard of it (DTensor); else only the rank `owner`
+        has it, and the others yield one of its shape on the meta device.
+        """
+        yield from (("model", name, t, None) for name, t in self.model.state_dict().items())
+        if self.ema:
+            yield from (("ema", name, t, None) for name, t in self.ema.average.items())
+        if self.outer:
+            yield from (("outer", name, t, None) for name, t in self.outer.velocity.items())
+        held = self.optimizer_tensors()
+        if any(inner_optimizer(o) is not o for o in self.optimizers):  # zero1: each rank has some of them
+            yield from (("optimizer", *entry) for entry in self._owned(held))
+        else:
+            yield from (("optimizer", name, t, None) for name, t in held.items())
+        if self.outer and self.outer.parted:  # each rank has its own
+            held = {f"{self.world.rank}/optimizer/{name}": t for name, t in held.items()}
+            yield from (("local", *entry) for entry in self._owned(held))
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer state on this process by parameter and key, such as `embed.weight/exp_avg`."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return {f"{names[id(p)]}/{key}": tensor for optimizer in self.optimizers
+                for p, state in inner_optimizer(optimizer).state.items() for key, tensor in state.items()}
+
+    def _owned(self, held: dict[str, Tensor]):
+        """Yields (name, tensor, owner) of what single ranks have, rank after rank."""
+        layouts = [None] * self.world.world_size
+        dist.all_gather_object(layouts, {name: (t.shape, t.dtype) for name, t in held.items()})
+        for owner, layout in enumerate(layouts):
+            for name, (shape, dtype) in layout.items():
+                mine = owner == self.world.rank
+                yield name, held[name] if mine else torch.empty(shape, dtype=dtype, device="meta"), owner
+
+    @torch.no_grad()
+    def restore(self, saved: dict, say) -> None:
+        """Copies the tensors of a checkpoint, which rank 0 has read, to all ranks, one by one, so no other
+        rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
+        another type starts without optimizer state.
+        """
+        layout, world = saved["layout"], self.world
+        parameters = dict(self.model.named_parameters())
+        self._create_optimizer_state()
+        ours = {name: tuple(t.shape) for group, name, t, _ in self.tensors() if group == "optimizer"}
+        changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ layout["optimizer"].items()}
+        if self.outer:
+            self.outer.parted = (bool(layout["local"]) and not changed and saved["step"] >= self.outer.start
+                                 and saved["settings"]["world_size"] == world.world_size)
+        if layout["local"] and not (self.outer and self.outer.parted):
+            say("the optimizer state of each rank cannot be used by this run: all start with that of rank 0")
+        for group, name, tensor, owner in self.tensors():
+            if group == "ema" and not layout["ema"]:
+                tensor.copy_(parameters[name])
+            elif layout[group] and not (group == "optimizer" and name.rpartition("/")[0] in changed):
+                source = saved["tensors"][group][name] if world.is_rank0 else tensor  # else only its shape
+                if owner is None:
+                    copy_from_rank0(tensor, source, world)
+                elif (received := transfer(source, 0, owner, world)) is not None:
+                    tensor.copy_(received)
+        for optimizer in map(inner_optimizer, self.optimizers):
+            for name in changed:
+                optimizer.state.pop(parameters[name], None)
+        if self.scaler.is_enabled() and saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+
+    def _create_optimizer_state(self) -> None:
+        """Takes a step with zero gradients and learning rate, in which optimizers create their state."""
+        for optimizer in map(inner_optimizer, self.optimizers):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0  # which every training step sets
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
+
+NAME = re.compile(r"step_(\d+)_loss.*\.pt")
+# Groups of tensors in a checkpoint, each a dict by name: `outer` is DiLoCo's momentum, `local` what differs
+# between ranks, as `3/optimizer/embed.weight/exp_avg`.
+GROUPS = ("model", "ema", "optimizer", "outer", "local")
+
+
+class CorruptCheckpoint(Exception):
+    """A checkpoint file that is not what was written."""
+
+
+def read_checkpoint(path: Path) -> dict:
+    """A checkpoint whose every byte has been checked. Raises CorruptCheckpoint.
+
+    torch.load ignores the checksums in the file, so zipfile checks them, and mmap makes torch use the same
+    directory of the file as zipfile. The bit sums then show that what was read is what was saved.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+        if broken:
+            raise CorruptCheckpoint(f"{broken} has a wrong checksum")
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if saved["format"] != 1 or bit_sums(saved["tensors"]) != saved["sums"]:
+            raise CorruptCheckpoint("its tensors are not those that were saved")
+        if (name := NAME.fullmatch(path.name)) and int(name[1]) != saved["step"]:
+            raise CorruptCheckpoint(f"it is that of step {saved['step']}")
+        return saved
+    except CorruptCheckpoint:
+        raise
+    except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
+        raise CorruptCheckpoint(first_line(error)) from None
+
+
+def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
+    return {f"{group}/{name}": int(bit_sum(t)) for group in tensors for name, t in tensors[group].items()}
+
+
+def list_checkpoints(run_directory: Path) -> list[Path]:
+    """The finished checkpoints of a run, newest first."""
+    found = [(int(match[1]), p) for p in Path(run_directory, "checkpoints").glob("step_*.pt")
+             if (match := NAME.fullmatch(p.name))]
+    return [p for _, p in sorted(found, reverse=True)]
+
+
+def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = False) -> dict | None:
+    """A checkpoint file, or the newest intact one of a run directory, None if that has none.
+
+    Every rank gets the plain data and `layout`, the shapes of all tensors; rank 0, which reads, also gets
+    the tensors. Raises UserError on all ranks if none can be read.
+    """
+    saved = None
+
+    def choose():
+        nonlocal saved
+        if not Path(where).exists():
+            raise UserError(f"{where} does not exist: train first, or name another run directory or file.")
+        candidates, corrupt = list_checkpoints(where) if Path(where).is_dir() else [Path(where)], []
+        for path in candidates:
+            try:
+                saved = read_checkpoint(path)
+                break
+            except CorruptCheckpoint as error:
+                say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
+                corrupt.append(path)
+        if candidates and saved is None:
+            raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
+                            "from a copy, or start from scratch in another --out.")
+        for damaged in corrupt if set_aside else ():  # else it would count as one of the newest to keep
+            damaged.rename(damaged.with_suffix(".damaged"))
+        return saved and {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
+            "path": str(path), "layout": {group: {name: tuple(t.shape) for name, t in named.items()}
+                                          for group, named in saved["tensors"].items()}}
+
+    answer = on_rank0(world, choose)
+    return answer and answer | {"tensors": saved and saved["tensors"]}
+
+
+def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:
+    """The checkpoint that --resume means, None to start from scratch. Raises UserError on all ranks."""
+    newest = on_rank0(world, lambda: next((path.name for path in list_checkpoints(run_directory)), None))
+    if resume == "none" and newest:
+        raise UserError(f"{run_directory} holds checkpoints ({newest}): choose another --out, or delete it.")
+    if resume in ("none", "auto"):
+        return None if resume == "none" else load_checkpoint(run_directory, world, say, set_aside=True)
+    saved = load_checkpoint(resume, world, say)
+    if saved is None:
+        raise UserError(f"{resume} holds no checkpoint: name a run directory that has one, or its file.")
+    if newest and int(NAME.fullmatch(newest)[1]) > saved["step"]:
+        raise UserError(f"{run_directory} has a later checkpoint ({newest}) than {resume}: give another "
+                        "--out to branch off there, or delete the later ones.")
+    return saved
+
+
+def check_resumable(saved: dict, now: dict, say) -> None:
+    """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
+    def fixed(run: dict) -> dict:
+        model = {k: v for k, v in run["model_config"].items() if k != "dropout"}
+        return {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")} | model
+
+    was, is_ = fixed(saved), fixed(now)
+    for what in is_:
+        if was.get(what) != is_[what]:
+            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was.get(what)}, now "
+                            f"{is_[what]}): give that run's flags, or start a new one with another --out.")
+    for flag, value in now["settings"].items():
+        if (before := saved["settings"].get(flag, value)) != value:
+            say(f"resuming with {flag} {value} (was {before})")
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run, `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link.
+
+    `save` copies the state and returns; a thread writes it to a temporary file, syncs it and renames it, so
+    every file with such a name is complete. Only rank 0 writes, but `save` has collectives.
+    """
+
+    unwritten: list[Future] = []  # the jobs of this process, for `launch` to wait for
+
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None,
+                 best: float = math.inf):
+        self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
+        self.world, self.keep_last, self.say = world, keep_last, say
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._jobs = Checkpoints.unwritten = []
+        self._best = best  # the validation loss of what best.pt is a link to
+        self.saved_step = saved_step  # the newest step that is in a checkpoint, or queued to be written
+
+    def save(self, step: int, loss: float, meta: dict, state: TrainState) -> None:
+        """Copies the state, tensor by tensor, and has it written, with `meta`, which is plain data."""
+        world, self.saved_step, pause = self.world, step, 0.001
+        # The buffers are in use until the last one is written, which may take longer than --timeout.
+        while reduce_sum([not all(job.done() for job in self._jobs)], world)[0]:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        for group, name, tensor, owner in state.tensors():
+            tensor = full_tensor(tensor, world) if owner is None else transfer(tensor, owner, 0, world)
+            if world.is_rank0:
+                copies[group][name] = self._copy(group, name, tensor)
+        reduce_sum([0], world)  # raises if one of these collectives has failed, which NCCL reports late
+        if not world.is_rank0:
+            return
+        world.synchronize()  # copies to pinned memory may still be under way
+        scaler = state.scaler.state_dict() if state.scaler.is_enabled() else {}
+        content = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__), "scaler": scaler}
+        content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
+        name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
+        self._submit(self._write, name, content, copies)
+
+    def _copy(self, group: str, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get((group, name))
+        if buffer is None or buffer.shape != tensor.shape:
+            on_cuda = self.world.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
+            self._buffers[group, name] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+    def mark_best(self, loss: float) -> None:
+        """Makes best.pt a link to the newest checkpoint, once that is written, if no other was better."""
+        if self.world.is_rank0:
+            self._submit(self._link_best, "best.pt", self.saved_step, loss)
+
+    def close(self) -> None:
+        """Waits until everything is written. Raises RunError if the last checkpoint was not."""
+        self._thread.shutdown()
+        if self.world.is_rank0 and self.saved_step is not None and self._newest_step() != self.saved_step:
+            raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
+                           "same command resumes from the one before.")
+
+    def _newest_step(self) -> int | None:
+        newest = next(iter(list_checkpoints(self.run_directory)), None)
+        return newest and int(NAME.fullmatch(newest.name)[1])
+
+    def _submit(self, function, name: str, *args) -> None:
+        def job():
+            try:
+                function(name, *args)
+            except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
+                self.say(f"WARNING: {name} was not written: {first_line(error)}; training continues, and "
+                         "tries again at the next save")
+
+        self._jobs[:] = [*(job for job in self._jobs if not job.done()), self._thread.submit(job)]
+
+    def _write(self, name: str, content: dict, copies: dict) -> None:
+        totals = {key: t.sum(dtype=torch.float32) for key, t in copies["model"].items()}
+        bad = next((key for key, total in totals.items() if not total.isfinite()), None)  # inf and NaN add up
+        if bad:
+            raise RuntimeError(f"{bad} is not finite")
+        temporary = self.directory / f".tmp-{name}"
+        try:
+            with open(temporary, "wb") as file:
+                torch.save({**content, "tensors": copies, "sums": bit_sums(copies)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.directory / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(self.directory)
+        for old in list_checkpoints(self.run_directory)[self.keep_last:]:
+            old.unlink()
+
+    def _link_best(self, name: str, step: int, loss: float) -> None:
+        if not loss < self._best or self._newest_step() != step:
+            return  # or that save has failed, and said so
+        newest, temporary = list_checkpoints(self.run_directory)[0], self.directory / f".tmp-{name}"
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(newest, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(newest, temporary)
+        os.replace(temporary, self.directory / name)
+        fsync_directory(self.directory)
+        self._best = loss
+
+
+def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
+    """Makes a run directory and locks it until the result is closed or rank 0 ends, however it ends."""
+    held = contextlib.ExitStack()
+
+    def lock():
+        path = run_directory / ".lock"  # never a link, for its content gets replaced
+        try:
+            (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            file = held.enter_context(open(descriptor, "r+"))
+        except OSError as error:
+            raise UserError(f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_directory} is in use by {file.read()}: wait, or choose another --out.")
+        except OSError:
+            pass  # a file system without locks
+        owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, owner.encode())
+        for leftover in (run_directory / "checkpoints").glob(".tmp-*"):
+            leftover.unlink()
+
+    on_rank0(world, lock)
+    return held
+
+
+# -----------------------------------------------------------------------------------------------------------
+# A run: how far it is, and what is due
+
+
 class StopVote:
     """Lets all ranks stop after the same step: at a signal to any of them, or when training has failed.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag, and so does the death of torchrun. At the end of a step
-    `start` sends it off in a small all-reduce, which `read` collects a step later, when it has long arrived.
+    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `start`, after each step and each
+    batch of an evaluation, sends it in a small all-reduce, which `read` collects one round later.
     """
 
-    PATIENCE = 10  # updates skipped in a row
+    MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
         self.device, self.signal, self._since, self._work = world.device, 0, 0.0, None
@@ -1216,19 +1388,19 @@ class StopVote:
         if not self.signal:
             self.signal, self._since = number, time.monotonic()
 
-    def count(self, norm: Tensor, scaler) -> None:
+    def count(self, grad_norm: Tensor, scaler) -> None:
         """Counts updates skipped in a row, on the device. fp16 first tries smaller and smaller scales."""
         if not scaler.is_enabled() or scaler.get_scale() < 1:
-            self.skipped = (self.skipped + 1) * (1 - norm.isfinite().float())
+            self.skipped = (self.skipped + 1) * (1 - grad_norm.isfinite().float())
 
     def start(self) -> None:
-        if self._torchrun not in (None, os.getppid()):  # it was killed; nobody would know that we live on
+        if self._torchrun not in (None, os.getppid()):  # it was killed, and nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
         flag = torch.full((), float(self.signal), device=self.device)
         self._vote = torch.stack((flag, self.skipped))
         self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
         if self._copied:
-            self._work.wait()  # orders the streams; the host goes on
+            self._work.wait()  # orders the streams; the host does not wait
             self._host.copy_(self._vote, non_blocking=True)
             self._copied.record()
 
@@ -1243,387 +1415,322 @@ class StopVote:
             self._work.wait()
             number, skipped = self._vote.tolist()
         self._work = None
-        if skipped >= self.PATIENCE:
-            raise RunError(f"the gradient was not finite {self.PATIENCE} times in a row, so the run stops: "
-                           "lower --lr, or use --precision bf16 or fp32; the same command then goes on from "
-                           "the newest checkpoint, or from the one before if you delete that.")
+        if skipped >= self.MAX_SKIPPED:
+            raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
+                           "use --precision bf16 or fp32; the same command then resumes from the newest "
+                           "checkpoint, or from the one before if you delete that.")
         return int(number)
 
     def close(self) -> None:
-        """Ends what is under way; from here on signals do what they do to any Python program."""
+        """Ends the vote under way and restores Python's own handlers of signals."""
         self.read()
         for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Checkpoints. One file holds the whole, unsharded state; rank 0 writes and reads it.
+class Run:
+    """One run of a trainer: its directory, its log, how far it is, and what is due after a step.
 
-NAME = re.compile(r"step_(\d+)_loss.*\.pt")
-# Groups of tensors in a checkpoint, each a dict by name: `outer` is DiLoCo's momentum, `local` what differs
-# between ranks, as `3/optimizer/embed.weight/exp_avg`.
-GROUPS = ("model", "ema", "optimizer", "outer", "local")
-POWERSGD = ("error_dict", "p_memory_dict", "q_memory_dict")  # of torch's PowerSGDState: tensors by bucket
-OPTIMIZER_STATE = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
-SCALARS = ("/step", "/mu_product")  # the others have the shape of their parameter
-
-
-def optimizer_tensors(model: nn.Module, optimizers) -> dict[str, Tensor]:
-    """The optimizer state that this process holds, by parameter name, such as `embed.weight/exp_avg`."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {f"{names[id(p)]}/{key}": value for optimizer in optimizers
-            for p, state in shard_of(optimizer).state.items() for key, value in state.items()}
-
-
-def whole_optimizer_tensors(model: nn.Module, optimizers, world: World):
-    """Yields (name, whole tensor) of the optimizer state on all ranks, one at a time."""
-    held = optimizer_tensors(model, optimizers)
-    if all(shard_of(optimizer) is optimizer for optimizer in optimizers):
-        yield from ((name, whole(tensor, world)) for name, tensor in held.items())
-        return
-    names = {id(p): name for name, p in model.named_parameters()}
-    like = {f"{names[id(p)]}/{key}": p for optimizer in optimizers for group in optimizer.param_groups
-            for p in group["params"] for key in sorted(OPTIMIZER_STATE[type(shard_of(optimizer)).__name__])}
-    owners = torch.tensor([world.rank if name in held else -1 for name in like], device=world.device)
-    dist.all_reduce(owners, op=dist.ReduceOp.MAX)
-    for (name, p), owner in zip(like.items(), owners.tolist()):
-        if owner >= 0:  # else no step has been made yet
-            tensor = held.get(name)
-            if tensor is None:
-                tensor = p.new_empty(() if name.endswith(SCALARS) else p.shape)
-            dist.broadcast(tensor, src=owner)
-            yield name, tensor
-
-
-def local_tensors(model: nn.Module, optimizers, outer, powersgd) -> dict[str, Tensor]:
-    """The state that differs between ranks: the optimizer's with DiLoCo, what PowerSGD has not sent yet."""
-    held = {}
-    if outer:
-        held |= {f"optimizer/{name}": t for name, t in optimizer_tensors(model, optimizers).items()}
-    if powersgd:
-        held |= {f"{kind}/{bucket}": t for kind in POWERSGD for bucket, t in getattr(powersgd, kind).items()}
-    return held
-
-
-def restore_local(saved: dict, world: World, model: nn.Module, optimizers, outer, powersgd, comm: str,
-                  say) -> None:
-    """Gives each rank its own state back, if as many ranks go on in the same way; says so if not."""
-    layout, was = saved["layout"]["local"], saved["settings"]
-    parted = outer and saved["step"] >= outer.start
-    if layout and (was["world_size"] != world.world_size or was["comm"] != comm
-                   or was["outer_every"] and not parted):
-        say("what each process had for itself is of no use to this run: all begin with the optimizer state "
-            "of the first, and what PowerSGD had not sent yet is lost")
-        return
-    held = local_tensors(model, optimizers, outer, powersgd)
-    for name, (shape, dtype) in layout.items():
-        name = name.partition("/")[2]
-        kind, _, bucket = name.partition("/")
-        if kind in POWERSGD and powersgd and int(bucket) not in getattr(powersgd, kind):
-            held[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
-            getattr(powersgd, kind)[int(bucket)] = held[name]
-    for name, tensor in held.items():
-        if f"0/{name}" in layout:
-            parts = [saved["tensors"]["local"][f"{rank}/{name}"].to(world.device)
-                     for rank in range(world.world_size)] if world.main else None
-            dist.scatter(tensor, parts, src=0)
-
-
-@torch.no_grad()
-def restore(saved: dict, world: World, model: nn.Module, optimizers=(), ema=None, scaler=None, outer=None,
-            averaged: bool = False) -> None:
-    """Copies what rank 0 has read with load_checkpoint into the training state of all ranks.
-
-    Tensors travel one at a time, so no other rank reads a file or holds a second copy. `averaged` puts the
-    moving average, if the run has one, into the model. State of another kind of optimizer is left out.
-    """
-    layout, parameters = saved["layout"], dict(model.named_parameters())
-
-    def receive(group: str, name: str, tensor: Tensor) -> None:
-        copy_from_main(tensor, saved["tensors"][group][name] if world.main else None, world)
-
-    for name, tensor in model.state_dict().items():
-        receive("ema" if averaged and name in layout["ema"] else "model", name, tensor)
-    for name, average in ema.average.items() if ema else ():
-        if layout["ema"]:
-            receive("ema", name, average)
-        else:  # switched on at this resume: the average begins here
-            average.copy_(parameters[name])
-    for name, velocity in outer.velocity.items() if outer else ():
-        if layout["outer"]:
-            receive("outer", name, velocity)
-    owners = {id(p): shard_of(o) for o in optimizers for group in o.param_groups for p in group["params"]}
-    mine = {id(p) for o in optimizers for group in shard_of(o).param_groups for p in group["params"]}
-    for name, (shape, dtype) in layout["optimizer"].items() if optimizers else ():
-        parameter, key = name.rsplit("/", 1)
-        p = parameters[parameter]
-        if key in OPTIMIZER_STATE[type(owners[id(p)]).__name__]:
-            dtype = getattr(torch, dtype)
-            tensor = torch.empty_like(p, dtype=dtype) if shape else p.new_empty((), dtype=dtype)
-            receive("optimizer", name, tensor)
-            if id(p) in mine:
-                owners[id(p)].state[p][key] = tensor
-    if scaler is not None and scaler.is_enabled() and saved["scaler"]:
-        scaler.load_state_dict(saved["scaler"])
-
-
-class Damaged(Exception):
-    """A checkpoint file that is not what was written."""
-
-
-def read_checkpoint(path: Path) -> dict:
-    """A checkpoint whose every byte has been checked. Raises Damaged.
-
-    torch.load does not look at the checksums in the file, so zipfile does; and mmap makes torch read by the
-    same directory of the file as zipfile. The bit sums then show that what was read is what was saved.
-    """
-    try:
-        with zipfile.ZipFile(path) as file:
-            broken = file.testzip()
-        if broken:
-            raise Damaged(f"{broken} has a wrong checksum")
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        sums = {f"{group}/{name}": int(bit_sum(tensor)) for group, tensors in saved["tensors"].items()
-                for name, tensor in tensors.items()}
-        if saved["format"] != 1 or sums != saved["sums"]:
-            raise Damaged("its tensors are not those that were saved")
-        if (name := NAME.fullmatch(path.name)) and int(name[1]) != saved["step"]:
-            raise Damaged(f"it is that of step {saved['step']}")
-        return saved
-    except Damaged:
-        raise
-    except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
-        raise Damaged(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from None
-
-
-def finished(run_directory: Path) -> list[Path]:
-    """The finished checkpoints of a run, newest first."""
-    found = [(int(match[1]), p) for p in Path(run_directory, "checkpoints").glob("step_*.pt")
-             if (match := NAME.fullmatch(p.name))]
-    return [p for _, p in sorted(found, reverse=True)]
-
-
-def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = False) -> dict | None:
-    """A checkpoint file, or the newest of a run directory that is whole; None if that has no checkpoint.
-
-    Rank 0 reads. Every rank gets step, samples and whatever else `save` was given, and `layout`, the shapes
-    of all tensors; rank 0 also the tensors, for `restore`. Raises UserError on all ranks if none can be read.
-    """
-    saved = None
-
-    def choose():
-        nonlocal saved
-        if not Path(where).exists():
-            raise UserError(f"{where} does not exist: train first, or name another run directory or file.")
-        candidates, damaged = finished(where) if Path(where).is_dir() else [Path(where)], []
-        for path in candidates:
-            try:
-                saved = read_checkpoint(path)
-                break
-            except Damaged as error:
-                say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
-                damaged.append(path)
-        if saved is None:
-            if candidates:
-                raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore "
-                                "one from a copy, or start anew in another --out.")
-            return None
-        for bad in damaged:  # out of the way: else it would count as one of the newest to keep
-            if set_aside:
-                bad.rename(bad.with_suffix(".damaged"))
-        layout = {group: {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
-                          for name, t in saved["tensors"].get(group, {}).items()} for group in GROUPS}
-        return {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
-            "path": str(path), "layout": layout}
-
-    # reading can take longer than a collective may
-    answer = on_all(world, "reading", lambda: choose() if world.main else None)
-    answer = on_main(world, lambda: answer)
-    return answer and answer | {"tensors": saved and saved["tensors"]}
-
-
-class Checkpoints:
-    """Writes the checkpoints of a run, `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link.
-
-    `save` copies the state and returns; a thread writes it to a temporary file, syncs it and renames it, so a
-    file that has its name is whole. Only rank 0 writes; other ranks may call everything.
+    A trainer calls `begin` and `report` once, `end_step` and `report` in each step, and `finish` at the end.
+    What is due (`_save_due`, `_evaluation_due`, `_log_due`) follows from what is the same on all ranks.
     """
 
-    unwritten: queue.Queue | None = None  # the jobs of this process, for `run` to wait for
+    def __init__(self, args: argparse.Namespace, world: World, dataset: Dataset, size: dict, out: Path):
+        self.args, self.world, self.dataset, self.out = args, world, dataset, out
+        self.global_batch, self.micro_batch, self.grad_accum_steps = plan_batch(
+            world.world_size, args.global_batch, args.batch, args.grad_accum, size["global_batch"],
+            size["batch"])
+        steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / self.global_batch)
+        self.total_steps = steps or args.steps
+        self._lock = lock_run_dir(out, world)
+        self.log = monitor.RunLog(out, world.is_rank0, world.prefix, self.total_steps, args.wandb,
+                                  args.profile)
+        self.saved = load_to_resume(out, args.resume, world, self.log.say)
+        self.step = self.samples = 0  # how many are done
+        self.ends_epoch = False  # whether the last step reached into the next pass over the data
+        self.stopping = 0  # the signal at which all ranks have agreed to stop
+        self.epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # sums over the steps of this epoch
+        self._record: dict | None = None  # of the last step, until all that is due after it has been done
+        self._replicated = args.strategy in ("ddp", "zero1")  # all ranks hold all parameters
 
-    def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None,
-                 best: float = math.inf):
-        self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
-        self.world, self.keep_last, self.say = world, keep_last, say
-        self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._jobs: queue.Queue = queue.Queue()
-        Checkpoints.unwritten = self._jobs
-        self._best, self._thread = best, None  # best: the validation loss of what best.pt is a link to
-        self.saved_step = saved_step  # the newest step that is, or will be, in a checkpoint
+    def make_model(self, model_class: type, **config) -> nn.Module:
+        """The model to train: random, or from --init-from; empty if a checkpoint is going to be restored."""
+        args, tokenizer, self._family = self.args, self.dataset.tokenizer, model_class.__name__
+        config = model_class.Config(padded_vocab=args.vocab_size or pad_vocab(config["vocab_size"]),
+                                    **flags_of_model(model_class.Config, args), **config)
+        changes = {key: getattr(config, key) for key in ("dropout", "eot") if hasattr(config, key)}
+        if args.init_from and not self.saved:
+            model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
+                                       args.strategy, args.cpu_offload, **changes)
+            if source and source["tokenizer"] != tokenizer_id(tokenizer):
+                raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
+                                f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+            known = model.config.vocab_size
+            ids = f"{args.init_from} knows {known} ids, {tokenizer.name} {config.vocab_size}"
+            if known < config.vocab_size:
+                raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+            if known > config.vocab_size:
+                self.log.say(f"WARNING: {ids}: its weights are of use only if these ids mean the same")
+            return model
+        if args.init_from and self.saved["family"] == model_class.__name__:
+            config = model_class.Config(**self.saved["model_config"] | changes)  # as the run began
+        model = build_model(model_class, config, self.world, args.strategy, args.cpu_offload)
+        if not self.saved:
+            torch.manual_seed(args.seed)
+            copy_weights(model, model_class(config).state_dict() if self.world.is_rank0 else {}, self.world)
+        return model
 
-    def save(self, step: int, loss: float, meta: dict, model: nn.Module, optimizers, ema=None, scaler=None,
-             outer=None, powersgd=None) -> None:
-        """Copies the state and has it written. `meta` is plain data (numbers, strings, lists, dicts).
+    def begin(self, state: TrainState, warm_up: tuple[dict, dict], flops_per_token) -> bool:
+        """Restores the checkpoint, if there is one, opens the log, prints the start block, warms up.
 
-        All ranks send what they alone hold, one tensor at a time.
+        `warm_up` are the inputs of TrainState.warm_up; flops_per_token(record) the FLOPs of a training step.
+        Returns False if the run is complete already.
         """
-        self.saved_step = step
-        pause = 0.001
-        while reduce_sum([self._jobs.unfinished_tasks], self.world)[0]:  # until then the buffers are in use;
-            time.sleep(pause)  # that may take longer than a collective, and torchrun's store may be gone
-            pause = min(2 * pause, 0.5)
-        copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        args, world, say = self.args, self.world, self.log.say
+        self.state, self._flops_per_token = state, flops_per_token
+        precision = str(state.model.compute_dtype).removeprefix("torch.")
+        settings = json.loads(json.dumps(vars(args), default=str)) | {
+            "steps": self.total_steps, "global_batch": self.global_batch, "batch": self.micro_batch,
+            "grad_accum": self.grad_accum_steps, "world_size": world.world_size, "precision": precision}
+        tokenizer = self.dataset.tokenizer
+        self._identity = {
+            "family": self._family, "model_config": asdict(state.model.config),
+            "seq_len": args.seq_len, "tokenizer": tokenizer_id(tokenizer), "data": self.dataset.fingerprint,
+            "seed": args.seed, "settings": settings}
+        if self.saved:
+            check_resumable(self.saved, self._identity, say)
+            state.restore(self.saved, say)
+            del self.saved["tensors"]
+            self.step, self.samples = self.saved["step"], self.saved["samples"]
+            self.epoch, self.ends_epoch = self.saved["epoch"], self.saved["ends_epoch"]
+        complete = on_rank0(world, lambda: self.log.begin(  # whether the log has all that is due of this step
+            self.step, settings, lambda record: record["val_loss"] is not None or not self._evaluation_due))
+        if self.saved and not complete:
+            self._record = self.saved["record"]  # so `report` does the rest
+        elif self.ends_epoch:
+            self.epoch = dict.fromkeys(self.epoch, 0)
+        if world.is_rank0:
+            write_atomically(self.out / "config.json", json.dumps(self._identity, indent=2).encode())
+            write_atomically(self.out / "tokenizer.json", tokenizer.to_json().encode())
+        self._describe(precision)
+        if self.done and not self._record:
+            use = "--fill" if "fill" in args else "--prompt"
+            say(f"this run is complete after {self.step} steps: raise --steps to continue, give another "
+                f"--out to start from scratch, or try {use} or --export")
+            self._close()
+            return False
 
-        def keep(group: str, name: str, tensor: Tensor) -> None:
-            if self.world.main:
-                copies[group][name] = self._copy(group, name, tensor)
+        state.warm_up(*warm_up)
+        val_losses = [r["val_loss"] for r in self.log.records if r["val_loss"] is not None]
+        self._evaluations = on_rank0(world, lambda: len(val_losses))  # only rank 0 has read the log
+        resumed_here = self.saved and Path(self.saved["path"]).parent == self.out / "checkpoints"
+        self._checkpoints = Checkpoints(self.out, world, args.keep_last, say,
+                                        saved_step=self.step if resumed_here else None,
+                                        best=min(val_losses, default=math.inf))
+        # each rank adds its part of the mean, so that one all-reduce gives the sum over the steps
+        self._epoch_loss = torch.tensor(self.epoch["loss"] if world.is_rank0 else 0.0, dtype=torch.float64,
+                                        device=world.device)
+        self._vote = StopVote(world)
+        assert_in_sync(state.model.state_dict())
+        self._compared = self._first = self.step  # the step at which the ranks were last compared
+        self._begun = time.perf_counter()
+        self._epoch_begun = self._begun - self.epoch["seconds"]
+        self._window = self._begun, self.step  # tokens per second are counted from here to the next record
+        return True
 
-        replicated = {"model": model.state_dict(), "ema": ema.average if ema else {},
-                      "outer": outer.velocity if outer else {}}
-        for group, named in replicated.items():
-            for name, tensor in named.items():
-                keep(group, name, whole(tensor, self.world))
-        for name, tensor in whole_optimizer_tensors(model, optimizers, self.world):
-            keep("optimizer", name, tensor)
-        outer = outer if outer and outer.parted else None
-        for name, tensor in local_tensors(model, optimizers, outer, powersgd).items():
-            parts = [torch.empty_like(tensor) for _ in range(self.world.world_size * self.world.main)]
-            dist.gather(tensor, parts or None, dst=0)
-            for rank, part in enumerate(parts):
-                keep("local", f"{rank}/{name}", part)
-        reduce_sum([0], self.world)  # raises if one of these collectives has failed, which NCCL tells late
-        if not self.world.main:
-            return
-        self.world.synchronize()  # copies to pinned memory may still be under way
-        state = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__),
-                 "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else {}, **meta}
-        state = json.loads(json.dumps(state))  # plain types only: weights_only=True reads no others
-        name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
-        self._submit(self._write, name, state, copies)
+    def _describe(self, precision: str) -> None:
+        args, world, dataset, state = self.args, self.world, self.dataset, self.state
+        c = state.model.config
+        rows, tokens = dataset.train.rows, dataset.val.num_tokens if dataset.val else 0
+        shape = ", ".join(f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c)))
+        scaler, compiled = ("on" if on else "off" for on in (state.scaler.is_enabled(), state.compiled))
+        self._entropy = unigram_entropy(dataset.val or dataset.train)
+        self._peak_flops = monitor.peak_flops(world.device, self.log.say)
+        for line in (
+            f"{self._family} {args.size}: {num_params(state.model):,} parameters; {shape}; {c.vocab_size} "
+            f"ids in {c.padded_vocab} rows",
+            f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
+            f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
+            f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "
+            f"checkpointing {args.checkpoint_activations}, strategy {args.strategy}",
+            f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
+            f"{args.seq_len}; {tokens:,} validation tokens of unigram entropy {self._entropy:.4f}",
+            f"batch {self.micro_batch} x accumulation {self.grad_accum_steps} x {world.world_size} processes "
+            f"= {self.global_batch} sequences, {self.global_batch * args.seq_len:,} tokens a step; "
+            f"{self.total_steps} steps, {rows / self.global_batch:.1f} an epoch",
+            f"run directory {self.out}" + (f", resuming after step {self.step} from {self.saved['path']}"
+                                           if self.saved else "")):
+            self.log.say(line)
 
-    def _copy(self, group: str, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get((group, name))
-        if buffer is None or buffer.shape != tensor.shape:
-            on_cuda = self.world.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
-            self._buffers[group, name] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+    @property
+    def done(self) -> bool:
+        return self._at_end or self.stopping > 0
 
-    def mark_best(self, loss: float) -> None:
-        """Makes best.pt a link to the newest checkpoint, once that is written, if no other was better."""
-        if self.world.main:
-            self._submit(self._link_best, "best.pt", self.saved_step, loss)
+    @property
+    def _at_end(self) -> bool:
+        return self.step >= self.total_steps
 
-    def close(self) -> None:
-        """Waits until everything is written. Raises RunError if the last checkpoint was not."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-        if self.world.main and self.saved_step is not None and self._newest_step() != self.saved_step:
-            raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
-                           "same command goes on from the one before.")
+    @property
+    def _evaluation_due(self) -> bool:
+        due = self.step % self.args.eval_every == 0 or self.ends_epoch or self._at_end
+        return due and self.dataset.val is not None
 
-    def _newest_step(self) -> int | None:
-        newest = next(iter(finished(self.run_directory)), None)
-        return newest and int(NAME.fullmatch(newest.name)[1])
+    @property
+    def _save_due(self) -> bool:
+        return self.step % self.args.save_every == 0 or self._evaluation_due or self.done
 
-    def _submit(self, *job) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
+    @property
+    def _log_due(self) -> bool:
+        due = self.step == 1 or self.step % self.args.log_every == 0 or self.ends_epoch or self._at_end
+        return due or self._evaluation_due
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job[0](*job[1:])
-            except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
-                reason = str(error).partition("\n")[0]
-                self.say(f"WARNING: {job[1]} was not written: {reason}; training goes on, and tries again at "
-                         "the next save")
-            finally:
-                self._jobs.task_done()
+    def end_step(self, metrics: dict, grad_norm: Tensor, lr: float) -> None:
+        """Ends a training step: counts it, votes, and makes its record if something is due.
 
-    def _write(self, name: str, state: dict, copies: dict) -> None:
-        totals = {key: t.sum(dtype=torch.float32) for key, t in copies["model"].items()}
-        bad = next((key for key, total in totals.items() if not total.isfinite()), None)  # inf and NaN add up
-        if bad:
-            raise RuntimeError(f"{bad} is not finite")
-        temporary = self.directory / f".tmp-{name}"
-        sums = {f"{group}/{key}": int(bit_sum(t)) for group, named in copies.items()
-                for key, t in named.items()}
-        try:
-            with open(temporary, "wb") as file:
-                torch.save({**state, "tensors": copies, "sums": sums}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.directory / name)
-        finally:
-            temporary.unlink(missing_ok=True)
-        fsync_directory(self.directory)
-        for old in finished(self.run_directory)[self.keep_last:]:
-            old.unlink()
+        `metrics`, `loss` among them, are means over this rank's micro-batches: scalar tensors, which the
+        record has as means over the ranks, or plain numbers that are the same on all ranks.
+        """
+        rows, state = self.dataset.train.rows, self.state
+        self.ends_epoch = (self.samples + self.global_batch) // rows > self.samples // rows
+        self.step, self.samples = self.step + 1, self.samples + self.global_batch
+        self._epoch_loss += metrics["loss"].double() / self.world.world_size
+        self.epoch["steps"] += 1
+        self._vote.count(grad_norm, state.scaler)
+        self.stopping = self._vote.read()
+        self._vote.start()
+        if state.apart and (self._save_due or state.outer.meets(self.step)):
+            self.log.phase("other")
+            state.outer.meet()  # a checkpoint needs the same parameters on all ranks
+            state.apart = False
+        self.log.tick(self.step)
+        if self._log_due or self._save_due:
+            self._record = self._record_of(metrics, grad_norm, lr)
 
-    def _link_best(self, name: str, step: int, loss: float) -> None:
-        if not loss < self._best or self._newest_step() != step:
-            return  # or that save has failed, and said so
-        newest, temporary = finished(self.run_directory)[0], self.directory / f".tmp-{name}"
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(newest, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(newest, temporary)
-        os.replace(temporary, self.directory / name)
-        fsync_directory(self.directory)
-        self._best = loss
+    def _record_of(self, metrics: dict, grad_norm: Tensor, lr: float) -> dict:
+        args, world = self.args, self.world
+        names = [name for name, value in metrics.items() if isinstance(value, Tensor)]
+        *sums, self.epoch["loss"], skipped = reduce_sum(
+            [*(metrics[name] for name in names), self._epoch_loss, ~grad_norm.isfinite()], world)
+        metrics = metrics | {name: total / world.world_size for name, total in zip(names, sums)}
+        now = time.perf_counter()
+        self.epoch["seconds"] = now - self._epoch_begun
+        begun, step = self._window
+        tokens_per_sec = (self.step - step) * self.global_batch * args.seq_len / (now - begun)
+        record = {"step": self.step, "loss": metrics.pop("loss"), "val_loss": None, "lr": lr,
+                  "grad_norm": grad_norm.item(), "skipped": int(skipped),
+                  "tokens": self.samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
+                  "mfu": None, "mem_gb": round(monitor.memory_gb(world.device), 3), **metrics,
+                  "time": round(time.time(), 3)}
+        if self._peak_flops:
+            flops = tokens_per_sec * self._flops_per_token(record)
+            record["mfu"] = flops / (self._peak_flops * world.world_size)
+        return record
 
+    def report(self, evaluate, sample=None) -> None:
+        """Does what is due after a step, or was still due at a resume: save, evaluate, log, sample.
+        Every rank calls evaluate(), which returns entries of the record, `val_loss` among them, and sample().
+        """
+        if self._record:
+            self._save()  # before the evaluation, which can take long
+            if self._evaluation_due and not self.stopping:
+                self.log.phase("evaluation")
+                found = evaluate()
+                self.log.phase("other")
+                if self.stopping:  # a signal has cut it short: the resumed run evaluates and logs this step
+                    self._save()  # which is now due even if the update was skipped
+                else:
+                    self._record |= found
+            if not self._evaluation_due or self._record["val_loss"] is not None:
+                self._log(sample)
+            self._record, self._window = None, (time.perf_counter(), self.step)
+        self.state.apart = bool(self.state.outer) and self.state.outer.apart(self.step)
 
-def claim(run_directory: Path, world: World) -> contextlib.ExitStack:
-    """Makes a run directory and locks it until the result is closed or rank 0 ends, however it ends.
+    def _save(self) -> None:
+        """Saves if that is due. Compares the parameters of all ranks before a save, and every 200 steps."""
+        # A skipped update changed nothing: not worth pushing an older checkpoint out, except at the end.
+        due = self._save_due and (self.done or not self._record["skipped"])
+        if due or self.step - self._compared >= 200 and not self.state.apart:
+            assert_in_sync(self.state.model.state_dict())
+            self._compared = self.step
+        if due and self._checkpoints.saved_step != self.step:
+            self.log.phase("save")
+            position = {"samples": self.samples, "record": self._record, "epoch": self.epoch,
+                        "ends_epoch": self.ends_epoch}
+            self._checkpoints.save(self.step, self._record["loss"], self._identity | position, self.state)
+            self.log.phase("other")
 
-    Raises UserError on all ranks.
-    """
-    held = contextlib.ExitStack()
+    def _log(self, sample) -> None:
+        args, record, log = self.args, self._record, self.log
+        mean_loss = self.epoch["loss"] / self.epoch["steps"]
+        if self.ends_epoch or self._at_end:
+            record |= {"epoch_loss": mean_loss, "epoch_seconds": self.epoch["seconds"]}
+        if self._log_due:
+            log.write(record)
+            seconds_per_step = (time.perf_counter() - self._begun) / max(self.step - self._first, 1)
+            log.step_line(record, (self.total_steps - self.step) * seconds_per_step,
+                          "apart" if self.state.apart else "OK" if self._replicated else "shards")
+        if record["val_loss"] is not None:
+            log.evaluation_line(record, self._entropy)
+            if self._checkpoints.saved_step == self.step:
+                self._checkpoints.mark_best(record["val_loss"])
+            log.save_history()
+            self._evaluations += 1
+            due = sample and args.sample_every and self._evaluations % args.sample_every == 0
+            if due and not self._at_end:
+                self._show(sample)
+        if self.ends_epoch and not self.stopping:
+            log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss {mean_loss:.4f} | "
+                    f"validation loss {record['val_loss'] or math.nan:.4f} | "
+                    f"{monitor.human_time(self.epoch['seconds'])}")
+            self.epoch = dict.fromkeys(self.epoch, 0)
+            self._epoch_loss.zero_()
+            self._epoch_begun = time.perf_counter()
 
-    def lock():
-        try:
-            (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-            path = run_directory / ".lock"  # never a link, for its content gets replaced
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            file = held.enter_context(open(descriptor, "r+"))
-        except OSError as error:
-            raise UserError(f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(f"{run_directory} is in use by {file.read()}: wait for it, or choose another "
-                            "--out.")
-        except OSError:
-            pass  # a file system without locks
-        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
-            os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename} since "
-                                    f"{time.strftime('%F %T')}".encode())
-        for leftover in (run_directory / "checkpoints").glob(".tmp-*"):
-            leftover.unlink()
+    def _show(self, sample) -> None:
+        self.log.sample(self.args.sample_prompt + sample(), self.step)
 
-    on_main(world, lock)
-    return held
+    def validation_batches(self, masker=None):
+        """The batches of this rank in an evaluation, see data.py."""
+        world, limit = self.world, self.args.eval_batches * self.global_batch or None
+        return validation_batches(self.dataset.val, self.micro_batch, world.rank, world.world_size,
+                                  world.device, limit, masker)
 
+    @torch.no_grad()
+    def mean_statistics(self, batches) -> dict[str, float]:
+        """Means of the model's statistics over batches (inputs …, labels) of all ranks, each weighted by its
+        labels from 0 on. Every rank has as many batches. A stop signal ends it early and sets `stopping`.
+        """
+        model, names, sums = self.state.model, [], 0
+        with self.state.averaged_weights():
+            model.eval()
+            for batch in batches:
+                _, statistics = model(*batch)
+                names, count = [*statistics, "count"], (batch[-1] >= 0).sum()
+                values = torch.stack([*statistics.values(), torch.ones_like(statistics["loss"])])
+                sums = sums + values.double() * count
+                if stopping := self._vote.read():
+                    self.stopping = stopping
+                    break
+                self._vote.start()
+            model.train()
+            means = dict(zip(names, reduce_sum([*sums], self.world)))  # waits for the device
+        return {name: total / means["count"] for name, total in means.items()}
 
-def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:
-    """The checkpoint that --resume means, None to start anew. Raises UserError on all ranks."""
-    newest = on_main(world, lambda: next((str(path) for path in finished(run_directory)), None))
-    if resume == "none":
-        if newest:
-            raise UserError(f"{run_directory} holds checkpoints ({Path(newest).name}), which a new run would "
-                            "mix with its own: choose another --out, or delete it.")
-        return None
-    saved = load_checkpoint(run_directory if resume == "auto" else resume, world, say, resume == "auto")
-    if resume != "auto" and saved is None:
-        raise UserError(f"{resume} holds no checkpoint: name a run directory that has one, or its file.")
-    if resume != "auto" and newest and int(NAME.fullmatch(Path(newest).name)[1]) > saved["step"]:
-        raise UserError(f"{run_directory} has a later checkpoint ({Path(newest).name}) than {resume}: give "
-                        "another --out to branch off there, or delete the later ones.")
-    return saved
+    def finish(self, sample=None) -> None:
+        """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""
+        if sample and not self.stopping:
+            self._show(sample)
+        self._checkpoints.close()
+        self._vote.close()
+        in_sync = "of all ranks were in sync" if self._replicated else "are in shards"
+        ending = (f"training complete: {self.step} steps, {self.samples * self.args.seq_len:,} tokens, the "
+                  f"parameters {in_sync}; the run is in {self.out}")
+        if self.stopping:
+            ending = (f"stopped by {signal.Signals(self.stopping).name} after step {self.step}, with a "
+                      f"checkpoint of step {self._checkpoints.saved_step}: the same command resumes it")
+        self._close()
+        self.log.say(ending)
+
+    def _close(self) -> None:
+        self.log.close()
+        self._lock.close()

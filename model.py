@@ -1,32 +1,27 @@
-"""The models, and what belongs to a model alone: loss, sampling, optimizer, schedules, Hugging Face files.
+"""The models, and what belongs to a model alone: loss, sampling, optimizers, schedules, Hugging Face files.
 
 Shapes in comments: B sequences, T tokens, C = d_model channels, H heads of D channels, F hidden units of the
-MLP, V rows of the embedding table.
-
-Two choices shape every layer:
+MLP, V rows of the embedding table. Two choices shape every layer:
 
 * Parameters stay float32; `Linear` casts its weight to the type of its input. So mixed precision needs no
   autocast, and the gradients of several uses of a weight are summed in float32. (Autocast's weight cache sums
   them in bfloat16, breaks selective checkpointing, and lost gradients after no_grad in older releases.)
-* Activation checkpointing wraps one block, never the recurrence: recomputation decides nothing.
+* Activation checkpointing wraps single blocks, never the recurrence, so recomputing cannot change the depth.
 """
 
+import functools
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from data import UserError, stream_text
 
@@ -55,7 +50,7 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of the rotary angles (Su et al., 2021), float32 (2, T, D/2), on the CPU in any context."""
+    """cos and sin of the rotary angles (Su et al., 2021): float32 (2, T, D/2), always on the CPU."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device="cpu"), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
@@ -69,9 +64,8 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of all attention calls of one forward pass, for decoding: (slots, 2, B, H, T, D).
-
-    Attention calls come in a fixed order, so a slot is simply the number of calls before it.
+    """Keys and values of the tokens so far, (slots, 2, B, H, T, D): one slot per attention call of a forward
+    pass. The calls come in a fixed order, so a slot is the number of calls before it.
     """
 
     def __init__(self, slots: int, batch: int, n_head: int, seq_len: int, head_dim: int, device, dtype):
@@ -79,11 +73,10 @@ class KVCache:
         self.length, self.slot = 0, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far.
-
-        Several tokens at once only start a cache: is_causal would align a later block with the first keys.
+        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far. Only
+        an empty cache takes several tokens at once, because is_causal aligns queries with the first keys.
         """
-        assert self.length == 0 or k.size(2) == 1, "only one token at a time joins a cache that holds some"
+        assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
         stored, end = self.memory[self.slot], self.length + k.size(2)
         stored[0, :, :, self.length:end], stored[1, :, :, self.length:end] = k, v
         self.slot += 1
@@ -94,41 +87,28 @@ class KVCache:
         self.length, self.slot = self.length + tokens, 0
 
 
-# Selective checkpointing keeps what matrix products and attention computed and recomputes the cheap rest.
-_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")}
-_KEPT = _PRODUCTS | {getattr(torch.ops.aten, name).default for name in (
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")}
-
-
-def _selective():
-    return create_selective_checkpoint_contexts(
-        lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in _KEPT
-        else CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def _selective_but_attention():
-    return create_selective_checkpoint_contexts(
-        lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in _PRODUCTS
-        else CheckpointPolicy.PREFER_RECOMPUTE)
+# Selective checkpointing keeps the results of matrix products and attention and recomputes the rest.
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+_KEPT = _PRODUCTS + [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in (
+    "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")]
 
 
 class Block(nn.Module):
     """A residual block that can recompute its activations in the backward pass; subclasses define `block`."""
 
-    checkpointing = "none"  # or "block": keep the input only; or "selective": keep matrix products as well
+    checkpointing = "none"  # or "block": keep only the input; or "selective": also keep matrix products
     dropout = 0.0
-    # Attention with dropout draws random numbers. If it were kept, the recomputation would not draw them
-    # again, and the dropout after it would silently be another one.
+    # With dropout, attention draws random numbers. If its result were kept, recomputing would not draw them
+    # again, and the dropout that follows would use another mask than in the forward pass.
     drops_attention = False
     plain_attention = False  # for CPUs: attention in bfloat16 as two matrix products, see attend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False,
                dropout: float = 0.0) -> Tensor:
-        """Attention of q, k, v (B, H, T, D), with a boolean mask that is True where it is allowed.
+        """Attention of q, k, v (B, H, T, D); `mask` is boolean, True where attention is allowed.
 
-        torch's kernel for CPUs computes bfloat16 in float32 unless they have AMX. Up to some thousand tokens
-        it is faster to multiply in bfloat16 and to keep the scores (B, H, T, T).
+        torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few thousand tokens,
+        two bfloat16 products with the scores (B, H, T, T) in between are faster.
         """
         if not self.plain_attention or q.dtype != torch.bfloat16 or dropout:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
@@ -145,31 +125,22 @@ class Block(nn.Module):
             return self.block(x, *args)
         selective = {}
         if self.checkpointing == "selective":
-            selective["context_fn"] = _selective_but_attention if self.drops_attention else _selective
+            kept = _PRODUCTS if self.drops_attention else _KEPT
+            selective["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
         return checkpoint(self.block, x, *args, use_reentrant=False,
                           preserve_rng_state=self.dropout > 0, **selective)
 
 
-def recomputed_flops(mode: str, matrices: float, down: float, attention: float, dropout: float) -> float:
-    """What activation checkpointing adds for one token to blocks of so many weights in matrices, `down` of
-    them in the last product, and so many FLOPs of attention. Mode block repeats the forward pass as far as it
-    has to: the result of `down` is needed only if dropout follows. Selective repeats no product.
-    """
-    return 2 * (matrices if dropout else matrices - down) + attention if mode == "block" else 0.0
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Σ cross-entropy of softmax(hidden · weightᵀ + bias), a few rows at a time: no (N, V) tensor exists.
-    With `count`, also how many targets have the largest logit of their row.
-
-    The gradients come out of the forward pass, while the probabilities of a chunk are still there, so the
-    vocabulary products are done three times as in plain backpropagation and not four.
+    """Σ cross-entropy of softmax(hidden · weightᵀ + bias), in chunks of rows, so memory does not grow with
+    N · V. With `count`, also how many targets have the largest logit of their row. The forward pass computes
+    the gradients, while it has a chunk's probabilities: three vocabulary products instead of four.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count):
-        # Products of many rows are the fastest. Between them a GPU wants much to do at once, but a CPU few
-        # rows, 4 MB, which stay in its cache from one operation to the next.
+        # Products are fastest on many rows. The elementwise operations between them are fastest on many rows
+        # on a GPU, but on few on a CPU: 4 MB stay in its cache from one operation to the next.
         chunk, few = (4096, 4096) if hidden.is_cuda else (2048, max(2**20 // weight.size(0), 8))
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)
@@ -181,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         space = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
         for start in range(0, hidden.size(0), chunk):
             h = hidden[start:start + chunk]
-            products = torch.mm(h, w.T, out=space[:h.size(0)])  # whose place their gradient takes
+            products = torch.mm(h, w.T, out=space[:h.size(0)])  # overwritten by their gradient
             for begin in range(0, h.size(0), few):
                 some = products[begin:begin + few]
                 y = targets[start + begin:start + begin + len(some), None]
@@ -190,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = some.float()
                 if bias is not None:
                     logits += bias
-                logits[:, vocab_size:] = -torch.inf  # rows that only pad the table
+                logits[:, vocab_size:] = -torch.inf  # padding
                 if count:
                     correct += ((logits.argmax(-1, keepdim=True) == y) & counted).sum()
                 log_p = torch.log_softmax(logits, dim=-1)
@@ -218,9 +189,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
                          bias: Tensor | None = None, accuracy: bool = False):
     """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) + bias (V),
-    targets (…); with `accuracy` a tuple of it and the share of targets with the largest logit.
-
-    Targets below 0 are ignored. Rows of `weight` from `vocab_size` on pad the table and have probability 0.
+    targets (…). With `accuracy`, a tuple of that loss and the fraction of targets with the largest logit.
+    Targets below 0 are ignored. Rows of `weight` from `vocab_size` on are padding and have probability 0.
     """
     targets = targets.reshape(-1)
     total, correct = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, bias, targets,
@@ -235,8 +205,17 @@ def init_normal(weight: Tensor, std: float) -> None:
     weight.data.mul_(std / 0.98658)
 
 
+def flag(default, help: str):
+    """A field of a configuration that is also a command-line flag of the trainer, with default and help."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
 class ModelConfig:
-    """What the configurations of all models have in common."""
+    vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
+    padded_vocab: int = 50304
+    seq_len: int = flag(1024, "tokens in a row, the context of the model")
+    dropout: float = flag(0.0, "probability of dropping an activation while training")
 
     def __post_init__(self):
         if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
@@ -256,20 +235,16 @@ class ModelConfig:
 
 @dataclass
 class HRMConfig(ModelConfig):
-    vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
-    padded_vocab: int = 50304
-    seq_len: int = 1024
-    n_layer: int = 16  # blocks in each of the two stacks
-    n_head: int = 12
-    d_model: int = 1536
-    ff: int = 4096
-    h_cycles: int = 2
-    l_cycles: int = 3
-    tie: bool = True  # output head = embedding table
-    dropout: float = 0.0
-    inject_input: bool = False  # add the embedded input to every input of L
-    halt: bool = False  # choose the number of H-cycles per token, up to max_cycles
-    max_cycles: int = 4
+    n_layer: int = flag(16, "blocks in each of the two stacks")
+    n_head: int = flag(12, "attention heads")
+    d_model: int = flag(1536, "channels")
+    ff: int = flag(4096, "hidden units of the MLP")
+    h_cycles: int = flag(2, "calls of the slow stack H")
+    l_cycles: int = flag(3, "calls of the fast stack L for each of H")
+    tie: bool = flag(True, "output head = embedding table; --untie gives the head weights of its own")
+    inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
+    halt: bool = flag(False, "let each token choose how many H-cycles it gets")
+    max_cycles: int = flag(4, "largest number of H-cycles, with --halt")
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
@@ -317,7 +292,7 @@ class HRMBlock(Block):
 
 
 class Stack(nn.Module):
-    """Blocks and a closing RMSNorm: the H or the L of an HRM."""
+    """Blocks and a final RMSNorm: the H or the L of an HRM."""
 
     def __init__(self, c: HRMConfig):
         super().__init__()
@@ -337,9 +312,9 @@ class HRM(nn.Module):
         repeat h_cycles times:  (repeat l_cycles times:  z_L = L(z_L + z_H));  z_H = H(z_H + z_L)
         logits = head(z_H)
 
-    Backpropagation is truncated: only the last `bp_steps` stack calls keep a graph, H before L, as in the
-    paper. With `halt`, each token weighs the z_H of its cycles by halting probabilities instead (adaptive
-    computation time, Graves 2016, arXiv 1603.08983).
+    Backpropagation is truncated as in the paper: `bp_steps` stack calls keep a graph, the last ones of H, and
+    with what is left (at least one) of L. With `halt`, the output is the mean of each token's z_H over all
+    cycles, weighted by halting probabilities (adaptive computation time, Graves 2016, arXiv 1603.08983).
     """
 
     Config = HRMConfig
@@ -371,73 +346,73 @@ class HRM(nn.Module):
                 ponder_weight: float = 0.0, fixed_depth: bool = False):
         """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
 
-        The objective is a scalar to call backward on. The statistics are detached scalars: `loss`, the mean
-        cross-entropy in nats, `cycles`, the H-cycles executed, and `ponder`. bp_steps None means full
-        backpropagation.
+        The objective is what backward is called on. The statistics are detached scalars: `loss`, the mean
+        cross-entropy in nats, `cycles`, the H-cycles that ran, and `ponder`. bp_steps None: no truncation.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth)
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
         loss = linear_cross_entropy(z, self.head_weight, targets, self.config.vocab_size)
         objective = loss + ponder_weight * ponder if self.config.halt else loss
-        return objective, {"loss": loss.detach(), "cycles": z.new_tensor(cycles, dtype=torch.float32),
-                           "ponder": ponder.detach()}
+        statistics = {"loss": loss.detach(), "cycles": z.new_tensor(cycles, dtype=torch.float32)}
+        return objective, statistics | ({"ponder": ponder.detach()} if self.config.halt else {})
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False) -> tuple[Tensor, Tensor, int]:
-        """Runs the recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost (scalar, mean
-        over tokens), and the number of H-cycles that ran. `fixed_depth` runs them all, without asking other
-        ranks.
+        """The recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost (scalar, mean over
+        tokens) and how many H-cycles ran; with `fixed_depth` all of them, without asking other ranks.
         """
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
         rope = self.rope[:, begin:begin + T]
         x = self.embed(idx).to(self.compute_dtype) * c.embed_scale  # (B, T, C)
-        z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
-
         bp_steps = min(bp_steps or c.max_bp_steps, c.max_bp_steps)
-        h_calls = min(c.h_cycles, bp_steps - 1)  # how many of the last calls of H keep a graph;
-        l_calls = bp_steps - h_calls  # and how many of L
         grad = torch.is_grad_enabled()
 
-        remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
-        mixed, ponder = 0.0, remaining.new_zeros(())
-        for h in range(c.cycles):
+        def recur(z_h: Tensor, z_l: Tensor, l_kept: int, h_kept: bool) -> tuple[Tensor, Tensor]:
+            """One H-cycle. The last `l_kept` calls of L keep a graph, and the call of H if `h_kept`."""
             for i in range(c.l_cycles):
-                if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
-                    keep = i >= c.l_cycles - min(c.l_cycles, bp_steps - 1)
-                else:
-                    keep = h * c.l_cycles + i >= c.h_cycles * c.l_cycles - l_calls
-                with torch.set_grad_enabled(grad and keep):
+                with torch.set_grad_enabled(grad and i >= c.l_cycles - l_kept):
                     z_l = self.L(z_l + z_h + x if c.inject_input else z_l + z_h, rope, cache)
-            with torch.set_grad_enabled(grad and (c.halt or h >= c.h_cycles - h_calls)):
-                z_h = self.H(z_h + z_l, rope, cache)
-            if c.halt:
-                last = h == c.cycles - 1
+            with torch.set_grad_enabled(grad and h_kept):
+                return self.H(z_h + z_l, rope, cache), z_l
+
+        z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
+        remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
+        out, ponder = 0.0, remaining.new_zeros(())
+        if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
+            for cycle in range(1, c.max_cycles + 1):
+                last = cycle == c.max_cycles
+                z_h, z_l = recur(z_h, z_l, min(c.l_cycles, bp_steps - 1), True)
                 weight, remaining = self.halting_weight(z_h, remaining, last)
-                mixed = mixed + weight.unsqueeze(-1) * z_h
+                out = out + weight.unsqueeze(-1) * z_h
                 ponder = ponder + remaining.mean()
-                if not last and not fixed_depth and self.everyone_halted(remaining):
+                if last or not fixed_depth and self.everyone_halted(remaining):
                     break
+            out = out.to(z_h.dtype)
+        else:
+            h_kept = min(c.h_cycles, bp_steps - 1)  # calls of H that keep a graph, counted from the end;
+            l_kept = bp_steps - h_kept  # and calls of L
+            for cycle in range(1, c.h_cycles + 1):
+                later = c.h_cycles - cycle
+                z_h, z_l = recur(z_h, z_l, l_kept - later * c.l_cycles, later < h_kept)
+            out = z_h
         if cache:
             cache.advance(T)
-        return (mixed.to(z_h.dtype) if c.halt else z_h), ponder, h + 1
+        return out, ponder, cycle
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        """The share (B, T) of this cycle in the output, and the mass that remains for later ones.
-
-        A token takes p = sigmoid(halt(z_H)) while that leaves 1 % or more, then all that remains. The ponder
-        cost is the sum of what remains after each cycle: expected cycles beyond the first, and every p lowers
-        it.
+        """The weight (B, T) of this cycle in the output, and the mass that remains for later ones. A token
+        takes p = sigmoid(halt(z_H)) while that leaves 1 % or more, then all that remains. The ponder cost is
+        the sum of what remains after each cycle: expected cycles beyond the first, and every p lowers it.
         """
         p = self.halt(z_h.float()).squeeze(-1).sigmoid()
-        stops = torch.full_like(p, last, dtype=torch.bool) | (remaining - p < 0.01)
-        weight = torch.where(stops, remaining, p)
+        weight = torch.where((remaining - p < 0.01) | last, remaining, p)
         return weight, remaining - weight
 
     def everyone_halted(self, remaining: Tensor) -> bool:
-        """Whether no token of any rank wants another cycle. Agreed on by all, because under FSDP a rank that
-        ran one more would wait for the others for ever. A cycle too many changes nothing: its weights are 0.
+        """Whether no token on any rank wants another cycle. All ranks decide together, because under FSDP a
+        rank in one cycle more would wait for the others forever. An extra cycle has weight 0, so no effect.
         """
         left = remaining.detach().max()
         if dist.is_initialized():
@@ -454,20 +429,21 @@ class HRM(nn.Module):
         z, _, _ = self.think(idx, cache=cache, fixed_depth=True)
         return F.linear(z[:, -1], self.head_weight.to(z.dtype)).float()
 
-    def flops_per_token(self, bp_steps: int, cycles: float | None = None, recompute: str = "none") -> float:
-        """Matrix-product FLOPs of one training step for one token, attention counted as full T × T.
+    def example(self, batch: int, device, bp_steps: int = 5) -> dict[str, Any]:
+        """Arguments of `forward` for a batch in which every parameter gets a gradient, at full depth."""
+        x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
+        return {"idx": x, "targets": x, "bp_steps": bp_steps, "ponder_weight": 1.0, "fixed_depth": True}
 
-        Counts every stack call forward, those that keep a graph twice backward, and the head. `cycles` is how
-        many H-cycles ran, all if None. `recompute`, a mode of activation checkpointing, adds what it repeats.
+    def flops_per_token(self, bp_steps: int = 5, cycles: float | None = None) -> float:
+        """Matrix-product FLOPs per token of a training step, attention counted as full T × T: each stack call
+        forward, those with a graph also backward (twice that), and the head. `cycles`: H-cycles that ran.
         """
         c, cycles = self.config, cycles or self.config.cycles
         matrices = c.n_layer * (5 * c.d_model**2 + 3 * c.d_model * c.ff)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
         calls = cycles * (c.l_cycles + 1)
         kept = cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, calls)
-        down = c.n_layer * c.d_model * c.ff
-        again = kept * recomputed_flops(recompute, matrices, down, attention, c.dropout)
-        return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab + again
+        return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -476,14 +452,11 @@ class HRM(nn.Module):
 
 @dataclass
 class GPT2Config(ModelConfig):
-    vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
-    padded_vocab: int = 50304
-    seq_len: int = 1024
-    n_layer: int = 12
-    n_head: int = 12
-    d_model: int = 768
-    dropout: float = 0.0  # of the embedding, attention and residuals
-    modern: bool = False
+    n_layer: int = flag(12, "blocks")
+    n_head: int = flag(12, "attention heads")
+    d_model: int = flag(768, "channels; the MLP has four times as many")
+    modern: bool = flag(False, "a modern model of the same shape: rotary positions, QK-norm, squared ReLU, "
+                        "RMSNorm, zero-initialised projections, untied head; best with --optimizer muon")
     norm_eps: float = 1e-5
 
 
@@ -555,10 +528,8 @@ class GPT2(nn.Module):
         return self.head.weight if self.config.modern else self.embed.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
-
-        The objective is a scalar to call backward on. The statistics are detached scalars: `loss`, the mean
-        cross-entropy in nats.
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead: what
+        backward is called on, and detached scalars, here `loss`, the mean cross-entropy in nats.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -591,15 +562,16 @@ class GPT2(nn.Module):
         x = self.hidden(idx, cache)[:, -1]
         return F.linear(x, self.head_weight.to(x.dtype)).float()
 
-    def flops_per_token(self, recompute: str = "none") -> float:
-        """Matrix-product FLOPs of one training step for one token, attention counted as full T × T.
+    def example(self, batch: int, device) -> dict[str, Any]:
+        """Arguments of `forward` for a batch in which every parameter gets a gradient."""
+        x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
+        return {"idx": x, "targets": x}
 
-        `recompute`, a mode of activation checkpointing, adds what that repeats.
-        """
+    def flops_per_token(self) -> float:
+        """Matrix-product FLOPs per token of a training step, attention counted as full T × T."""
         c = self.config
         matrices, attention = c.n_layer * 12 * c.d_model**2, c.n_layer * 4 * c.seq_len * c.d_model
-        again = recomputed_flops(recompute, matrices, c.n_layer * 4 * c.d_model**2, attention, c.dropout)
-        return 3 * (2 * (matrices + c.d_model * c.padded_vocab) + attention) + again
+        return 3 * (2 * (matrices + c.d_model * c.padded_vocab) + attention)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -608,26 +580,22 @@ class GPT2(nn.Module):
 
 @dataclass
 class MLMConfig(ModelConfig):
-    vocab_size: int = 50258  # ids in use, [MASK] among them; the table has `padded_vocab` rows
-    padded_vocab: int = 50304
-    seq_len: int = 512
-    n_layer: int = 22
-    n_head: int = 12
-    d_model: int = 768
-    ff: int = 1152
-    window: int = 128  # a local layer sees half of it to either side
-    global_every: int = 3  # layers 0, 3, 6 … see the whole document
+    vocab_size: int = 50258  # [MASK] is one of the ids in use
+    n_layer: int = flag(22, "blocks")
+    n_head: int = flag(12, "attention heads")
+    d_model: int = flag(768, "channels")
+    ff: int = flag(1152, "hidden units of the MLP")
+    window: int = flag(128, "width of the attention window of local layers, half of it to either side")
+    global_every: int = flag(3, "every N-th layer, from the first one on, sees the whole document")
     global_theta: float = 160000.0
     local_theta: float = 10000.0
-    dropout: float = 0.0
     norm_eps: float = 1e-5
     eot: int = 50256  # the id that starts a document
 
 
 class MLMBlock(Block):
-    """Pre-norm block without biases: bidirectional attention with RoPE, local or global, and GeGLU.
-
-    Dropout follows Hugging Face, but attention itself has none, because FlexAttention offers none.
+    """Pre-norm block without biases: bidirectional attention with RoPE, local or global, and GeGLU. Dropout
+    is where Hugging Face has it, except in attention, because FlexAttention has none.
     """
 
     flex_attention = None  # compiled when a GPU first needs it
@@ -635,10 +603,9 @@ class MLMBlock(Block):
     def __init__(self, c: MLMConfig, index: int):
         super().__init__()
         self.n_head, self.dropout = c.n_head, c.dropout
-        self.is_global = index % c.global_every == 0
-        self.attn_norm = nn.Identity()  # the embedding is normalized already
-        if index:
-            self.attn_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False)
+        self.is_local = index % c.global_every > 0
+        # the embedding is normalized already
+        self.attn_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False) if index else nn.Identity()
         self.mlp_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False)
         self.qkv = Linear(c.d_model, 3 * c.d_model, bias=False)
         self.attn_out = Linear(c.d_model, c.d_model, bias=False)
@@ -689,10 +656,10 @@ class MLM(nn.Module):
 
     def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None):
         """Logits (B, T, V) of idx (B, T); given the masked positions (B, K), int64, and labels (B, K), a
-        tuple (objective, statistics) instead, for which only those positions pass the head.
+        tuple (objective, statistics) instead, computed at these positions only. Labels below 0 are ignored.
 
-        Labels below 0 are ignored. The statistics are detached scalars: `loss`, the mean cross-entropy in
-        nats, and outside of training `correct`, the share of labels that have the largest logit.
+        The statistics are detached scalars: `loss`, the mean cross-entropy in nats, and in evaluation
+        `correct`, the fraction of labels that have the largest logit.
         """
         c, x = self.config, self.hidden(idx)
         if positions is not None:
@@ -708,14 +675,12 @@ class MLM(nn.Module):
         return loss, {"loss": loss.detach(), "correct": correct}
 
     def hidden(self, idx: Tensor) -> Tensor:
-        """The states (B, T, C) of idx (B, T) after the last norm, for the head or for a probe."""
-        rope = self.rope[:, :, :idx.size(1)]
-        masks = self.masks(idx)
+        """The states (B, T, C) of idx (B, T) after the last norm."""
+        tables = list(zip(self.rope[:, :, :idx.size(1)], self.masks(idx)))  # of global layers, of local ones
         x = self.embed_norm(self.embed(idx).to(self.compute_dtype))
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.transformer["blocks"]:
-            kind = 0 if block.is_global else 1
-            x = block(x, rope[kind], masks[kind])
+            x = block(x, *tables[block.is_local])
         return self.norm(x)
 
     def masks(self, idx: Tensor) -> list:
@@ -739,22 +704,26 @@ class MLM(nn.Module):
         return [mask(b, 0, t[:, None], t) for mask in (together, nearby)]  # (B, 1, T, T) each
 
     def uses_flex(self, device: torch.device) -> bool:
-        """FlexAttention skips what lies outside the window, but needs Triton and heads of 16 channels."""
+        """FlexAttention skips what lies outside the window, but needs Triton and head_dim ≥ 16."""
         return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
                 and self.config.head_dim >= 16)
 
-    def flops_per_token(self, mask_rate: float, recompute: str = "none") -> float:
-        """Matrix-product FLOPs of one training step for one token of the input, of which a share of
-        `mask_rate` passes the head. Attention is counted as full T × T, in local layers too. `recompute`, a
-        mode of activation checkpointing, adds what that repeats.
+    def example(self, batch: int, device, mask_rate: float = 0.3) -> dict[str, Any]:
+        """Arguments of `forward` for a batch in which every parameter gets a gradient."""
+        x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
+        positions = torch.arange(max(1, round(mask_rate * self.config.seq_len)), device=device)
+        positions = positions.expand(batch, -1)
+        return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
+
+    def flops_per_token(self, mask_rate: float = 0.3) -> float:
+        """Matrix-product FLOPs per token of a training step, attention counted as full T × T, in local layers
+        too; the head runs on the fraction `mask_rate` of the tokens.
         """
         c = self.config
         matrices = c.n_layer * (4 * c.d_model**2 + 3 * c.d_model * c.ff)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
         head = mask_rate * (c.d_model**2 + c.d_model * c.padded_vocab)
-        # dropout comes before `down`, so nothing needs the result of that
-        again = recomputed_flops(recompute, matrices, c.n_layer * c.d_model * c.ff, attention, 0.0)
-        return 3 * (2 * (matrices + head) + attention) + again
+        return 3 * (2 * (matrices + head) + attention)
 
 
 def num_params(model: nn.Module) -> int:
@@ -784,10 +753,9 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 @torch.no_grad()
 def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
              top_p: float | None = None, seed: int = 0, stop: int | None = None):
-    """Yields the next id, int64 (B,), `max_new_tokens` times or until a single sequence yields `stop`.
-
-    idx (B, T) is the prompt, with T up to seq_len. When the context is full, the later half of it is read
-    again as a new prompt. Ids that only pad the table are never sampled.
+    """Yields the next id, int64 (B,), `max_new_tokens` times or until a single sequence yields `stop`. idx
+    (B, T) is the prompt, with T up to seq_len. When the context is full, its later half becomes the new
+    prompt. Padding ids are never sampled.
     """
     training, seq_len = model.training, model.config.seq_len
     model.eval()
@@ -796,7 +764,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
     try:
         for _ in range(max_new_tokens):
             if cache.length + new.size(1) > seq_len:
-                cache.length, new = 0, idx[:, -(seq_len // 2):]
+                cache.length, new = 0, idx[:, -max(seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
             new = sample(logits[:, :model.config.vocab_size], temperature, top_k, top_p, generator)[:, None]
@@ -808,35 +776,54 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
         model.train(training)
 
 
-def continue_text(model, tokenizer, device, prompt: str, max_new_tokens: int, temperature: float, top_k: int,
-                  top_p: float, seed: int, stop: int | None = None):
-    """Yields pieces of text that follow a prompt, which may be empty, up to the id `stop`."""
+def continue_text(model, tokenizer, device, prompt: str, sampling, stop: int | None = None):
+    """Yields pieces of text that follow a prompt, which may be empty, up to the id `stop`. `sampling` has the
+    flags of a trainer: max_new_tokens, temperature, top_k, top_p and seed.
+    """
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
-    new = generate(model, torch.tensor([ids], device=device), max_new_tokens, temperature,
-                   top_k, top_p, seed, stop)
+    new = generate(model, torch.tensor([ids], device=device), sampling.max_new_tokens, sampling.temperature,
+                   sampling.top_k, sampling.top_p, sampling.seed, stop)
     yield from stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
 
 
+@torch.no_grad()
+def fill_masks(model: MLM, tokenizer, text: str):
+    """Yields a line for each [MASK] in a text: its five most likely tokens with their probabilities."""
+    if "[MASK]" not in text:
+        raise UserError('--fill needs a text with [MASK] in it, such as "The [MASK] sat on the mat".')
+    ids, parts = [tokenizer.eot], text.split("[MASK]")
+    for i, part in enumerate(parts):
+        ids += [tokenizer.mask] * (i > 0)
+        # a token includes the space before its word, so the mask replaces that space, too
+        ids += tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part).tolist()
+    if len(ids) > model.config.seq_len:
+        raise UserError(f"the text has {len(ids)} tokens, more than the {model.config.seq_len} of the model.")
+    x = torch.tensor([ids], device=model.embed.weight.device)
+    logits = model(x)[0].float()[:, :tokenizer.vocab_size]  # (T, V)
+    for position in (x[0] == tokenizer.mask).nonzero()[:, 0].tolist():
+        probabilities, best = logits[position].softmax(dim=-1).topk(5)
+        yield "  ".join(f"{tokenizer.decode([i])!r} {p:.1%}"
+                        for i, p in zip(best.tolist(), probabilities.tolist()))
+
+
 # -----------------------------------------------------------------------------------------------------------
-# Optimizers, schedules, averaging
+# Optimizers and schedules
 
 
-def make_optimizers(model: nn.Module, kind: str, lr: float, betas: tuple[float, float],
+def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
                     weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Fused AdamW; or `muon`: Muon for the matrices of the blocks and AdamW for the rest.
-
-    Weight decay applies to matrices only. Muon's steps are scaled to the size of AdamW's, so one learning
-    rate serves both (Jordan et al., 2024; the scaling is that of Liu et al., arXiv 2502.16982).
+    """Fused AdamW; or `muon`: Muon for matrices in blocks, AdamW for the rest. Weight decay applies to
+    matrices only. Muon's steps are scaled to the size of AdamW's, so one learning rate serves both (Jordan et
+    al., 2024; the scaling is that of Liu et al., arXiv 2502.16982).
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if kind == "muon" and p.ndim == 2 and ".blocks." in name]
-    taken = {id(p) for p in hidden}
-    decay = [p for _, p in named if p.ndim >= 2 and id(p) not in taken]
+    named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
+    hidden = {key: p for key, p in named if name == "muon" and p.ndim == 2 and ".blocks." in key}
+    decay = [p for key, p in named if p.ndim >= 2 and key not in hidden]
     no_decay = [p for _, p in named if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     optimizers = [torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)]
     if hidden:
-        optimizers.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay,
+        optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
     grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for _, p in named), "every parameter has exactly one optimizer"
@@ -844,59 +831,33 @@ def make_optimizers(model: nn.Module, kind: str, lr: float, betas: tuple[float, 
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, min_ratio: float) -> float:
-    """The rate of a step (from 0): linear warm-up, then `cosine`, `constant`, or `wsd`, which stays constant
-    and falls linearly over the last fifth. The last step of `cosine` and `wsd` reaches lr · min_ratio.
+    """The rate of a step (from 0): linear warm-up, then `cosine`, `constant`, or `wsd`: constant until it
+    falls linearly over the last fifth. The last step of `cosine` and `wsd` has the rate lr · min_ratio.
     """
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
         return lr
-    done = (step - warmup) / max(steps - 1 - warmup, 1)
-    if schedule == "cosine":
-        share = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    else:
-        share = min((1 - done) / 0.2, 1.0)
-    return lr * (min_ratio + (1 - min_ratio) * max(share, 0.0))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that this process holds, in the same memory; other tensors themselves."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def reshard(model: nn.Module) -> None:
-    """Lets go of the parameters that zero2 and zero3 have gathered, which know nothing of later changes."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-class EMA:
-    """An exponential moving average of the parameters, used for evaluation, sampling and export."""
-
-    def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = model, decay
-        self.params = dict(model.named_parameters())
-        self.average = {name: p.detach().clone() for name, p in self.params.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_([local(t) for t in self.average.values()],
-                             [local(p) for p in self.params.values()], 1 - self.decay)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Exchanges the average with the model's parameters; calling it again restores both, bit for bit."""
-        for name, p in self.params.items():
-            p, average = local(p), local(self.average[name])
-            held = p.clone()
-            p.copy_(average)
-            average.copy_(held)
-        reshard(self.model)
+    done = min((step - warmup) / max(steps - 1 - warmup, 1), 1.0)
+    fraction = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else min((1 - done) / 0.2, 1.0)
+    return lr * (min_ratio + (1 - min_ratio) * fraction)
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Hugging Face: the same model as a directory that transformers loads, and back
+# Hugging Face: config.json, model.safetensors and tokenizer.json, in both directions
+
+
+@dataclass(frozen=True)
+class HFFamily:
+    """How a model here maps to its counterpart in transformers."""
+
+    model_type: str
+    architecture: str
+    names: dict[str, str]  # ours → theirs: the parts between the dots of a parameter's name
+    fields: dict[str, str]  # ours → theirs: fields of the configuration with the same value in both
+    to_hf: Callable[[Any], dict]  # our configuration → their other fields; may raise UserError
+    from_hf: Callable[[dict], dict]  # their configuration → our other fields; may raise UserError
+    transposed: tuple[str, ...] = ()  # endings of our names whose matrices they store transposed
 
 
 def refuse_export(config: ModelConfig, *options: str) -> None:
@@ -906,102 +867,44 @@ def refuse_export(config: ModelConfig, *options: str) -> None:
                             "it cannot be exported; its checkpoints are in the run directory.")
 
 
-def refuse_import(config: dict, odd: list[str], trainer: str, **required) -> None:
-    """UserError if their config.json has `odd` keys, or other values than the required ones."""
-    odd = odd + [key for key, value in required.items() if config.get(key, value) != value]
-    if odd:
-        raise UserError(f"this model sets {odd[0]} to {config.get(odd[0])}, which {trainer} does not "
-                        "support.")
-
-
-def hrm_names(c: HRMConfig) -> list[tuple[str, str]]:
-    """Our parameter names and those in a file written by transformers, where they are fused as here."""
-    names = [("embed.weight", "model.embed_tokens.weight"), ("z_l_init", "model.z_L_init")]
-    names += [] if c.tie else [("head.weight", "lm_head.weight")]
-    return names + [
-        (f"{stack}.blocks.{i}.{ours}.weight", f"model.{stack}_module.layers.{i}.{theirs}.weight")
-        for stack in "HL" for i in range(c.n_layer)
-        for ours, theirs in (("gqkv", "attn.gqkv_proj"), ("attn_out", "attn.o_proj"),
-                             ("gate_up", "mlp.gate_up_proj"), ("down", "mlp.down_proj"))]
+def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) -> None:
+    """Raises UserError for the first key of config.json that is `odd`, or differs from the required value."""
+    odd = odd | {key: config.get(key, value) != value for key, value in required.items()}
+    for key in odd:
+        if odd[key]:
+            raise UserError(f"this model sets {key} to {config.get(key)}, which {trainer} does not support.")
 
 
 def hrm_to_hf(c: HRMConfig) -> dict:
-    """The config.json of HrmTextForCausalLM for this configuration."""
     refuse_export(c, "halt", "inject_input")
-    return {"model_type": "hrm_text", "architectures": ["HrmTextForCausalLM"], "vocab_size": c.vocab_size,
-            "hidden_size": c.d_model, "intermediate_size": c.ff, "num_attention_heads": c.n_head,
-            "head_dim": c.head_dim, "H_cycles": c.h_cycles, "L_cycles": c.l_cycles,
-            "num_layers_per_stack": c.n_layer,  # and one layer per attention call, the size of its cache:
-            "num_hidden_layers": c.n_layer * c.h_cycles * (c.l_cycles + 1),
-            "max_position_embeddings": c.seq_len, "rms_norm_eps": c.norm_eps, "tie_word_embeddings": c.tie,
+    return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
+            "num_hidden_layers": c.n_layer * c.max_bp_steps,  # a layer of their cache for each attention call
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
             "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale, "prefix_lm": False}
 
 
-def hrm_from_hf(config: dict) -> HRMConfig:
+def hrm_from_hf(config: dict) -> dict:
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
-    odd = [k for k in ("attention_bias", "mlp_bias") if config.get(k)]
-    odd += ["rope_parameters"] if rope.get("rope_type", "default") != "default" else []
-    odd += ["head_dim"] if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"] else []
-    odd += ["hidden_act"] if config.get("hidden_act", "silu") != "silu" else []
-    refuse_import(config, odd, "train_hrm.py")
-    return HRMConfig(
-        vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
-        seq_len=config["max_position_embeddings"],
-        n_layer=config.get("num_layers_per_stack") or config["num_hidden_layers"],
-        n_head=config["num_attention_heads"], d_model=config["hidden_size"], ff=config["intermediate_size"],
-        h_cycles=config["H_cycles"], l_cycles=config["L_cycles"],
-        tie=config["tie_word_embeddings"], rope_theta=rope["rope_theta"], norm_eps=config["rms_norm_eps"],
-        embed_scale=config.get("embedding_scale") or 1.0 / config["initializer_range"])
-
-
-def gpt2_names(c: GPT2Config) -> list[tuple[str, str]]:
-    names = [("embed.weight", "transformer.wte.weight"), ("positions.weight", "transformer.wpe.weight"),
-             ("norm.weight", "transformer.ln_f.weight"), ("norm.bias", "transformer.ln_f.bias")]
-    for i in range(c.n_layer):
-        ours, theirs = f"transformer.blocks.{i}", f"transformer.h.{i}"
-        for a, b in (("qkv", "attn.c_attn"), ("attn_out", "attn.c_proj"), ("up", "mlp.c_fc"),
-                     ("down", "mlp.c_proj")):
-            names += [(f"{ours}.{a}.weight", f"{theirs}.{b}.weight.T"),
-                      (f"{ours}.{a}.bias", f"{theirs}.{b}.bias")]
-        for a, b in (("attn_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            names += [(f"{ours}.{a}.{kind}", f"{theirs}.{b}.{kind}") for kind in ("weight", "bias")]
-    return names
+    odd = {"rope_parameters": rope.get("rope_type", "default") != "default",
+           "head_dim": config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]}
+    refuse_import(config, odd, "train_hrm.py", hidden_act="silu", attention_bias=False, mlp_bias=False)
+    return {"n_layer": config.get("num_layers_per_stack") or config["num_hidden_layers"],
+            "rope_theta": rope["rope_theta"],
+            "embed_scale": config.get("embedding_scale") or 1.0 / config["initializer_range"]}
 
 
 def gpt2_to_hf(c: GPT2Config) -> dict:
-    """The config.json of GPT2LMHeadModel for this configuration."""
     refuse_export(c, "modern")
-    return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": c.vocab_size,
-            "n_positions": c.seq_len, "n_embd": c.d_model, "n_layer": c.n_layer, "n_head": c.n_head,
-            "activation_function": "gelu_new", "resid_pdrop": c.dropout, "embd_pdrop": c.dropout,
-            "attn_pdrop": c.dropout, "layer_norm_epsilon": c.norm_eps, "tie_word_embeddings": True}
+    return {"activation_function": "gelu_new", "tie_word_embeddings": True, "resid_pdrop": c.dropout,
+            "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
 
 
-def gpt2_from_hf(config: dict) -> GPT2Config:
-    odd = ["n_inner"] if config.get("n_inner") not in (None, 4 * config["n_embd"]) else []
+def gpt2_from_hf(config: dict) -> dict:
+    odd = {"n_inner": config.get("n_inner") not in (None, 4 * config["n_embd"])}
     refuse_import(config, odd, "train_gpt2.py", activation_function="gelu_new", scale_attn_weights=True,
                   scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False,
                   add_cross_attention=False, tie_word_embeddings=True)
-    return GPT2Config(
-        vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
-        seq_len=config["n_positions"], n_layer=config["n_layer"], n_head=config["n_head"],
-        d_model=config["n_embd"], dropout=config.get("resid_pdrop", 0.1),
-        norm_eps=config["layer_norm_epsilon"])
-
-
-def mlm_names(c: MLMConfig) -> list[tuple[str, str]]:
-    names = [("embed.weight", "model.embeddings.tok_embeddings.weight"),
-             ("embed_norm.weight", "model.embeddings.norm.weight"),
-             ("norm.weight", "model.final_norm.weight"),
-             ("head_dense.weight", "head.dense.weight"), ("head_norm.weight", "head.norm.weight"),
-             ("head_bias", "decoder.bias")]
-    return names + [
-        (f"transformer.blocks.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight")
-        for i in range(c.n_layer)
-        for ours, theirs in (("attn_norm", "attn_norm"), ("qkv", "attn.Wqkv"), ("attn_out", "attn.Wo"),
-                             ("mlp_norm", "mlp_norm"), ("gate_up", "mlp.Wi"), ("down", "mlp.Wo"))
-        if i or ours != "attn_norm"]
+    return {"dropout": config.get("resid_pdrop", 0.1)}
 
 
 def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
@@ -1009,54 +912,63 @@ def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
 
 
 def mlm_to_hf(c: MLMConfig) -> dict:
-    """The config.json of ModernBertForMaskedLM for this configuration."""
-    return {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"],
-            "vocab_size": c.vocab_size, "hidden_size": c.d_model, "intermediate_size": c.ff,
-            "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
-            "max_position_embeddings": c.seq_len, "norm_eps": c.norm_eps, "local_attention": c.window,
-            "layer_types": mlm_layer_types(c.n_layer, c.global_every),
+    return {"layer_types": mlm_layer_types(c.n_layer, c.global_every),
             "global_attn_every_n_layers": c.global_every,
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": c.global_theta},
                 "sliding_attention": {"rope_type": "default", "rope_theta": c.local_theta}},
             "attention_dropout": c.dropout, "embedding_dropout": c.dropout, "mlp_dropout": c.dropout,
-            "pad_token_id": c.eot, "bos_token_id": c.eot, "eos_token_id": c.eot, "cls_token_id": c.eot,
-            "sep_token_id": c.eot, "tie_word_embeddings": True}
+            "pad_token_id": c.eot, "cls_token_id": c.eot, "sep_token_id": c.eot, "tie_word_embeddings": True}
 
 
-def mlm_from_hf(config: dict) -> MLMConfig:
+def mlm_from_hf(config: dict) -> dict:
     n_layer = config["num_hidden_layers"]
     every = config.get("global_attn_every_n_layers", 3)
     types = config.get("layer_types") or mlm_layer_types(n_layer, every)
     fitting = [n for n in (every, *range(1, n_layer + 1)) if mlm_layer_types(n_layer, n) == types]
-    ropes = config.get("rope_parameters") or {  # as files on the hub have it:
+    ropes = config.get("rope_parameters") or {  # older files on the hub have none
         "full_attention": {"rope_theta": config.get("global_rope_theta", 160000.0)},
         "sliding_attention": {"rope_theta": config.get("local_rope_theta", 10000.0)}}
-    odd = [] if fitting else ["layer_types"]
-    scaled = any(rope.get("rope_type", "default") != "default" for rope in ropes.values())
-    odd += ["rope_parameters"] if scaled else []
-    odd += [] if isinstance(config["eos_token_id"], int) else ["eos_token_id"]
+    odd = {"layer_types": not fitting, "eos_token_id": not isinstance(config["eos_token_id"], int),
+           "rope_parameters": any(rope.get("rope_type", "default") != "default" for rope in ropes.values())}
     refuse_import(config, odd, "train_mlm.py", hidden_activation="gelu", classifier_activation="gelu",
                   attention_bias=False, mlp_bias=False, norm_bias=False, classifier_bias=False,
                   decoder_bias=True, tie_word_embeddings=True)
-    return MLMConfig(
-        vocab_size=config["vocab_size"], padded_vocab=pad_vocab(config["vocab_size"]),
-        seq_len=config["max_position_embeddings"], n_layer=n_layer, n_head=config["num_attention_heads"],
-        d_model=config["hidden_size"], ff=config["intermediate_size"], window=config["local_attention"],
-        global_every=fitting[0], global_theta=ropes["full_attention"]["rope_theta"],
-        local_theta=ropes["sliding_attention"]["rope_theta"], dropout=config.get("mlp_dropout", 0.0),
-        norm_eps=config["norm_eps"], eot=config["eos_token_id"])
+    return {"global_every": fitting[0], "global_theta": ropes["full_attention"]["rope_theta"],
+            "local_theta": ropes["sliding_attention"]["rope_theta"],
+            "dropout": config.get("mlp_dropout", 0.0), "eot": config["eos_token_id"]}
 
 
-# model class: (model_type of config.json, names, configuration to and from theirs). A name of theirs that
-# ends with .T is the name of a matrix that they store transposed.
-HF_FAMILIES = {HRM: ("hrm_text", hrm_names, hrm_to_hf, hrm_from_hf),
-               GPT2: ("gpt2", gpt2_names, gpt2_to_hf, gpt2_from_hf),
-               MLM: ("modernbert", mlm_names, mlm_to_hf, mlm_from_hf)}
-
-
-# these have padded_vocab rows here and vocab_size there
-VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}
+HF_FAMILIES = {
+    HRM: HFFamily(
+        "hrm_text", "HrmTextForCausalLM",
+        {"embed": "model.embed_tokens", "z_l_init": "model.z_L_init", "head": "lm_head",
+         "H": "model.H_module", "L": "model.L_module", "blocks": "layers", "gqkv": "attn.gqkv_proj",
+         "attn_out": "attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"},
+        {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_head": "num_attention_heads",
+         "d_model": "hidden_size", "ff": "intermediate_size", "h_cycles": "H_cycles", "l_cycles": "L_cycles",
+         "tie": "tie_word_embeddings", "norm_eps": "rms_norm_eps"},
+        hrm_to_hf, hrm_from_hf),
+    GPT2: HFFamily(
+        "gpt2", "GPT2LMHeadModel",
+        {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f",
+         "blocks": "h", "attn_norm": "ln_1", "qkv": "attn.c_attn", "attn_out": "attn.c_proj",
+         "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+        {"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer", "n_head": "n_head",
+         "d_model": "n_embd", "norm_eps": "layer_norm_epsilon"},
+        gpt2_to_hf, gpt2_from_hf,
+        transposed=("qkv.weight", "attn_out.weight", "up.weight", "down.weight")),
+    MLM: HFFamily(
+        "modernbert", "ModernBertForMaskedLM",
+        {"embed": "model.embeddings.tok_embeddings", "embed_norm": "model.embeddings.norm",
+         "norm": "model.final_norm", "head_dense": "head.dense", "head_norm": "head.norm",
+         "head_bias": "decoder.bias", "transformer": "model", "blocks": "layers", "qkv": "attn.Wqkv",
+         "attn_out": "attn.Wo", "gate_up": "mlp.Wi", "down": "mlp.Wo"},
+        {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers",
+         "n_head": "num_attention_heads", "d_model": "hidden_size", "ff": "intermediate_size",
+         "window": "local_attention", "norm_eps": "norm_eps"},
+        mlm_to_hf, mlm_from_hf)}
+VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # padded_vocab rows here, vocab_size there
 
 
 def pad_vocab(n: int) -> int:
@@ -1068,27 +980,27 @@ def _safetensors():
         import safetensors.torch
         return safetensors
     except ImportError:
-        raise UserError("Hugging Face weights are read and written by the package safetensors: "
-                        "pip install safetensors.")
+        raise UserError("Hugging Face weights need the package safetensors: pip install safetensors.")
 
 
-def _as_theirs(model: nn.Module, names) -> dict[str, Tensor]:
-    """Our tensors by their names: views of their shape, without the rows that pad the vocabulary."""
-    c, state, tensors = model.config, model.state_dict(), {}
-    for ours, theirs in names(c):
-        tensor = state[ours][:c.vocab_size] if ours in VOCAB_TENSORS else state[ours]
-        tensors[theirs.removesuffix(".T")] = tensor.T if theirs.endswith(".T") else tensor
+def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
+    """Our tensors under their Hugging Face names, as views in the shapes there, without padding rows."""
+    family, tensors = HF_FAMILIES[type(model)], {}
+    for ours, tensor in model.state_dict().items():
+        theirs = ".".join(family.names.get(part, part) for part in ours.split("."))
+        tensor = tensor[:model.config.vocab_size] if ours in VOCAB_TENSORS else tensor
+        tensors[theirs] = tensor.T if family.transposed and ours.endswith(family.transposed) else tensor
     return tensors
 
 
 def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
-    """Writes a directory that transformers' `AutoModelFor….from_pretrained` and `AutoTokenizer` load.
-
-    The rows that pad the vocabulary are left out. Raises UserError if the model has no counterpart there.
+    """Writes a directory that transformers' `AutoModelFor….from_pretrained` and `AutoTokenizer` load, without
+    the rows that pad the vocabulary. Raises UserError if the model has no counterpart there.
     """
     directory = Path(directory)
-    _, names, to_config, _ = HF_FAMILIES[type(model)]
-    c, masked = model.config, isinstance(model, MLM)
+    family, c, masked = HF_FAMILIES[type(model)], model.config, isinstance(model, MLM)
+    config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32",
+              **{theirs: getattr(c, ours) for ours, theirs in family.fields.items()}, **family.to_hf(c)}
     ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     eot = tokenizer.decode([tokenizer.eot])
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": eot,
@@ -1097,7 +1009,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
                                  "lstrip": True, "rstrip": False, "normalized": False, "single_word": False,
                                  "special": True}
-    contents = {"config.json": to_config(c) | {"dtype": "float32"} | ends, "tokenizer_config.json": special}
+    contents = {"config.json": config | ends, "tokenizer_config.json": special}
     if not masked:
         contents["generation_config.json"] = ends | {"do_sample": True}
     save_file = _safetensors().torch.save_file
@@ -1105,17 +1017,16 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror}): move away what is there.")
-    tensors = {name: t.float().cpu().contiguous() for name, t in _as_theirs(model, names).items()}
+    tensors = {name: t.float().cpu().contiguous() for name, t in _as_theirs(model).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     (directory / "tokenizer.json").write_text(tokenizer.to_json(with_mask=masked), encoding="utf-8")
 
 
-def from_hf(kind: type, source: str) -> nn.Module:
-    """A model of class `kind` from a Hugging Face directory, or from a repository on the hub.
-
-    Raises UserError if it holds another architecture or another shape than its config.json says.
+def from_hf(model_class: type, source: str) -> nn.Module:
+    """A model of this class from a Hugging Face directory, or from a repository on the hub. UserError if it
+    holds another architecture, or other shapes than its config.json says.
     """
     directory = Path(source)
     if not directory.is_dir():
@@ -1125,7 +1036,7 @@ def from_hf(kind: type, source: str) -> nn.Module:
         except (OSError, ValueError) as error:
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{str(error).splitlines()[0]}")
-    model_type, names, _, from_config = HF_FAMILIES[kind]
+    family = HF_FAMILIES[model_class]
     files = sorted(directory.glob("*.safetensors"))
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -1133,14 +1044,16 @@ def from_hf(kind: type, source: str) -> nn.Module:
         config = None
     if not isinstance(config, dict) or not files:
         raise UserError(f"{source} has no readable config.json with *.safetensors beside it.")
-    if config.get("model_type") != model_type:
-        raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; {kind.__name__} reads "
-                        f"{model_type!r}.")
+    if config.get("model_type") != family.model_type:
+        raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; "
+                        f"{model_class.__name__} reads {family.model_type!r}.")
     try:
-        model = kind(from_config(config))
+        same = {ours: config[theirs] for ours, theirs in family.fields.items()}
+        padded_vocab = pad_vocab(same["vocab_size"])
+        model = model_class(model_class.Config(padded_vocab=padded_vocab, **same, **family.from_hf(config)))
     except KeyError as error:
         raise UserError(f"the config.json of {source} lacks {error}.")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"the config.json of {source} makes no model: {str(error).splitlines()[0]}.")
     safetensors, tensors = _safetensors(), {}
     for file in files:
@@ -1149,8 +1062,8 @@ def from_hf(kind: type, source: str) -> nn.Module:
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
     with torch.no_grad():
-        for name, tensor in _as_theirs(model, names).items():
-            if name not in tensors:  # the files of the first GPT-2 models have shorter names
+        for name, tensor in _as_theirs(model).items():
+            if name not in tensors:  # files of the original GPT-2 models lack the prefix
                 tensors[name] = tensors.get(name.removeprefix("transformer."))
             if tensors[name] is None or tensors[name].shape != tensor.shape:
                 raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")

@@ -15,7 +15,7 @@ A trainer reports to a RunLog, which writes to the run directory:
     tb/                   the same curves for TensorBoard, if it is installed
     trace.json.gz         what --profile recorded, for chrome://tracing or ui.perfetto.dev
 
-A logged step has one line in metrics.jsonl and one point in each curve, whatever happens: see RunLog.write.
+A logged step has one line in metrics.jsonl and one point in each curve, even after a kill: see RunLog.write.
 GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and torch's own messages.
 torch is imported only in what a trainer calls, so the commands start at once.
 """
@@ -69,7 +69,7 @@ def memory_gb(device) -> float:
 
 
 def human_count(n: float) -> str:
-    """512345 → '512k'; at most three digits."""
+    """512345 → '512k'; about three digits."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:.{2 if n < 10 * size else 1 if n < 100 * size else 0}f}{unit}"
@@ -106,7 +106,7 @@ def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) ->
 
 
 def cpu_and_ram() -> dict:
-    """CPU use since the last call, and RAM in bytes: the container's if that is less. Raises ImportError."""
+    """CPU use since the last call; RAM in bytes, the container's if it has a limit. Raises ImportError."""
     import psutil
     memory = psutil.virtual_memory()
     used, total = memory.total - memory.available, memory.total
@@ -118,7 +118,7 @@ def cpu_and_ram() -> dict:
 
 
 def network_traffic() -> tuple[int, int]:
-    """Bytes (received, sent) so far by all interfaces but the loopback."""
+    """Bytes (received, sent) so far on all interfaces except loopback."""
     import psutil
     counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
     return sum(c.bytes_recv for c in counters), sum(c.bytes_sent for c in counters)
@@ -127,15 +127,15 @@ def network_traffic() -> tuple[int, int]:
 def is_trainer(command: list[str]) -> bool:
     """Whether a command line is Python running a trainer (not torchrun, which only starts trainers)."""
     script = next((part for part in command[1:] if part and not part.startswith("-")), "")
-    return re.fullmatch(r"train_\w+\.py", Path(script).name) is not None
+    return bool(re.fullmatch(r"train_\w+\.py", Path(script).name)) and "python" in Path(command[0]).name
 
 
 def read_gpus() -> list[dict]:
     """Each GPU as a dict; what the driver does not report is None. Empty without nvidia-ml-py or driver."""
     try:
         import pynvml
-        pynvml.nvmlInit()  # free once it has worked
-    except Exception:  # not installed, or, as an error of NVML's own, no driver or one that does not match
+        pynvml.nvmlInit()  # repeated calls cost nothing
+    except Exception:  # not installed, or an NVMLError: no driver, or one of another version
         return []
 
     def query(name, *args):
@@ -178,7 +178,7 @@ def read_machine(seconds: float) -> dict:
 
 
 def format_known(values: dict, formats: dict[str, str]) -> list[str]:
-    """Formats the values that are known (there, and not None), in the order of `formats`."""
+    """Formats the values that are present and not None, in the order of `formats`."""
     return [text.format(values[key]) for key, text in formats.items() if values.get(key) is not None]
 
 
@@ -203,10 +203,10 @@ def format_reading(r: dict) -> list[str]:
 # -----------------------------------------------------------------------------------------------------------
 # What a trainer reports
 
-# What the curves are called in TensorBoard and wandb, by the keys of a record
+# Tags of the curves in TensorBoard and wandb, by the keys of a record
 TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss": "Loss/val_epoch",
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
-        "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu", "hfu": "Throughput/hfu",
+        "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu",
         "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
         "val_accuracy": "MLM/val_accuracy", "val_nats_per_byte": "MLM/val_nats_per_byte"}
 
@@ -232,7 +232,7 @@ def curve_values(record: dict) -> dict[str, float]:
 
 
 class RunLog:
-    """The log of a run in directory `out`. Only rank 0 (`active`) writes; others may call everything.
+    """The log of a run in directory `out`. Only rank 0 (`active`) writes; elsewhere all methods do nothing.
 
     `wandb` sends the curves to Weights & Biases as well; `profile` is a number of steps, see Profile.
     """
@@ -260,9 +260,9 @@ class RunLog:
                 self._text.write(text + "\n")
 
     def begin(self, step: int, settings: dict, complete) -> bool:
-        """Opens the files at `step`, 0 or that of the checkpoint, and drops what was logged after it.
+        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records.
 
-        The record of `step` itself is kept if complete(record). Returns, on rank 0, whether there is one.
+        Keeps the record of `step` itself if complete(record), and returns, on rank 0, whether it did.
         Raises UserError if --wandb does not work, or nothing can be written.
         """
         if not self.active:
@@ -297,7 +297,7 @@ class RunLog:
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
     def _open_tensorboard(self, step: int, settings: dict) -> None:
-        """Makes TensorBoard drop what follows the last record kept, and gives it the settings."""
+        """Opens TensorBoard so that it drops what follows the last record kept; logs the settings."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
         # TensorBoard reads files in the order of their names, which begin with the second of creation
@@ -333,15 +333,13 @@ class RunLog:
             self._bar.update(step - self._bar.n)
 
     def phase(self, name: str) -> None:
-        """Tells --profile what begins here: one of Profile.ROWS, except communication."""
+        """Tells the profile which phase begins: one of Profile.ROWS, except communication."""
         if self._profile:
             self._profile.phase(name)
 
     def step_line(self, r: dict, eta: float, sync: str = "OK") -> None:
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds, `sync` after Sync=."""
         mfu = f"{r['mfu']:.1%} MFU | " if r["mfu"] is not None else ""
-        if r["hfu"] != r["mfu"]:
-            mfu += f"{r['hfu']:.1%} HFU | "
         line = (f"step {r['step']}/{self.total_steps} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
                 f"grad {r['grad_norm']:.2f} | {human_count(r['tokens_per_sec'])} tok/s | "
                 f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync={sync}")
@@ -355,10 +353,10 @@ class RunLog:
         self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}"]))
 
     def write(self, record: dict) -> None:
-        """Adds the record of a step to all curves. JSON has no NaN and no infinity: they become null.
+        """Adds the record of a step to all curves. NaN and infinity, which JSON lacks, become null.
 
-        TensorBoard gets a step before metrics.jsonl does. So after a kill it can have too much, which `begin`
-        drops, but never too little.
+        TensorBoard gets a step before metrics.jsonl does, so a kill can leave it too many points, which
+        `begin` drops, but never too few.
         """
         if not self.active:
             return
@@ -369,7 +367,7 @@ class RunLog:
         if self._has_psutil:
             now = cpu_and_ram()
             values |= {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
-        if torch.cuda.is_initialized():  # what torch holds; to ask the driver would take longer
+        if torch.cuda.is_initialized():  # what torch has reserved; asking the driver takes longer
             values["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
         self._to_tensorboard(values, record)
         if self._wandb:
@@ -404,7 +402,7 @@ class RunLog:
                 self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
-        """Writes history.json and training_history.png, unless that would take over 0.5 % of the time."""
+        """Writes history.json and training_history.png, for at most 0.5 % of the time unless `last`."""
         start = time.perf_counter()
         if not self.records or not last and start < self._next_drawing:
             return
@@ -436,8 +434,8 @@ class RunLog:
 class Profile:
     """Where the time of some steps goes: a trace for a browser, and a table. Skips two steps first.
 
-    The table is in wall-clock time. For that a GPU is synchronized at the end of each phase, so the total is
-    higher than without a profile. Communication overlaps the other rows.
+    The table is in wall-clock time: a GPU is synchronized at the end of each phase, so steps take longer than
+    without a profile. Communication overlaps the other rows.
     """
 
     ROWS = ("data", "forward", "backward", "communication", "optimizer", "save", "evaluation", "other")
@@ -447,7 +445,7 @@ class Profile:
         self.done, self.profiler, self.current = -2, None, contextlib.ExitStack()
 
     def tick(self) -> None:
-        """Counts a step."""
+        """Counts a step; starts and ends the recording."""
         self.done += 1
         if self.done == 0:
             from torch.profiler import profile
@@ -469,8 +467,8 @@ class Profile:
 
     def finish(self) -> None:
         """Writes the trace and prints the table, for as many steps as there were."""
-        if self.done < 0:
-            return self.say("--profile has nothing to show: the run ended before it began")
+        if self.done < 1:
+            return self.say("--profile has nothing to show: the run ended before the third step")
         if not self.profiler:
             return
         self.phase(None)
@@ -481,10 +479,9 @@ class Profile:
                 times[event.key] += event.cpu_time_total
             elif re.match(r"gloo:|ncclDevKernel|ncclKernel", event.key):
                 times["communication"] += event.self_device_time_total or event.cpu_time_total
-        steps = max(self.done, 1)
-        times = {name: microseconds / 1000 / steps for name, microseconds in times.items()}
+        times = {name: microseconds / 1000 / self.done for name, microseconds in times.items()}
         total = sum(times.values()) - times["communication"]
-        self.say(f"profile of {steps} steps, {total:.1f} ms each; communication overlaps the others:")
+        self.say(f"profile of {self.done} steps, {total:.1f} ms each; communication overlaps the others:")
         for name, ms in times.items():
             self.say(f"  {name:13} {ms:10.2f} ms {ms / total:7.1%}")
         path = self.out / "trace.json.gz"
@@ -574,7 +571,7 @@ def sparkline(values: list[float], width: int, bars: str = "▁▂▃▄▅▆�
 def format_curves(runs: dict[str, list[dict]]) -> list[str]:
     """Loss, validation loss, learning rate and throughput of runs as text: first, curve, last."""
     width = min(max(shutil.get_terminal_size().columns - 45, 10), 80)
-    bars = "▁▂▃▄▅▆▇█" if sys.stdout.encoding.lower().startswith("utf") else "_.-=+*#@"
+    bars = "▁▂▃▄▅▆▇█" if (sys.stdout.encoding or "").lower().startswith("utf") else "_.-=+*#@"
     lines = []
     for name, records in runs.items():
         lines += ["", name]
@@ -616,13 +613,13 @@ def seconds(text: str) -> float:
 
 
 def parse_args(argv) -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to list and draw")
     parser.add_argument("--interval", type=seconds, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--follow", action="store_true", help="show runs again and again, as text")
+    shown.add_argument("--follow", action="store_true", help="show runs as text, every --interval seconds")
     shown.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
                        "training_history.png in a single run's directory, runs.png here for several)")
     args = parser.parse_args(argv)
@@ -662,7 +659,7 @@ def show_runs(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit code: 0, also after Ctrl-C or if the reader goes away; 2 if it failed."""
+    """The command. Returns the exit code: 2 for a UserError, else 0, also after Ctrl-C or a broken pipe."""
     try:
         args = parse_args(argv)
         show_runs(args) if args.runs else watch_machine(args)

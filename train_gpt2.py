@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --data wikipedia-es --tokenizer bpe:32000
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --init-from hf:gpt2 --data 'text:*.txt' --lr 5e-5
 
-Run the same command again and it goes on where it stopped. Without torchrun it is one process:
+Run the same command again and it resumes where it stopped. Without torchrun it is one process:
 
     python train_gpt2.py --prompt "def main("               # the newest checkpoint continues a text
     python train_gpt2.py --export                           # and becomes a directory for transformers
@@ -16,323 +16,90 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 """
 
 import argparse
-import json
-import math
-import signal
-import time
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 import data
-import monitor
-from ddp_utils import (ArgumentParser, Checkpoints, Outer, StopVote, add_common_flags, add_sampling_flags,
-                       assert_in_sync, assert_same_flags, check_resumable, claim, clip_gradients, compiles,
-                       compute_dtype, dry_run, evaluate, init, load_data, load_to_resume, no_sync, on_main,
-                       optimizer_step, positive, reduce_sum, restore, restore_local, run, seed_step,
-                       settings_of, shard_optimizers, share, start_model, table_of, tokenizer_id,
-                       use_defaults, use_text_model, warm_up, wrap)
-from model import (EMA, GPT2, Block, GPT2Config, continue_text, learning_rate, make_optimizers, num_params,
-                   pad_vocab, reshard)
+from ddp_utils import (Run, TrainState, add_sampling_flags, launch, load_data, make_parser, run_directory,
+                       seed_step, set_defaults, start, use_model)
+from model import GPT2, GPT2Config, continue_text, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
 # 20 tokens for each parameter, and the learning rates of Brown et al., 2020.
-COLUMNS = ("n_layer", "n_head", "d_model", "seq_len", "global_batch", "batch", "lr", "warmup", "steps",
-           "eval_every", "save_every", "eval_batches", "checkpoint_activations", "data")
-SIZES = {name: dict(zip(COLUMNS, row)) for name, row in {
-    "tiny": (4, 2, 128, 256, 16, 8, 3e-3, 30, 300, 100, 100, 0, "none", "stdlib"),
-    "gpt2": (12, 12, 768, 1024, 512, 32, 6e-4, 200, 5000, 250, 250, 20, "none", "fineweb-edu"),
-    "gpt2-medium": (24, 16, 1024, 1024, 512, 16, 3e-4, 500, 14000, 500, 500, 20, "none", "fineweb-edu"),
-    "gpt2-large": (36, 20, 1280, 1024, 512, 16, 2.5e-4, 500, 30000, 500, 500, 20, "block", "fineweb-edu"),
-    "gpt2-xl": (48, 25, 1600, 1024, 512, 8, 2e-4, 1000, 60000, 500, 500, 20, "block", "fineweb-edu"),
-}.items()}
-MODEL_FLAGS = ("n_layer", "n_head", "d_model", "seq_len", "dropout", "modern")
+WEB = dict(seq_len=1024, global_batch=512, eval_batches=20, data="fineweb-edu")
+SIZES = {
+    "tiny": dict(n_layer=4, n_head=2, d_model=128, seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
+                 steps=300, eval_every=100, save_every=100, eval_batches=0, checkpoint_activations="none",
+                 data="stdlib"),
+    "gpt2": dict(n_layer=12, n_head=12, d_model=768, batch=32, lr=6e-4, warmup=200, steps=5000,
+                 eval_every=250, save_every=250, checkpoint_activations="none", **WEB),
+    "gpt2-medium": dict(n_layer=24, n_head=16, d_model=1024, batch=16, lr=3e-4, warmup=500, steps=14000,
+                        eval_every=500, save_every=500, checkpoint_activations="none", **WEB),
+    "gpt2-large": dict(n_layer=36, n_head=20, d_model=1280, batch=16, lr=2.5e-4, warmup=500, steps=30000,
+                       eval_every=500, save_every=500, checkpoint_activations="block", **WEB),
+    "gpt2-xl": dict(n_layer=48, n_head=25, d_model=1600, batch=8, lr=2e-4, warmup=1000, steps=60000,
+                    eval_every=500, save_every=500, checkpoint_activations="block", **WEB),
+}
 
-# -----------------------------------------------------------------------------------------------------------
-# Command line
 
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__, epilog=table_of(SIZES))
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="the row of defaults below (tiny)")
-    add_common_flags(parser)
-    g = parser.add_argument_group("model")
-    g.add_argument("--n-layer", type=positive, help="blocks")
-    g.add_argument("--n-head", type=positive, help="attention heads")
-    g.add_argument("--d-model", type=positive, help="channels; the MLP has four times as many")
-    g.add_argument("--vocab-size", type=positive, help="rows of the embedding table (default: the ids of the "
-                   "tokenizer, rounded up to a multiple of 64)")
-    g.add_argument("--dropout", type=share, default=0.0, help="(0)")
-    g.add_argument("--modern", action="store_true", help="the best small model instead of the historic "
-                   "one: rotary positions, QK-norm, squared ReLU, RMSNorm, zero-initialised projections, "
-                   "untied head; use it with --optimizer muon")
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__, GPT2Config, SIZES)
     add_sampling_flags(parser)
-    args = parser.parse_args()
-    use_defaults(args, {k: v for k, v in SIZES[args.size].items() if k not in ("global_batch", "batch")})
-    return args
-
-
-# -----------------------------------------------------------------------------------------------------------
-# The run
+    args = parser.parse_args(argv)
+    return set_defaults(args, GPT2Config, SIZES[args.size])
 
 
 def main() -> None:
     args = parse_args()
-    if args.dry_run:
-        return dry_run(GPT2, args, MODEL_FLAGS, SIZES[args.size], lambda model, x: model(x, x)[0])
-    world = init(args.backend, args.device, args.timeout)
-    assert_same_flags(world, vars(args))
-    directory = data.directory_of(args.data, args.tokenizer)
-    out = args.out or Path("runs", f"{args.size if args.size != 'tiny' else 'gpt2-tiny'}-{directory.name}")
+    if args.dry_run is not None:
+        from test_ddp import dry_run
+        return dry_run(GPT2, args, SIZES[args.size])
+    world = start(args)
+    out = run_directory(args, "gpt2-tiny" if args.size == "tiny" else args.size)
     if args.export or args.prompt is not None:
-        return use_text_model(GPT2, args, world, out)
+        return use_model(GPT2, args, world, out)
 
-    # ------------------------------------------------------------------------------------------------- data
-    with torch.device("meta"):
-        nominal = num_params(GPT2(GPT2Config(**{flag: getattr(args, flag) for flag in MODEL_FLAGS})))
-    dataset = load_data(args, world, directory, nominal)
-    tokenizer, rows = dataset.tokenizer, dataset.train.rows
-    preset = SIZES[args.size]
-    global_batch, batch, grad_accum = data.plan_batch(
-        world.world_size, args.global_batch, args.batch, args.grad_accum,
-        preset["global_batch"], preset["batch"])
-    steps = math.ceil(args.epochs * rows / global_batch) if args.epochs else args.steps
+    # ------------------------------------------------------------------------------ data, model, optimizer
+    dataset = load_data(GPT2, args, world)
+    run = Run(args, world, dataset, SIZES[args.size], out)
+    model = run.make_model(GPT2, vocab_size=dataset.tokenizer.vocab_size)
+    state = TrainState(model, args, world)
+    example = model.example(run.micro_batch, world.device)
+    if not run.begin(state, (example, example), lambda record: model.flops_per_token()):
+        return  # it is complete already
+    loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
+                         world.device, run.samples)
 
-    # ------------------------------------------------------------------- model, optimizer, state to resume
-    lock = claim(out, world)
-    log = monitor.RunLog(out, world.main, world.prefix, steps, args.wandb, args.profile)
-    saved = load_to_resume(out, args.resume, world, log.say)
-    config = GPT2Config(vocab_size=tokenizer.vocab_size,
-                       padded_vocab=args.vocab_size or pad_vocab(tokenizer.vocab_size),
-                       **{flag: getattr(args, flag) for flag in MODEL_FLAGS})
-    model = start_model(GPT2, config, args, tokenizer, world, saved, log.say)
-    dtype = model.compute_dtype = compute_dtype(args.precision, world.device)
-    optimizers = make_optimizers(model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay)
-    optimizers = shard_optimizers(optimizers, args.strategy)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    ema = EMA(model, args.ema) if args.ema else None
-    outer = args.outer_every and Outer(model, args.outer_every, args.outer_start, args.outer_lr,
-                                       args.outer_momentum)
+    def evaluate() -> dict:
+        return {"val_loss": run.mean_statistics(run.validation_batches())["loss"]}
 
-    settings = settings_of(args) | {
-        "steps": steps, "global_batch": global_batch, "batch": batch, "grad_accum": grad_accum,
-        "world_size": world.world_size, "precision": str(dtype).removeprefix("torch.")}
-    identity = {"family": "GPT2", "model_config": asdict(model.config), "seq_len": args.seq_len,
-                "tokenizer": tokenizer_id(tokenizer), "data": dataset.fingerprint, "seed": args.seed,
-                "settings": settings}
-    assert_same_flags(world, settings)  # now with all defaults and --precision auto resolved
-    step = samples = 0
-    ends_epoch = False  # whether the samples of the last step reached into the next pass over the data
-    epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # of the steps since the last epoch ended
-    if saved:
-        check_resumable(saved, identity, log.say)
-        restore(saved, world, model, optimizers, ema, scaler, outer)
-        step, samples = saved["step"], saved["samples"]
-        epoch, ends_epoch = saved["epoch"], saved["ends_epoch"]
+    def sample() -> str:  # on all ranks, each of which may hold a shard
+        with state.averaged_weights():
+            return "".join(continue_text(model, dataset.tokenizer, world.device, args.sample_prompt, args))
 
-    def is_logged():
-        return step == 1 or step % args.log_every == 0 or step >= steps or ends_epoch or evaluates()
-
-    def evaluates():
-        due = step % args.eval_every == 0 or step >= steps or ends_epoch
-        return due and dataset.val is not None
-
-    logged = on_main(world, lambda: log.begin(
-        step, settings, lambda record: record["val_loss"] is not None or not evaluates()))
-    if world.main:
-        data.write_atomically(out / "config.json", json.dumps(identity, indent=2).encode())
-        data.write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
-
-    compiled = compiles(world.device) if args.compile is None else args.compile
-    for block in (m for m in model.modules() if isinstance(m, Block)):
-        block.checkpointing = args.checkpoint_activations
-        if compiled:
-            block.compile()
-    wrapped = wrap(model, world, args.comm, args.warmup)
-
-    # -------------------------------------------------------------------------- say what is going to happen
-    c = model.config
-    entropy = data.unigram_entropy(dataset.val or dataset.train)
-    log.say(f"Config '{args.size}': d_model={c.d_model}, layers={c.n_layer}, heads={c.n_head}, "
-            f"seq_len={c.seq_len}")
-    log.say(f"GPT-2{', modern' if c.modern else ''}: {num_params(model):,} parameters, {c.vocab_size} ids in "
-            f"{c.padded_vocab} rows")
-    log.say(f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
-            f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
-            f"activations {settings['precision']}, no autocast, GradScaler "
-            f"{'on' if scaler.is_enabled() else 'off'}, compile {'on' if compiled else 'off'}, "
-            f"activation checkpointing {args.checkpoint_activations}, strategy {args.strategy}")
-    log.say(f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
-            f"{args.seq_len}; {dataset.val.num_tokens if dataset.val else 0:,} validation tokens of unigram "
-            f"entropy {entropy:.4f}")
-    log.say(f"batch {batch} x accumulation {grad_accum} x {world.world_size} processes = {global_batch} "
-            f"sequences, {global_batch * args.seq_len:,} tokens a step; {steps} steps, "
-            f"{rows / global_batch:.1f} an epoch")
-    log.say(f"run directory {out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
-
-    # --------------------------------------------------------------------------------------------- get going
-    # `record` describes the last step as long as something is to be done about it: after a step that is due,
-    # and after a resume unless it was done before the run was stopped.
-    record = None if logged or not saved else saved["record"]
-    if step >= steps and record is None:
-        log.say(f"this run is complete after {step} steps: raise --steps to go on, give another --out to "
-                "train anew, or try --prompt or --export")
-        return log.close()
-    if logged and ends_epoch:
-        epoch = dict.fromkeys(epoch, 0)
-    epoch_loss = torch.tensor(epoch["loss"] if world.main else 0, dtype=torch.float64, device=world.device)
-    epoch_begun = time.perf_counter() - epoch["seconds"]
-    val_losses = [r["val_loss"] for r in log.records if r["val_loss"] is not None]
-    evaluations = on_main(world, lambda: len(val_losses))  # only rank 0 has read the log
-    peak = monitor.peak_flops(world.device, log.say)
-
-    example = torch.zeros((batch, args.seq_len), dtype=torch.long, device=world.device)
-    warm_up(wrapped, *[lambda: wrapped(example, example)[0]] * 2)
-    powersgd = getattr(wrapped, "powersgd", None)
-    if powersgd:
-        powersgd.iter = step
-    if saved:
-        restore_local(saved, world, model, optimizers, outer, powersgd, args.comm, log.say)
-        del saved["tensors"]
-    loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
-    resumed_here = saved and Path(saved["path"]).parent == out / "checkpoints"
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, saved_step=step if resumed_here else None,
-                              best=min(val_losses, default=math.inf))
-
-    def save():
-        log.phase("save")
-        position = {"samples": samples, "record": record, "epoch": epoch, "ends_epoch": ends_epoch}
-        checkpoints.save(step, record["loss"], identity | position, model, optimizers, ema, scaler, outer,
-                         powersgd)
-        log.phase("other")
-
-    def show_sample():  # on all ranks, each of which may hold a shard
-        if ema:
-            ema.swap()
-        text = continue_text(model, tokenizer, world.device, args.sample_prompt, args.max_new_tokens,
-                             args.temperature, args.top_k, args.top_p, args.seed)
-        log.sample(args.sample_prompt + "".join(text), step)
-        if ema:
-            ema.swap()
-
-    # ---------------------------------------------------------------------------------------------- training
-    vote, stopping = StopVote(world), 0
-    apart = False  # whether the processes have parted since they last had the same parameters
-    assert_in_sync(model.state_dict())
-    checked, first, begun = step, step, time.perf_counter()
-    window = begun, step  # tokens per second are counted from here to the next record
-    while True:
-        if record:  # save before evaluating, which can take long
-            saves = step % args.save_every == 0 or step >= steps or evaluates() or stopping
-            # a skipped update has changed nothing: no reason to push out an older checkpoint, but at the end
-            saves = saves and (not record["skipped"] or step >= steps or stopping)
-            if saves or step - checked >= 200 and not apart:
-                assert_in_sync(model.state_dict())
-                checked = step
-            if saves and checkpoints.saved_step != step:
-                save()
-            if evaluates() and not stopping:
-                log.phase("evaluation")
-                batches = data.validation_batches(dataset.val, batch, world.rank, world.world_size,
-                                                  world.device, args.eval_batches * global_batch or None)
-                means, stopping = evaluate(model, ema, batches, world, vote)
-                record["val_loss"] = None if stopping else means["loss"]
-            if ends_epoch or step >= steps:
-                record["epoch_loss"] = epoch["loss"] / epoch["steps"]
-                record["epoch_seconds"] = epoch["seconds"]
-            if is_logged() and not (evaluates() and record["val_loss"] is None):  # else after a resume
-                log.write(record)
-                log.step_line(record, (steps - step) * (time.perf_counter() - begun) / max(step - first, 1),
-                              "apart" if apart else "OK" if args.strategy in ("ddp", "zero1") else "shards")
-            if record["val_loss"] is not None:
-                log.say(f"step {step} | validation loss {record['val_loss']:.4f} | unigram entropy "
-                        f"{entropy:.4f}")
-                if checkpoints.saved_step == step:
-                    checkpoints.mark_best(record["val_loss"])
-                log.save_history()
-                evaluations += 1
-                if args.sample_every and evaluations % args.sample_every == 0 and step < steps:
-                    show_sample()
-            if ends_epoch and not stopping:
-                log.say(f"epoch {samples // rows} | training loss {epoch['loss'] / epoch['steps']:.4f} | "
-                        f"validation loss {record['val_loss'] or math.nan:.4f} | "
-                        f"{monitor.human_time(epoch['seconds'])}")
-                epoch = dict.fromkeys(epoch, 0)
-                epoch_loss.zero_()
-                epoch_begun = time.perf_counter()
-            record, window = None, (time.perf_counter(), step)
-        if step >= steps or stopping:
-            break
-
-        apart = outer and outer.apart(step)
-        seed_step(args.seed, step, world.rank)
-        lr = learning_rate(step, steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
-        local_loss = torch.zeros((), device=world.device)
-        for micro_batch in range(grad_accum):
-            log.phase("data")
+    # -------------------------------------------------------------------------------------------- training
+    run.report(evaluate, sample)  # what a resumed run still has to do after its last step
+    while not run.done:
+        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
+        seed_step(args.seed, run.step, world.rank)
+        loss_sum = torch.zeros((), device=world.device)
+        for micro_step in range(run.grad_accum_steps):
+            run.log.phase("data")
             x, y = next(loader)  # (B, T) each
-            log.phase("forward")
-            with no_sync(wrapped, micro_batch < grad_accum - 1 or apart):
-                loss, _ = wrapped(x, y)
-                log.phase("backward")
-                scaler.scale(loss / grad_accum).backward()
-            local_loss += loss.detach() / (grad_accum * world.world_size)
-        log.phase("optimizer")
-        reshard(model)
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        norm = clip_gradients(model.parameters(), args.grad_clip)
-        optimizer_step(optimizers, scaler, norm, powersgd)
-        wrapped.zero_grad(set_to_none=True)
-        if ema:
-            ema.update()
-
-        ends_epoch = (samples + global_batch) // rows > samples // rows
-        step, samples = step + 1, samples + global_batch
-        epoch_loss += local_loss
-        epoch["steps"] += 1
-        vote.count(norm, scaler)
-        stopping = vote.read()
-        vote.start()
-        if apart and (outer.meets(step) or evaluates() or step % args.save_every == 0 or step >= steps
-                      or stopping):  # a checkpoint needs the same parameters on all ranks
-            log.phase("other")
-            outer.meet()
-            apart = False
-        log.tick(step)
-
-        if is_logged() or ends_epoch or step % args.save_every == 0 or stopping:
-            mean_loss, epoch["loss"], skipped = reduce_sum([local_loss, epoch_loss, ~norm.isfinite()], world)
-            now = time.perf_counter()
-            epoch["seconds"] = now - epoch_begun
-            tokens_per_sec = (step - window[1]) * global_batch * args.seq_len / (now - window[0])
-            modes = ("none", args.checkpoint_activations)
-            flops = [tokens_per_sec * model.flops_per_token(mode) for mode in modes]
-            mfu, hfu = (f / (peak * world.world_size) if peak else None for f in flops)
-            record = {"step": step, "loss": mean_loss, "val_loss": None, "lr": lr, "grad_norm": norm.item(),
-                      "skipped": int(skipped), "tokens": samples * args.seq_len,
-                      "tokens_per_sec": round(tokens_per_sec, 1), "mfu": mfu, "hfu": hfu,
-                      "mem_gb": round(monitor.memory_gb(world.device), 3), "time": round(time.time(), 3)}
-
-    # ----------------------------------------------------------------------------------------------- the end
+            run.log.phase("forward")
+            with state.no_sync(micro_step < run.grad_accum_steps - 1):
+                loss, _ = state.wrapped(x, y)
+                run.log.phase("backward")
+                state.scaler.scale(loss / run.grad_accum_steps).backward()
+            loss_sum += loss.detach()
+        run.log.phase("optimizer")
+        grad_norm = state.clip_gradients(args.grad_clip)
+        state.optimizer_step(lr, grad_norm)
+        run.end_step({"loss": loss_sum / run.grad_accum_steps}, grad_norm, lr)
+        run.report(evaluate, sample)
     loader.close()
-    if not stopping:
-        show_sample()
-    checkpoints.close()
-    vote.close()
-    if stopping:
-        log.say(f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of step "
-                f"{checkpoints.saved_step}: the same command goes on")
-        return log.close()
-    log.close()
-    log.say(f"training complete: {step} steps, {samples * args.seq_len:,} tokens, the parameters "
-            f"{'of all ranks were in sync' if args.strategy in ('ddp', 'zero1') else 'are in shards'}; "
-            f"the run lies in {out}")
-    lock.close()
+    run.finish(sample)
 
 
 if __name__ == "__main__":
-    run(main)
+    launch(main)

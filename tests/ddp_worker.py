@@ -7,11 +7,13 @@ import sys
 import time
 
 import torch
+from states import train_state
 
 import ddp_utils
+import test_ddp
 from data import UserError
-from ddp_utils import RunError, StopVote, World
-from model import HRM, HRMConfig, local, make_optimizers, reshard
+from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
+from model import HRM, HRMConfig
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
 
@@ -36,25 +38,25 @@ def raises(kind, function) -> str:
 
 def check_agreement(world: World) -> None:
     assert ddp_utils.reduce_sum([world.rank, torch.tensor(0.5)], world) == [1.0, 1.0]
-    assert ddp_utils.on_main(world, lambda: world.rank) == 0
+    assert ddp_utils.on_rank0(world, lambda: world.rank) == 0
 
     def fail():
         raise UserError("only rank 0 knows this")
-    assert raises(UserError, lambda: ddp_utils.on_main(world, fail)) == "only rank 0 knows this"
-    ddp_utils.assert_same(world, {"the data": "ab" * 16, "the tokenizer": "cd" * 16}, "way out")
+    assert raises(UserError, lambda: ddp_utils.on_rank0(world, fail)) == "only rank 0 knows this"
+    ddp_utils.assert_same(world, "the tokenizer", "ab" * 16, "way out")
     message = raises(UserError, lambda: ddp_utils.assert_same(
-        world, {"the data": "ab" * 16, "the tokenizer": ("cd" if world.rank == 0 else "ce") * 16}, "way out"))
+        world, "the tokenizer", ("cd" if world.rank == 0 else "ce") * 16, "way out"))
     assert message.startswith("the tokenizer on rank 1")
 
 
 def check_failure(world: World) -> None:
     """What fails on one rank fails on all, and nobody waits for the one that failed."""
-    assert ddp_utils.on_all(world, "good", lambda: world.rank) == world.rank
+    assert ddp_utils.on_all("good", lambda: world.rank) == world.rank
 
     def fail():
         if world.rank == 1:
             raise UserError("no such file on this node")
-    assert raises(UserError, lambda: ddp_utils.on_all(world, "bad", fail)) == "no such file on this node"
+    assert raises(UserError, lambda: ddp_utils.on_all("bad", fail)) == "no such file on this node"
 
 
 def check_sync(world: World) -> None:
@@ -64,7 +66,7 @@ def check_sync(world: World) -> None:
         model.L.blocks[0].down.weight.data.view(-1).view(torch.int32)[3] ^= 1
     message = raises(RunError, lambda: ddp_utils.assert_in_sync(model.state_dict()))
     assert message.startswith("L.blocks.0.down.weight on rank 1"), message
-    ddp_utils.copy_model(model, model, world)
+    ddp_utils.copy_weights(model, model.state_dict(), world)
     ddp_utils.assert_in_sync(model.state_dict())
 
 
@@ -88,9 +90,9 @@ def check_gradients(world: World) -> None:
         alone(torch.cat(xs), torch.cat(ys), bp_steps=5, ponder_weight=0.1)[0].backward()
         for p, q in zip(model.parameters(), alone.parameters()):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
-    untied = ddp_utils.wrap(make(tie=False), world)
-    message = raises(RunError, lambda: ddp_utils.warm_up(
-        untied, lambda: untied(*batch(0), bp_steps=2)[0], None))
+    untied = train_state(make(tie=False), world)
+    idx, targets = batch(0)
+    message = raises(RunError, lambda: untied.warm_up({"idx": idx, "targets": targets, "bp_steps": 2}, {}))
     assert message.startswith("embed.weight gets no gradient")
 
 
@@ -104,28 +106,24 @@ def check_depth(world: World) -> None:
 
 
 def check_skipped_updates(world: World) -> None:
-    for kind in ("adamw", "muon"):
-        model = make()
-        optimizers = make_optimizers(model, kind, 1e-2, (0.9, 0.95), 0.1)
-        wrapped, vote = ddp_utils.wrap(model, world), StopVote(world)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for optimizer in ("adamw", "muon"):
+        state, vote = train_state(make(), world, optimizer=optimizer), StopVote(world)
+        model = state.model
 
-        def step(poison):
-            model.zero_grad()
-            objective, _ = wrapped(*batch(world.rank))
+        def step(poison, state=state, vote=vote):
+            objective, _ = state.wrapped(*batch(world.rank))
             (objective * (float("inf") if poison and world.rank == 1 else 1)).backward()
-            norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
-            ddp_utils.optimizer_step(optimizers, scaler, norm)
-            vote.count(norm, scaler)
+            norm = state.clip_gradients(1.0)
+            state.optimizer_step(1e-2, norm)
+            vote.count(norm, state.scaler)
 
         step(False)
         before = {n: p.clone() for n, p in model.state_dict().items()}
-        state = {n: t.clone() for n, t in ddp_utils.optimizer_tensors(model, optimizers).items()}
-        for _ in range(StopVote.PATIENCE - 1):  # not finite on one rank only
+        moments = {n: t.clone() for n, t in state.optimizer_tensors().items()}
+        for _ in range(StopVote.MAX_SKIPPED - 1):  # not finite on one rank only
             step(True)
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
-        now = ddp_utils.optimizer_tensors(model, optimizers)
-        assert all(torch.equal(t, state[n]) for n, t in now.items())
+        assert all(torch.equal(t, moments[n]) for n, t in state.optimizer_tensors().items())
         vote.start()
         assert vote.read() == 0
         step(True)
@@ -135,26 +133,6 @@ def check_skipped_updates(world: World) -> None:
         vote.start()
         assert not torch.equal(model.embed.weight, before["embed.weight"]) and vote.read() == 0
         ddp_utils.assert_in_sync(model.state_dict())
-
-
-def check_powersgd_forgets(world: World) -> None:
-    """A gradient that is not finite must not live on in what PowerSGD keeps for the next steps."""
-    model = make()
-    optimizers, vote = make_optimizers(model, "adamw", 1e-2, (0.9, 0.95), 0.1), StopVote(world)
-    wrapped, scaler = ddp_utils.wrap(model, world, "powersgd:1"), torch.amp.GradScaler("cpu", enabled=False)
-
-    def step(poison=False, powersgd=wrapped.powersgd):
-        model.zero_grad()
-        (wrapped(*batch(world.rank))[0] * (float("inf") if poison and world.rank == 1 else 1)).backward()
-        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
-        ddp_utils.optimizer_step(optimizers, scaler, norm, powersgd)
-        return bool(norm.isfinite())
-
-    assert [step() for _ in range(4)] == [True] * 4 and wrapped.powersgd.error_dict
-    assert not step(poison=True) and step() and step()
-    ddp_utils.assert_in_sync(model.state_dict())
-    assert not step(poison=True, powersgd=None) and not step(), "the test would not notice"
-    vote.close()
 
 
 def check_bf16_gradients(world: World) -> None:
@@ -197,20 +175,20 @@ def check_memory(world: World) -> None:
         strategy = "zero3" if offload else strategy
         torch.manual_seed(0)
         config = HRMConfig(**TINY | {"d_model": 64, "ff": 128})
-        model = ddp_utils.build(HRM, config, world, strategy, offload)
-        ddp_utils.copy_model(model, HRM(config) if world.main else None, world)
-        optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
-        optimizers = ddp_utils.shard_optimizers(optimizers, strategy)
-        wrapped = ddp_utils.wrap(model, world)
-        wrapped(*batch(world.rank))[0].backward()
-        reshard(model)
-        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
-        ddp_utils.optimizer_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), norm)
-        state = ddp_utils.optimizer_tensors(model, optimizers).items()
-        tensors = {"parameters": list(model.parameters()), "gradients": [p.grad for p in model.parameters()],
+        model = ddp_utils.build_model(HRM, config, world, strategy, offload)
+        ddp_utils.copy_weights(model, HRM(config).state_dict(), world)
+        trained = train_state(model, world, strategy=strategy)
+        trained.wrapped(*batch(world.rank))[0].backward()
+        norm = trained.clip_gradients(1.0)
+        gradients = [local_shard(p.grad).nbytes for p in model.parameters()]
+        trained.optimizer_step(1e-3, norm)
+        state = trained.optimizer_tensors().items()
+        tensors = {"parameters": list(model.parameters()),
                    "optimizer": [t for name, t in state if not name.endswith("/step")]}
-        held[strategy, offload] = {what: sum(local(t).nbytes for t in ts) for what, ts in tensors.items()}
-        said = ddp_utils.memory_of(model, strategy, False, world.world_size)
+        held[strategy, offload] = {what: sum(local_shard(t).nbytes for t in found)
+                                   for what, found in tensors.items()}
+        held[strategy, offload]["gradients"] = sum(gradients)
+        said = test_ddp.memory_of(model, strategy, False, world.world_size)
         for what, n in held[strategy, offload].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
                 assert 0.7 * said[what] <= n <= 1.3 * said[what], (strategy, what, n, said)
@@ -227,16 +205,36 @@ def check_gathering(world: World) -> None:
     found = {}
     for strategy in ("zero2", "zero3"):
         config = HRMConfig(**TINY)
-        model = ddp_utils.build(HRM, config, world, strategy)
-        ddp_utils.copy_model(model, HRM(config) if world.main else None, world)
+        model = ddp_utils.build_model(HRM, config, world, strategy)
+        ddp_utils.copy_weights(model, HRM(config).state_dict(), world)
         for _ in range(2):  # two steps
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 for _ in range(3):  # micro-batches
                     model(*batch(world.rank), bp_steps=5)[0].backward()
-                reshard(model)
+                free_gathered_params(model)
             events = {event.key: event.count for event in profile.key_averages()}
             found[strategy] = events["c10d::_allgather_base_"]
     assert found["zero2"] == 3 < found["zero3"], found  # a block of H, one of L, and what is outside
+
+
+def check_owners(world: World) -> None:
+    """What only one rank has arrives on rank 0 for a checkpoint, and comes back from there."""
+    for strategy, outer_every in (("zero1", None), ("ddp", 3)):
+        state = train_state(make(world.rank), world, strategy=strategy, outer_every=outer_every)
+        if outer_every:
+            assert state.outer.apart(0)
+        torch.nn.functional.mse_loss(state.model(*batch(world.rank))[0], torch.zeros(())).backward()
+        state.optimizer_step(1e-2, torch.ones(()))
+        group = "local" if outer_every else "optimizer"
+        entries = [entry[1:] for entry in state.tensors() if entry[0] == group]
+        assert {owner for _, _, owner in entries} == {0, 1}
+        for name, tensor, owner in entries:
+            assert (tensor.device.type == "meta") == (owner != world.rank), name
+            there = ddp_utils.transfer(tensor, owner, 0, world)
+            assert (there is None) == (world.rank != 0)
+            back = ddp_utils.transfer(there if world.rank == 0 else tensor, 0, owner, world)
+            assert (back is None) == (world.rank != owner)
+            assert back is None or torch.equal(back, tensor)
 
 
 def check_stop(world: World) -> None:
@@ -255,8 +253,8 @@ def differing_depth(world: World, agree: bool) -> None:
     """A forward pass with zero3 in which rank 0 wants one cycle and rank 1 wants all. If each goes its own
     way, rank 1 waits for parameters that rank 0 does not send."""
     config = HRMConfig(**TINY | {"halt": True})
-    model = ddp_utils.build(HRM, config, world, "zero3")
-    ddp_utils.copy_model(model, HRM(config) if world.main else None, world)
+    model = ddp_utils.build_model(HRM, config, world, "zero3")
+    ddp_utils.copy_weights(model, HRM(config).state_dict(), world)
     wish, decide = torch.tensor(float(world.rank)), model.everyone_halted
     model.everyone_halted = lambda remaining: decide(wish) if agree else not wish.item()
     with torch.no_grad():
@@ -270,7 +268,7 @@ def main() -> None:
     for name, check in list(globals().items()):
         if name.startswith("check_"):
             check(world)
-            if world.main:
+            if world.is_rank0:
                 print(f"{name} OK", flush=True)
 
 
@@ -279,4 +277,4 @@ if __name__ == "__main__":
         main = lambda: 1 / 0  # noqa: E731
     elif sys.argv[1:]:  # agree or alone
         main = lambda: differing_depth(ddp_utils.init(timeout=5), sys.argv[1] == "agree")  # noqa: E731
-    ddp_utils.run(main)
+    ddp_utils.launch(main)

@@ -183,9 +183,9 @@ def main() -> None:
     for step in range(10):
         ddp_utils.reduce_sum([step], world)
         if step == 5:
-            ddp_utils.on_all(world, "a long wait", happen) if what == "on_all" else happen()
+            ddp_utils.on_all("a long wait", happen) if what == "on_all" else happen()
 
 
 if __name__ == "__main__":
     import ddp_utils
-    ddp_utils.run(main)
+    ddp_utils.launch(main)

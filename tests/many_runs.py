@@ -3,6 +3,7 @@ test_strategies.py starts this file under torchrun with a JSON list of command l
 name of a sabotage, or nothing, so that a test can show that it would notice.
 """
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -15,12 +16,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ddp_utils  # noqa: E402
-from model import EMA, local  # noqa: E402
+from ddp_utils import EMA, TrainState, local_shard  # noqa: E402
 
 
 def clip_alone(parameters, max_norm):
     """Like clip_gradients, but each rank looks at its own shards only."""
-    gradients = [local(p.grad) for p in parameters]
+    gradients = [local_shard(p.grad) for p in parameters]
     norm = torch.nn.utils.get_total_norm(gradients)
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
@@ -29,7 +30,7 @@ def clip_alone(parameters, max_norm):
 def keep_gathered(self):
     """Like EMA.swap, but what zero2 has gathered stays as it was."""
     for name, p in self.params.items():
-        p, average = local(p), local(self.average[name])
+        p, average = local_shard(p), local_shard(self.average[name])
         held = p.detach().clone()
         p.detach().copy_(average)
         average.copy_(held)
@@ -37,36 +38,42 @@ def keep_gathered(self):
 
 def inf_at(step, rank=None):
     """Like clip_gradients, but the gradient of one step is not finite, on one rank or on all."""
-    steps = itertools.count(1)
+    steps, plain = itertools.count(1), ddp_utils.clip_gradients
 
     def clip_gradients(parameters, max_norm):
         parameters = list(parameters)
         if next(steps) == int(step) and rank in (None, str(dist.get_rank())):
             parameters[0].grad.fill_(torch.inf)
-        return ddp_utils.clip_gradients(parameters, max_norm)
+        return plain(parameters, max_norm)
 
     return clip_gradients
 
 
-def sabotaged(name: str, *numbers: str) -> dict:
-    """What is to be replaced in a trainer."""
-    return {"norm": {"clip_gradients": clip_alone}, "local": {"restore_local": lambda *args: None},
-            "inf": {"clip_gradients": inf_at(*numbers or "0")}}.get(name, {})
+def forgetful(restore=TrainState.restore):
+    """Like TrainState.restore, but without what each rank has for itself."""
+    return lambda self, saved, say: restore(self, saved | {"layout": saved["layout"] | {"local": {}}}, say)
+
+
+def sabotaged(name: str, *numbers: str):
+    """A context in which something is broken."""
+    return {"norm": lambda: mock.patch.object(ddp_utils, "clip_gradients", clip_alone),
+            "ema": lambda: mock.patch.object(EMA, "swap", keep_gathered),
+            "local": lambda: mock.patch.object(TrainState, "restore", forgetful()),
+            "inf": lambda: mock.patch.object(ddp_utils, "clip_gradients", inf_at(*numbers)),
+            "": contextlib.nullcontext}[name]()
 
 
 def main() -> None:
     world = ddp_utils.init(timeout=60)
     for sabotage, script, *arguments in json.loads(sys.argv[1]):
-        if world.main:
+        if world.is_rank0:
             print(f"===== {sabotage} {script} {' '.join(arguments)}", flush=True)
         trainer = importlib.import_module(script.removesuffix(".py"))
-        changed = {"init": lambda *args: world} | sabotaged(*sabotage.split(":"))
-        swap = keep_gathered if sabotage == "ema" else EMA.swap
-        with mock.patch.multiple(trainer, **changed), mock.patch.object(EMA, "swap", swap), \
+        with sabotaged(*sabotage.split(":")), mock.patch.object(ddp_utils, "init", lambda *args: world), \
                 mock.patch.object(sys, "argv", [script, *arguments]):
             trainer.main()
         dist.barrier()
 
 
 if __name__ == "__main__":
-    ddp_utils.run(main)
+    ddp_utils.launch(main)

@@ -18,7 +18,7 @@ import torch
 from conftest import Finished, children, kill, run, start, torchrun
 
 from data import UserError
-from ddp_utils import STOP_SIGNALS, finished
+from ddp_utils import STOP_SIGNALS, list_checkpoints
 
 TIMES = ("time", "tokens_per_sec", "mem_gb", "epoch_seconds")  # what may differ between two runs
 # A model so small that starting Python is the longest part of a run.
@@ -33,7 +33,7 @@ def log_of(out: Path) -> list[dict]:
 
 
 def tensors_of(out: Path) -> dict[str, torch.Tensor]:
-    saved = torch.load(finished(out)[0], weights_only=True)
+    saved = torch.load(list_checkpoints(out)[0], weights_only=True)
     return {f"{group}/{name}": t for group, named in saved["tensors"].items() for name, t in named.items()}
 
 
@@ -104,7 +104,7 @@ class Trainer:
         """Starts a run and kills all its processes with SIGKILL once the checkpoint of a step is there."""
         process = self.start(ranks, shards, out, **changes)
         deadline = time.monotonic() + 60
-        while not any(int(p.name[5:13]) >= step for p in finished(out)):
+        while not any(int(p.name[5:13]) >= step for p in list_checkpoints(out)):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.002)

@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT, finish, run, start
 
 import data
+import ddp_utils
 import test_ddp
 
 CHECK, LAUNCH = ROOT / "test_ddp.py", ROOT / "cluster" / "ddp_launch.sh"
@@ -30,11 +31,8 @@ if os.environ["RANK"] == "1":
     elif sys.argv[1] == "wrong":
         check = test_ddp.check_collectives
         test_ddp.check_collectives = lambda world: check(world) or "all_reduce"
-    elif sys.argv[1] == "clock":
-        now = time.time
-        time.time = lambda: now() + 5
 del sys.argv[1]
-ddp_utils.run(test_ddp.main)
+ddp_utils.launch(test_ddp.main)
 """
 
 
@@ -73,10 +71,10 @@ def test_check_says_ok(shards):
     ended = run(2, "test_ddp.py", "--device", "cpu", "--data", shards, "--size", "tiny", timeout=60)
     assert ended.code == 0 and ended.out.splitlines()[-1] == "OK", ended.out
     for line in (r"^rank 1: \S+, cpu ; backend gloo, python 3\.",
-                 r"^collectives are right, clocks within 0\.",
+                 r"^collectives are right$",
                  r"^all_reduce of +100 MB: +[\d.]+ ms", "^train_gpt2.py --size tiny: 1,350,400 parameters",
                  r"^--comm fp32 +\| +5\.4 MB every  1 steps", r"^--comm bf16 +\| +2\.7 MB",
-                 r"^--comm powersgd:4 +\| +0\.2 MB", r"^--outer-every 50 +\| +2\.7 MB every 50 steps"):
+                 r"^--outer-every 50 +\| +2\.7 MB every 50 steps"):
         assert re.search(line, ended.out, re.M), (line, ended.out)
 
 
@@ -101,14 +99,16 @@ def test_missing_ranks_are_named():
     first, = ranks(CHECK, "--device", "cpu", "--timeout", "4", count=3, started=[0])
     second, = ranks(CHECK, "--device", "cpu", "--timeout", "4", count=3, started=[1])
     first, second = finish(first, 40), finish(second, 40)
-    assert first.code == 2 and "of 3 ranks there did not come within 4 s: 1, 2;" in first.out, first.out
-    assert second.code == 2 and re.search(r"rank 0 at 127.0.0.1:\d+ did not answer within 4 s", second.out)
+    assert first.code == 1, first.out
+    missing = r"error: .*rank 1, rank 2 of 3 did not come to 127.0.0.1:\d+ within 4 s"
+    assert re.search(missing, first.out), first.out
+    assert second.code == 1, second.out
+    assert re.search(r"error: .*rank 1 found no rank 0 at 127.0.0.1:\d+ within 4 s", second.out), second.out
     assert time.monotonic() - begun < 25
 
 
 @pytest.mark.parametrize("fault, code, sentence", [
-    ("hangs", 1, "rank 1 (HOST) did not get through all_reduce, broadcast and all_gather: look at that"),
-    ("clock", 2, "the clock of rank 1 (HOST) is 5.0 s ahead of that of rank 0 (HOST)"),
+    ("hangs", 1, "all_reduce, broadcast and all_gather failed: rank 1 on node0 (HOST) did not take part"),
     pytest.param("wrong", 1, "all_reduce gave wrong numbers on rank 1 (HOST)", marks=pytest.mark.long)])
 def test_faults_are_found(faulty, fault, code, sentence):
     processes = ranks(faulty, fault, "--device", "cpu", "--timeout", "12")
@@ -123,13 +123,13 @@ def test_faults_are_found(faulty, fault, code, sentence):
 
 def test_environment_by_hand():
     for env, sentence in (({"RANK": 0}, "WORLD_SIZE is not set"),
-                          ({"RANK": "a", "WORLD_SIZE": 2}, "RANK is no number"),
+                          ({"RANK": "a", "WORLD_SIZE": 2}, "RANK is not a number"),
                           ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 is not below WORLD_SIZE=2")):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | env).items():
                 patch.setenv(name, str(value))
             with pytest.raises(data.UserError, match=sentence):
-                test_ddp.meet({"host": "here"}, 1)
+                ddp_utils.join(1)
 
 
 def test_reports_are_compared():

@@ -1,23 +1,25 @@
 """ddp_utils.py: agreement of several processes, and checkpoints on disk."""
 
-import contextlib
 import os
 import socket
 import sys
+from concurrent.futures import wait
+from dataclasses import asdict
 
 import pytest
 import torch
 from conftest import ROOT, finish, run, start
-from torch._subclasses.fake_tensor import FakeTensorMode
+from states import train_state
 
 import ddp_utils
+import test_ddp
 from data import UserError
-from ddp_utils import (Checkpoints, Damaged, RunError, World, finished, load_checkpoint, read_checkpoint,
-                       restore)
-from model import EMA, GPT2, HRM, MLM, Block, HRMConfig, make_optimizers
+from ddp_utils import (Checkpoints, CorruptCheckpoint, RunError, World, list_checkpoints, load_checkpoint,
+                       load_model, read_checkpoint)
+from model import GPT2, HRM, MLM, Block, HRMConfig
 
-CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "powersgd_forgets",
-          "bf16_gradients", "meeting", "memory", "gathering", "stop"]
+CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "bf16_gradients",
+          "meeting", "memory", "gathering", "owners", "stop"]
 
 
 def test_two_processes():
@@ -39,63 +41,82 @@ def world():
     torch.distributed.destroy_process_group()
 
 
-def make_state(seed=0, kind="adamw"):
+def make_state(world, seed=0, optimizer="adamw"):
     torch.manual_seed(seed)
     model = HRM(HRMConfig(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32))
-    optimizers, ema = make_optimizers(model, kind, 1e-2, (0.9, 0.95), 0.1), EMA(model, 0.9)
+    state = train_state(model, world, optimizer=optimizer, ema=0.9)
     x = torch.randint(60, (2, 16))
     for _ in range(2):
         model(x, x)[0].backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
-        ema.update()
-    return model, optimizers, ema
+        state.optimizer_step(1e-2, state.clip_gradients(1.0))
+    return state
 
 
-def all_tensors(model, optimizers, ema):
-    named = {"model": model.state_dict(), "ema": ema.average,
-             "optimizer": ddp_utils.optimizer_tensors(model, optimizers)}
-    return {f"{group}/{name}": t.clone() for group, tensors in named.items() for name, t in tensors.items()}
+def all_tensors(state):
+    return {f"{group}/{name}": t.clone() for group, name, t, _ in state.tensors()}
 
 
 def save(out, world, state, steps=(1,), said=None, keep_last=3):
     (out / "checkpoints").mkdir(exist_ok=True)
     checkpoints = Checkpoints(out, world, keep_last, (said if said is not None else []).append)
+    meta = {"samples": 7, "family": "HRM", "model_config": asdict(state.model.config)}
     for step in steps:
-        checkpoints.save(step, 2.5, {"samples": 7}, *state)
+        checkpoints.save(step, 2.5, meta, state)
     checkpoints.close()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_what_is_saved_is_restored(tmp_path, world, kind):
-    state = make_state(0, kind)
-    before = all_tensors(*state)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_is_saved_is_restored(tmp_path, world, optimizer):
+    state = make_state(world, 0, optimizer)
+    before = all_tensors(state)
     save(tmp_path, world, state)
-    model, optimizers, ema = other = make_state(1, kind)
-    assert not torch.equal(model.embed.weight, state[0].embed.weight)
+    other = make_state(world, 1, optimizer)
+    assert not torch.equal(other.model.embed.weight, state.model.embed.weight)
     saved = load_checkpoint(tmp_path, world, print)
     assert saved["step"] == 1 and saved["samples"] == 7
-    restore(saved, world, *other)
-    after = all_tensors(*other)
+    other.restore(saved, print)
+    after = all_tensors(other)
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
-    restore(saved, world, model, averaged=True)
+    model, _ = load_model(HRM, tmp_path, world, print)
     assert torch.equal(model.embed.weight, before["ema/embed.weight"])
     assert not torch.equal(before["ema/embed.weight"], before["model/embed.weight"])
 
 
+def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
+    """From AdamW to Muon and back: a parameter has the whole state that its optimizer saved, or none."""
+    for old, new in (("adamw", "muon"), ("muon", "adamw")):
+        (tmp_path / old).mkdir()
+        save(tmp_path / old, world, make_state(world, 0, old))
+        saved = load_checkpoint(tmp_path / old, world, print)
+        state = make_state(world, 1, new)
+        state.restore(saved, print)
+        restored = state.optimizer_tensors()
+        names = {name.rpartition("/")[0] for name in restored}
+        assert names == {n for n, _ in state.model.named_parameters() if ".blocks." not in n}
+        assert all(torch.equal(t, saved["tensors"]["optimizer"][name]) for name, t in restored.items())
+        x = torch.randint(60, (2, 16))
+        state.model(x, x)[0].backward()
+        state.optimizer_step(1e-2, state.clip_gradients(1.0))  # the fresh ones work
+        assert len(state.optimizer_tensors()) > len(restored)
+
+    saved["layout"]["optimizer"]["embed.weight/mu_product"] = ()  # NAdam has what AdamW has, and one more
+    state = make_state(world, 1, "muon")
+    state.restore(saved, print)
+    assert not [name for name in state.optimizer_tensors() if name.startswith("embed.weight/")]
+
+
 def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
     """The file holds the state at the time of the call."""
-    state = make_state()
-    before = all_tensors(*state)
+    state = make_state(world)
+    before = all_tensors(state)
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, print)
-    checkpoints.save(1, 2.5, {}, *state)
+    checkpoints.save(1, 2.5, {}, state)
     with torch.no_grad():
-        for p in state[0].parameters():
+        for p in state.model.parameters():
             p.add_(1)
     checkpoints.close()
-    tensors = read_checkpoint(finished(tmp_path)[0])["tensors"]
+    tensors = read_checkpoint(list_checkpoints(tmp_path)[0])["tensors"]
     assert all(torch.equal(before[f"model/{name}"], t) for name, t in tensors["model"].items())
 
 
@@ -103,37 +124,38 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 2, print)
     for step in range(1, 6):
-        checkpoints.save(step, 2.5, {}, *make_state())
+        checkpoints.save(step, 2.5, {}, make_state(world))
         checkpoints.mark_best(abs(step - 2))
     checkpoints.close()
-    assert [int(p.name[5:13]) for p in finished(tmp_path)] == [5, 4]
+    assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [5, 4]
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
 
 
 def test_torch_load_alone_would_not_find_a_flipped_bit(tmp_path, world):
     """Why read_checkpoint does more than torch.load."""
-    model, optimizers, ema = make_state()
-    save(tmp_path, world, (model, optimizers, ema))
-    path = finished(tmp_path)[0]
+    state = make_state(world)
+    model = state.model
+    save(tmp_path, world, state)
+    path = list_checkpoints(tmp_path)[0]
     content = bytearray(path.read_bytes())
     at = content.index(model.embed.weight.detach().numpy().tobytes())
     content[at + 5] ^= 1
     path.write_bytes(content)
     loaded = torch.load(path, weights_only=True)["tensors"]["model"]["embed.weight"]
     assert not torch.equal(loaded, model.embed.weight)
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptCheckpoint):
         read_checkpoint(path)
 
 
 def test_the_newest_whole_checkpoint_is_taken(tmp_path, world):
-    save(tmp_path, world, make_state(), steps=(1, 2, 3))
-    newest = finished(tmp_path)[0]
+    save(tmp_path, world, make_state(world), steps=(1, 2, 3))
+    newest = list_checkpoints(tmp_path)[0]
     newest.write_bytes(newest.read_bytes()[:1000])
     said = []
     assert load_checkpoint(tmp_path, world, said.append)["step"] == 2
     assert len(said) == 1 and newest.name in said[0]
-    for path in finished(tmp_path):
+    for path in list_checkpoints(tmp_path):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="nor any older"):
         load_checkpoint(tmp_path, world, said.append)
@@ -144,38 +166,38 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "owned"),)
     torch.save({"format": 1, "tensors": {}, "sums": {}, "x": Malicious()}, tmp_path / "bad.pt")
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptCheckpoint):
         read_checkpoint(tmp_path / "bad.pt")
     assert not (tmp_path / "owned").exists()
 
 
 def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypatch):
-    state, said = make_state(), []
+    state, said = make_state(world), []
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, said.append)
-    checkpoints.save(1, 2.5, {}, *state)
-    checkpoints._jobs.join()
+    checkpoints.save(1, 2.5, {}, state)
+    wait(checkpoints._jobs)
     real = torch.save
 
     def fail(content, file):
         file.write(b"half of it")
         raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
     monkeypatch.setattr(torch, "save", fail)
-    checkpoints.save(2, 2.4, {}, *state)
+    checkpoints.save(2, 2.4, {}, state)
     checkpoints.mark_best(2.0)
-    checkpoints._jobs.join()
+    wait(checkpoints._jobs)
     assert len(said) == 1 and "No space left" in said[0]
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
     assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
-    checkpoints.save(3, 2.3, {}, *state)
-    checkpoints._jobs.join()
-    assert [int(p.name[5:13]) for p in finished(tmp_path)] == [3, 1]
+    checkpoints.save(3, 2.3, {}, state)
+    wait(checkpoints._jobs)
+    assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
     checkpoints.mark_best(2.1)  # worse than that of the lost one, but the best that there is
-    checkpoints._jobs.join()
+    wait(checkpoints._jobs)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
-    checkpoints.save(4, 2.2, {}, *state)
+    checkpoints.save(4, 2.2, {}, state)
     with pytest.raises(RunError, match="step 4 could not be written"):  # the last one must not get lost
         checkpoints.close()
 
@@ -183,7 +205,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
 def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(TypeError):
-        Checkpoints(tmp_path, world, 3, print).save(1, 2.5, {"path": tmp_path}, *make_state())
+        Checkpoints(tmp_path, world, 3, print).save(1, 2.5, {"path": tmp_path}, make_state(world))
 
 
 def test_seeds_of_steps_and_ranks_differ():
@@ -212,31 +234,28 @@ def test_precision(precision, dtype):
 
 
 def test_world_describes_a_single_process(world):
-    assert isinstance(world, World) and world.main and world.world_size == 1
+    assert isinstance(world, World) and world.is_rank0 and world.world_size == 1
     assert world.prefix == "[Rank 0/1 | Node node0 | Device cpu]"
 
 
-@pytest.mark.parametrize("kind, flags", ((HRM, {"bp_steps": 3}), (GPT2, {}), (MLM, {})))
+@pytest.mark.parametrize("model_class, example", ((HRM, {"bp_steps": 3}), (GPT2, {}), (MLM, {})))
 @pytest.mark.parametrize("mode", ("none", "block", "selective"))
-def test_dry_run_counts_what_autograd_really_keeps(kind, flags, mode):
-    config = kind.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
-    found = []
-    for fake in (False, True):
-        with FakeTensorMode() if fake else contextlib.nullcontext():
-            model = ddp_utils.fake_model(kind, config) if fake else kind(config)
-            model.compute_dtype = torch.bfloat16
-            for block in (m for m in model.modules() if isinstance(m, Block)):
-                block.checkpointing = mode
-            x = torch.zeros((4, 64), dtype=torch.long)
-            inputs = (x, x[:, :20], x[:, :20]) if kind is MLM else (x, x)
-            found.append(ddp_utils.activation_bytes(lambda: model(*inputs, **flags)[0],
-                                                    [*model.parameters(), *model.buffers(), x]))
-    assert found[0] == found[1] > 4 * 64 * 32 * 2
+def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode):
+    config = model_class.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
+    _, counted = test_ddp.kept_for_backward(model_class, config, torch.bfloat16, mode, 4, **example)
+    model = model_class(config)
+    model.compute_dtype = torch.bfloat16
+    for block in (m for m in model.modules() if isinstance(m, Block)):
+        block.checkpointing = mode
+    inputs = model.example(4, "cpu", **example)
+    kept = test_ddp.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
+    assert counted == kept > 4 * 64 * 32 * 2
 
 
 @pytest.mark.parametrize("command, code, sentence", [
-    (["-c", "import os, ddp_utils; ddp_utils.run(lambda: ddp_utils.join("
-            "int(os.environ['RANK']), 2, 20, 'nccl' if os.environ['RANK'] == '1' else 'gloo'))"], 2,
+    (["-c", "import os, torch, ddp_utils\n"
+            "unlike = lambda *_: (torch.device('cpu'), ('gloo', 'nccl')[int(os.environ['RANK'])], '')\n"
+            "ddp_utils.choose_device = unlike\nddp_utils.launch(lambda: ddp_utils.init(timeout=20))"], 2,
      "error: rank {rank} is one of 1 among 2 that use"),
     (["train_gpt2.py", "--data", "text:/nonexistent/*.txt", "--timeout", "20"], None, "error: ")])
 def test_ranks_started_by_hand_do_not_wait_for_ever(command, code, sentence):

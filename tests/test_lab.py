@@ -17,7 +17,7 @@ from lab import MASTER, PORT, Lab, Unavailable
 from runs import Trainer, assert_same_run, log_of
 
 import data
-from ddp_utils import Heartbeat, finished
+from ddp_utils import Heartbeat, list_checkpoints
 
 TIMEOUT = 15  # of the trainers' collectives, in seconds
 SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, on a busy machine
@@ -72,7 +72,8 @@ def test_the_rank_that_failed_is_named(victim):
         elif victim == 0:
             assert "node0 can no longer be reached at 127.0.0.1:" in sentence(other.out), other.out
         else:
-            assert f"{name} (" in sentence(other.out) and "no sign of life" in sentence(other.out), other.out
+            said = sentence(other.out)
+            assert f"{name} (" in said and "stopped responding" in said, other.out
         assert len(other.out.splitlines()) < 60
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[victim].pid, signal.SIGCONT if what == "raise" else signal.SIGKILL)
@@ -89,7 +90,7 @@ def test_a_start_that_fails_says_why():
         port = busy.getsockname()[1]
         cases = {(1, free_port()): "rank 1 found no rank 0 at 127.0.0.1:",
                  (0, port): f"the port of 127.0.0.1:{port} is in use here",
-                 (0, free_port()): "only 1/3 ranks came to 127.0.0.1:"}
+                 (0, free_port()): "rank 1, rank 2 of 3 did not come to 127.0.0.1:"}
         processes = [start([sys.executable, ROOT / "tests/lab.py", "none", 0, 2], RANK=rank, WORLD_SIZE=3,
                            MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank, port in cases]
         for process, expected in zip(processes, cases.values()):
@@ -122,7 +123,7 @@ def launch_all(lab, ranks, shards) -> list:
 
 def wait_for_step(lab, step: int, processes) -> None:
     deadline = time.monotonic() + 90
-    while not any(int(path.name[5:13]) >= step for path in finished(lab.home(0) / "run")):
+    while not any(int(path.name[5:13]) >= step for path in list_checkpoints(lab.home(0) / "run")):
         assert all(process.poll() is None for process in processes), lab.wait(processes[0], 1)[1]
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -154,7 +155,7 @@ def check_lost(lab, nodes: int, shards, lose, expected: str, named_by, mend=lamb
 
 
 def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards):
-    check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* no sign of life", (0, 1))
+    check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* stopped responding", (0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def test_five_nodes_and_one_is_lost(lab, shards, whole, how):
     lose = {"kill": lambda: lab.kill(node), "power": power_off,
             "cable": lambda: lab.plug(node, False)}[how.split()[0]]
     expected = "node0 can no longer be reached at 192.168.50.20:" if node == 0 else \
-        r"rank 3 on node3 .* no sign of life"
+        r"rank 3 on node3 .* stopped responding"
     others = [i for i in range(5) if i != node]
     out = check_lost(lab, 5, shards, lose, expected, others, lambda: lab.plug(node, True))
     assert_same_run(whole, out)
@@ -187,7 +188,7 @@ def test_five_nodes_and_one_is_lost(lab, shards, whole, how):
 @pytest.mark.long
 @pytest.mark.parametrize("node", [0, 2])
 def test_a_node_is_lost_that_ddp_launch_started(lab, shards, node):
-    expected = "node0 can no longer be reached" if node == 0 else r"rank 2 on node2 .* no sign of life"
+    expected = "node0 can no longer be reached" if node == 0 else r"rank 2 on node2 .* stopped responding"
     check_lost(lab, 3, shards, lambda: lab.kill(node), expected, [i for i in range(3) if i != node],
                train=launch_all)
 

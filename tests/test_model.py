@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import data
 from data import UserError
+from ddp_utils import EMA
 from model import (
-    EMA,
     HRM,
     Block,
     HRMBlock,

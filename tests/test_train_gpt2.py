@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import Trainer, assert_close_runs, log_of
 
-from ddp_utils import finished
+from ddp_utils import list_checkpoints
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 
@@ -30,7 +30,7 @@ def test_fp16_scales_the_loss_and_skips_what_overflows(tmp_path, shards):
     done = GPT2.train(0, shards, tmp_path / "run", precision="fp16", batch=1, steps=20, eval_every=20)
     assert done.code == 0 and "GradScaler on" in done.out, done.out
     assert log_of(tmp_path / "run")[-1]["val_loss"] < 5.6
-    assert torch.load(finished(tmp_path / "run")[0], weights_only=True)["scaler"]["scale"] > 0
+    assert torch.load(list_checkpoints(tmp_path / "run")[0], weights_only=True)["scaler"]["scale"] > 0
     again = GPT2.train(0, shards, tmp_path / "run", precision="fp16", batch=1, steps=24)
     assert again.code == 0 and "resuming after step 20" in again.out
 
@@ -40,7 +40,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards):
     out = tmp_path / "run"
     done = GPT2.train(0, shards, out, steps=20, sample_every=1, eval_every=10, sample_prompt="def ñ")
     assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
-    assert re.search(r"Config 'tiny': d_model=32, layers=1, heads=2, seq_len=32", done.out)
+    assert re.search(r"GPT2 tiny: [\d,]+ parameters; seq_len 32, .*n_layer 1, n_head 2, d_model 32", done.out)
     used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
                      "--temperature", "0")
     assert used.code == 0, used.out

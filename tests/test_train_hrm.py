@@ -13,7 +13,7 @@ from conftest import SHARED, finish, run
 from runs import Trainer, assert_close_runs, assert_same_run, log_of, worker
 
 import data
-from ddp_utils import RunError, finished
+from ddp_utils import RunError, list_checkpoints
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
@@ -83,7 +83,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, numbe
     done = finish(process)
     assert done.code == 0, done.out
     step = int(re.search(rf"stopped by {number.name} after step (\d+)", done.out)[1])
-    assert int(finished(out)[0].name[5:13]) == step == log_of(out)[-1]["step"]
+    assert int(list_checkpoints(out)[0].name[5:13]) == step == log_of(out)[-1]["step"]
 
 
 def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_path, shards):
@@ -97,10 +97,10 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     assert names >= {"config.json", "checkpoints", "metrics.jsonl", "history.json", "tokenizer.json",
                      "train.log"}
     assert {n for n in before if n.endswith(".pt")} == {n.name for n in out.rglob("*.pt")}
-    assert len(finished(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
+    assert len(list_checkpoints(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
     record = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert list(record) == ["step", "loss", "val_loss", "lr", "grad_norm", "skipped", "tokens",
-                            "tokens_per_sec", "mfu", "hfu", "mem_gb", "bp_steps", "cycles", "time",
+                            "tokens_per_sec", "mfu", "mem_gb", "bp_steps", "cycles", "time",
                             "epoch_loss", "epoch_seconds"]
 
     used = here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
@@ -112,7 +112,7 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     ids = model.generate(prompt, do_sample=False, max_new_tokens=20)[0, 1:]
     assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
     # the export holds the moving average, and a new run starts from it
-    average = torch.load(finished(out)[0], weights_only=True)["tensors"]["ema"]["embed.weight"]
+    average = torch.load(list_checkpoints(out)[0], weights_only=True)["tensors"]["ema"]["embed.weight"]
     exported = model.get_input_embeddings().weight
     assert torch.equal(exported, average[:len(exported)])
     for source in (f"hf:{out / 'hf'}", out):
@@ -152,13 +152,13 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, shards):
     out, other = tmp_path / "run", tmp_path / "whole"
     for directory in (out, other):
         assert train(0, shards, directory, steps=12, eval_every=4, save_every=4).code == 0
-    damage(finished(out)[0])
+    damage(list_checkpoints(out)[0])
     done = train(0, shards, out, steps=12, eval_every=4, save_every=4)
     assert done.code == 0 and "damaged and left out" in done.out and "after step 8" in done.out
     assert_same_run(out, other)
-    assert [p.name[5:13] for p in finished(out)] == ["00000012", "00000008", "00000004"]
+    assert [p.name[5:13] for p in list_checkpoints(out)] == ["00000012", "00000008", "00000004"]
     assert len(list(out.rglob("*.damaged"))) == 1  # it does not count as one of the newest three
-    for path in finished(out):
+    for path in list_checkpoints(out):
         path.write_bytes(path.read_bytes()[:-100])
     done = train(0, shards, out, steps=12, eval_every=4, save_every=4)
     assert done.code == 2 and done.out.count("left out") == 3 and "error: " in done.out
@@ -212,9 +212,9 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards):
     assert train(0, shards, out, steps=8, schedule="constant").code == 0
     with pytest.raises(RunError, match="10 times in a row"):
         train(0, shards, out, steps=40, schedule="constant", save_every=1, lr=1e30)
-    steps = [int(p.name[5:13]) for p in finished(out)]
+    steps = [int(p.name[5:13]) for p in list_checkpoints(out)]
     assert steps[:2] in ([8, 4], [9, 8])  # the loss that step 9 began with was fine, its weights are not
-    for bad in finished(out)[:steps.index(8)]:
+    for bad in list_checkpoints(out)[:steps.index(8)]:
         bad.unlink()
     again = train(0, shards, out, steps=12, schedule="constant")
     assert again.code == 0 and "resuming after step 8" in again.out
@@ -222,8 +222,8 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards):
 
 def test_a_run_branches_off_another(tmp_path, shards, existing):
     done = train(0, shards, tmp_path / "branch", steps=8, resume=existing)
-    assert done.code == 0 and len(finished(tmp_path / "branch")) == 1, done.out
-    done = train(0, shards, tmp_path / "longer", steps=12, resume=finished(existing)[0])
+    assert done.code == 0 and len(list_checkpoints(tmp_path / "branch")) == 1, done.out
+    done = train(0, shards, tmp_path / "longer", steps=12, resume=list_checkpoints(existing)[0])
     assert done.code == 0 and [r["step"] for r in log_of(tmp_path / "longer")] == [8, 9, 10, 11, 12]
 
 

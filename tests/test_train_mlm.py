@@ -52,16 +52,25 @@ def test_a_run_can_be_used(tmp_path, shards):
 
 
 def test_probe(tmp_path, shards):
-    """Texts of digits and of letters are easy to tell apart."""
+    """bench/probe.py: texts of digits and of letters are easy to tell apart."""
+    pytest.importorskip("transformers")
     assert MLM.train(0, shards, tmp_path / "run", steps=4).code == 0
+    assert MLM.here("--out", tmp_path / "run", "--export").code == 0
     rows = [{"text": f"{17 * i} {i % 7} {i}", "label": "digits"} for i in range(60)]
     rows += [{"text": chr(97 + i % 26) * (i % 9 + 1) + chr(97 + i % 5), "label": "letters"}
              for i in range(60)]
-    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    done = MLM.here("--out", tmp_path / "run", "--probe", tmp_path / "labelled.jsonl")
-    shares = dict(re.findall(r"(trained encoder|random encoder|bag of trained embeddings): ([\d.]+)%",
-                             done.out))
-    assert done.code == 0 and len(shares) == 3 and float(shares["trained encoder"]) > 90, done.out
+    labelled = tmp_path / "labelled.jsonl"
+    labelled.write_text("\n".join(map(json.dumps, rows)))
+    done = run(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
+    accuracies = dict(re.findall(r"(trained encoder|random encoder|bag of trained embeddings): ([\d.]+)%",
+                                 done.out))
+    assert done.code == 0 and len(accuracies) == 3 and float(accuracies["trained encoder"]) > 90, done.out
+    for content, sentence in (('["text", 1]', "no lines of JSON with text and label"),
+                              ("{", "no lines of JSON"),
+                              ('{"text": "a", "label": "b"}\n' * 30, "two labels or more")):
+        labelled.write_text(content)
+        done = run(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
+        assert done.code == 1 and done.out.startswith("error: ") and sentence in done.out, done.out
 
 
 def test_presets_are_listed_with_commands_that_work(tmp_path, shards):
@@ -70,7 +79,7 @@ def test_presets_are_listed_with_commands_that_work(tmp_path, shards):
     assert listed.code == 0 and len(commands) == 9
     done = run(0, "train_mlm.py", *commands[0].split(), "--data", shards, "--batch", "64", "--epochs", "1",
                "--out", tmp_path / "run")
-    assert done.code == 0 and "layers=4, heads=4" in done.out and "= 512 sequences" in done.out, done.out
+    assert done.code == 0 and "n_layer 4, n_head 4" in done.out and "= 512 sequences" in done.out, done.out
 
 
 @pytest.mark.parametrize("flags, sentence", [

@@ -16,7 +16,7 @@ import torch
 from test_ddp_utils import make_state, save, world  # noqa: F401
 
 import data
-from ddp_utils import Damaged, finished, load_checkpoint, read_checkpoint
+from ddp_utils import CorruptCheckpoint, list_checkpoints, load_checkpoint, read_checkpoint
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 
@@ -53,8 +53,8 @@ def damage(rng: random.Random, path: Path, other: Path) -> str:
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_checkpoints(tmp_path, world, capsys, count):  # noqa: F811
     """The newest of three is damaged: the one before is taken, and that is said; or nothing has changed."""
-    save(tmp_path, world, make_state(), steps=(1, 2, 3))
-    contents = {path: path.read_bytes() for path in finished(tmp_path)}
+    save(tmp_path, world, make_state(world), steps=(1, 2, 3))
+    contents = {path: path.read_bytes() for path in list_checkpoints(tmp_path)}
     newest, before, _ = contents
     original = read_checkpoint(newest)
     tensors = {(group, name): t.clone() for group, named in original["tensors"].items()
@@ -82,24 +82,24 @@ def test_checkpoints(tmp_path, world, capsys, count):  # noqa: F811
 
 def test_tensors_exchanged_inside_a_checkpoint(tmp_path, world):  # noqa: F811
     """With checksums that are right: a file made wrong, which only the sums of the tensors can tell."""
-    save(tmp_path, world, make_state())
-    path = finished(tmp_path)[0]
+    save(tmp_path, world, make_state(world))
+    path = list_checkpoints(tmp_path)[0]
     saved = torch.load(path, weights_only=True)
     read_checkpoint(path)
     moments = saved["tensors"]["optimizer"]
     a, b = "embed.weight/exp_avg", "embed.weight/exp_avg_sq"
     moments[a], moments[b] = moments[b], moments[a]
     torch.save(saved, path)
-    with pytest.raises(Damaged, match="its tensors are not those"):
+    with pytest.raises(CorruptCheckpoint, match="its tensors are not those"):
         read_checkpoint(path)
 
 
 def test_a_checkpoint_under_the_name_of_another_step(tmp_path, world):  # noqa: F811
     """A run that believed the name would remove its own new checkpoints as older than this one."""
-    save(tmp_path, world, make_state(), steps=(1, 2))
-    newest, older = finished(tmp_path)
+    save(tmp_path, world, make_state(world), steps=(1, 2))
+    newest, older = list_checkpoints(tmp_path)
     shutil.copy(older, newest)
-    with pytest.raises(Damaged, match="it is that of step 1"):
+    with pytest.raises(CorruptCheckpoint, match="it is that of step 1"):
         read_checkpoint(newest)
     shutil.copy(older, tmp_path / "any-other-name.pt")
     assert read_checkpoint(tmp_path / "any-other-name.pt")["step"] == 1

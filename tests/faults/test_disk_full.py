@@ -10,7 +10,7 @@ from processes import Group
 from runs import Trainer, assert_same_run, log_of
 
 from data import sha256_of
-from ddp_utils import finished, read_checkpoint
+from ddp_utils import list_checkpoints, read_checkpoint
 
 TRACEBACK = "[rank0]: Traceback"  # the thread of TensorBoard cannot be kept from printing one of its own
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -64,13 +64,13 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     full = max(map(int, re.findall(r"step (\d+)/", group.text)))
     wait_for_step(full + 110)
     assert not [p for p in out.glob("checkpoints/.tmp-*") if time.time() - p.stat().st_mtime > 1]
-    for path in finished(out):
+    for path in list_checkpoints(out):
         read_checkpoint(path)
     ballast.unlink()
     done = group.finish()
     assert done.code == 0, done.out[-2000:]
-    warning = r"WARNING: step_\d+_loss\S+ was not written: .*; training goes on, and tries again at the next"
-    assert len(re.findall(warning, done.out)) >= 8, done.out
+    lost = r"WARNING: step_\d+_loss\S+ was not written: .*; training continues, and tries again at the next"
+    assert len(re.findall(lost, done.out)) >= 8, done.out
     if not leave:  # else its lines fit
         assert re.search(r"WARNING: \S*metrics.jsonl was not written", done.out)
     assert TRACEBACK not in done.out
@@ -83,7 +83,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
 def test_a_last_checkpoint_that_cannot_be_saved_is_a_failure(disk, shards):
     out, flags = disk / "run", {"steps": 200, "save_every": 20}
     group = Group(GPT2.script, *GPT2.flags(shards, out, **flags))
-    while not finished(out):
+    while not list_checkpoints(out):
         assert group.all_alive, group.text
         time.sleep(0.005)
     ballast = fill(disk)

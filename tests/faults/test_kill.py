@@ -23,7 +23,7 @@ from processes import Group, KillAtOperation, marked
 from runs import Trainer, assert_same_run, log_of
 
 import ddp_utils
-from ddp_utils import NAME, finished, read_checkpoint
+from ddp_utils import NAME, list_checkpoints, read_checkpoint
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 STEPS, KEEP, OPERATIONS = 40, 3, 120  # on files, in a run without drawings
@@ -47,14 +47,14 @@ class Witness:
     seen: set = field(default_factory=set)  # checkpoints that had their names at some time
 
     def look(self) -> None:
-        self.seen |= {path.name for path in finished(self.out)}
+        self.seen |= {path.name for path in list_checkpoints(self.out)}
 
     def check(self) -> None:
         """Everything that has its name is whole, and nothing that had one is gone without a newer one."""
-        now = finished(self.out)
+        now = list_checkpoints(self.out)
         steps = [int(NAME.fullmatch(path.name)[1]) for path in now]
         for path in [*now, *self.out.glob("checkpoints/best.pt")]:
-            read_checkpoint(path)  # raises Damaged
+            read_checkpoint(path)  # raises CorruptCheckpoint
         for name in self.seen - {path.name for path in now}:
             newer = [step for step in steps if step > int(NAME.fullmatch(name)[1])]
             assert len(newer) >= KEEP, f"{name} was there and is gone; there are {steps}"
@@ -74,13 +74,13 @@ def check_end(out: Path, whole: Path) -> None:
     assert_same_run(out, whole)
     assert [line["step"] for line in log_of(out)] == list(range(1, STEPS + 1))
     assert not list(out.rglob(".tmp-*"))
-    assert len(finished(out)) >= KEEP  # more if a kill fell between a rename and the removal of the oldest
+    assert len(list_checkpoints(out)) >= KEEP  # more if a kill fell between a rename and an unlink
 
 
 def forked_life(rng, command, ranks, witness, seconds) -> bool:
     """Runs the command until a random moment. Returns whether it was killed, or had ended before."""
     by_time = rng.random() < 0.4
-    left = 1.1 - next((int(NAME.fullmatch(p.name)[1]) for p in finished(witness.out)), 0) / STEPS
+    left = 1.1 - next((int(NAME.fullmatch(p.name)[1]) for p in list_checkpoints(witness.out)), 0) / STEPS
     operation = KillAtOperation(witness.out, rng.randrange(1, 20 + int(OPERATIONS * left)),
                                 rng.choice((0, 0.01)) * rng.random())
     deadline = time.monotonic() + (rng.uniform(0.05, 0.2 + left * seconds) if by_time else 60)
@@ -142,9 +142,10 @@ def torchrun_life(rng, trainer, shards, out, witness, **flags) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULTS_MARK", mark)
         process = trainer.start(2, shards, out, **flags)
-    last = next((int(NAME.fullmatch(p.name)[1]) for p in finished(out)), 0)
+    last = next((int(NAME.fullmatch(p.name)[1]) for p in list_checkpoints(out)), 0)
     until, deadline = last + rng.randrange(1, 9), time.monotonic() + 60
-    while not any(int(NAME.fullmatch(p.name)[1]) >= until for p in finished(out)) and process.poll() is None:
+    while process.poll() is None and not any(
+            int(NAME.fullmatch(p.name)[1]) >= until for p in list_checkpoints(out)):
         assert time.monotonic() < deadline, kill(process)
         witness.look()
         time.sleep(0.002)

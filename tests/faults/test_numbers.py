@@ -13,7 +13,7 @@ from processes import Group
 from runs import Trainer, log_of, tensors_of
 
 import ddp_utils
-from ddp_utils import finished, read_checkpoint
+from ddp_utils import list_checkpoints, read_checkpoint
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, steps=24, save_every=1, eval_every=24, keep_last=30,
                batch=6, schedule="constant", warmup=0)
@@ -54,10 +54,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, s
     assert done.code == 0 and "training complete" in done.out, done.out
     bad = [record["step"] for record in log_of(out) if record["grad_norm"] is None]
     assert bad == [10, 11, 12]
-    steps = [read_checkpoint(path)["step"] for path in reversed(finished(out))]
+    steps = [read_checkpoint(path)["step"] for path in reversed(list_checkpoints(out))]
     assert steps == [step for step in range(1, 25) if step not in bad]
     assert {float(t) for name, t in tensors_of(out).items() if name.endswith("/step")} == {21.0}
-    before, after = (read_checkpoint(finished(out)[-n])["tensors"]["optimizer"] for n in (9, 10))
+    before, after = (read_checkpoint(list_checkpoints(out)[-n])["tensors"]["optimizer"] for n in (9, 10))
     name = next(name for name in before if name.endswith("/step"))
     assert (before[name], after[name]) == (9, 10)  # at steps 9 and 13
 
@@ -68,7 +68,7 @@ def test_ten_in_a_row_end_the_run_with_the_last_good_checkpoint_intact(tmp_path,
                  fault_rank=1).finish()
     assert done.code == 1 and "not finite 10 times in a row" in done.out, done.out
     assert "Traceback" not in done.out
-    assert read_checkpoint(finished(out)[0])["step"] == 9
+    assert read_checkpoint(list_checkpoints(out)[0])["step"] == 9
     again = Group(GPT2.script, *GPT2.flags(shards, out), ranks=2).finish()
     assert again.code == 0 and "resuming after step 9" in again.out
     whole = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "whole"), ranks=2).finish()

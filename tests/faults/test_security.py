@@ -16,7 +16,7 @@ from processes import Group
 from runs import Trainer
 
 import data
-from ddp_utils import Damaged, finished, read_checkpoint
+from ddp_utils import CorruptCheckpoint, list_checkpoints, read_checkpoint
 from model import GPT2, from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -90,7 +90,7 @@ def test_checkpoints(tmp_path, shards, planted):
                   lambda: torch.save(saved, path, _use_new_zipfile_serialization=False),
                   lambda: path.write_bytes(pickle.dumps(Planted(planted)))):
         write()
-        with pytest.raises(Damaged):
+        with pytest.raises(CorruptCheckpoint):
             read_checkpoint(path)
         for flags in ({"out": out}, {"out": out, "prompt": "x"},
                       {"out": tmp_path / "other", "init_from": path}):
@@ -185,7 +185,7 @@ def test_links_planted_where_files_get_written(tmp_path, shards, corpus):
                  "checkpoints/.tmp-best.pt", "checkpoints/best.pt"):
         (run / name).symlink_to(mine)
     done = GPT2_RUN.train(0, out, run, steps=4, eval_every=4)
-    assert done.code == 0 and finished(run), done.out
+    assert done.code == 0 and list_checkpoints(run), done.out
     (run / ".lock").unlink()
     (run / ".lock").symlink_to(mine)
     done = GPT2_RUN.train(0, out, run, steps=4, eval_every=4)

@@ -19,7 +19,8 @@ from processes import Group, marked
 from runs import Trainer, assert_same_run, log_of, worker
 
 import data
-from ddp_utils import finished, read_checkpoint
+import ddp_utils
+from ddp_utils import list_checkpoints, read_checkpoint
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
@@ -42,13 +43,13 @@ def code_of_death(number: int) -> int:
 
 
 class Slow:
-    """Makes something in data or os take long, and leaves a file `begun` when it begins."""
+    """Makes something take long, and leaves a file `begun` when it begins."""
 
     def __init__(self, begun: Path, what: str, seconds: float, after: int = 0):
         self.begun, self.what, self.seconds, self.after = begun, what, seconds, after
 
     def __call__(self):
-        where, name = {"saving": (os, "fsync"), "evaluation": (data, "validation_batches"),
+        where, name = {"saving": (os, "fsync"), "evaluation": (ddp_utils, "validation_batches"),
                        "a step": (data.Loader, "__next__")}[self.what]
         real, count = getattr(where, name), itertools.count()
 
@@ -131,7 +132,7 @@ def test_training(tmp_path, shards, number):
     done = group.finish(10)
     assert done.code == 0, done.out
     step = int(re.search(rf"stopped by {number.name} after step (\d+)", done.out)[1])
-    assert read_checkpoint(finished(out)[0])["step"] == step == log_of(out)[-1]["step"]
+    assert read_checkpoint(list_checkpoints(out)[0])["step"] == step == log_of(out)[-1]["step"]
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -145,7 +146,7 @@ def test_saving(tmp_path, shards, number):
     done = group.finish(15)
     assert done.code == 0, done.out
     step = int(re.search(rf"stopped by {number.name} after step (\d+)", done.out)[1])
-    steps = [read_checkpoint(path)["step"] for path in finished(out)]
+    steps = [read_checkpoint(path)["step"] for path in list_checkpoints(out)]
     assert steps[-1] == 20 and steps[0] == step
 
 
@@ -178,7 +179,7 @@ def test_ctrl_c_twice(tmp_path, shards):
     group.send(signal.SIGINT)
     done = group.finish(2)
     assert done.code == 130 and "without a checkpoint" in done.out, done.out
-    assert not finished(out) and "Traceback" not in done.out
+    assert not list_checkpoints(out) and "Traceback" not in done.out
 
 
 def test_the_second_signal_of_another_kind_changes_nothing(tmp_path, shards):
@@ -193,7 +194,7 @@ def test_the_second_signal_of_another_kind_changes_nothing(tmp_path, shards):
         group.send(number)
     done = group.finish(10)
     assert done.code == 0 and "stopped by SIGTERM" in done.out, done.out
-    assert read_checkpoint(finished(out)[0])["step"] == log_of(out)[-1]["step"]
+    assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_signal_to_torchrun(tmp_path, shards, number):
     done = finish(process, 30)
     assert done.code == 1 and f"stopped by {number.name}" in done.out, done.out
     assert not marked(mark)
-    assert read_checkpoint(finished(out)[0])["step"] == log_of(out)[-1]["step"]
+    assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
@@ -231,7 +232,7 @@ def test_torchrun_is_killed(tmp_path, shards, number):
     assert finish(process, 15).code == -number  # its output ends with the last of the workers
     wait_for(lambda: not marked(mark), 5)
     assert "stopped by SIGHUP" in (out / "train.log").read_text()
-    assert read_checkpoint(finished(out)[0])["step"] == log_of(out)[-1]["step"]
+    assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
     again = GPT2.train(0, shards, out, steps=log_of(out)[-1]["step"] + 1)
     assert again.code == 0 and "resuming after step" in again.out, again.out
 
@@ -283,7 +284,7 @@ def test_a_snapshot_is_written_though_another_process_dies(tmp_path, shards):
     wait_for(begun.exists)
     group.send(signal.SIGKILL, rank=1)
     done = group.finish(60)
-    assert done.code == 1 and [p.name[:13] for p in finished(out)] == ["step_00000020"], done.out
+    assert done.code == 1 and [p.name[:13] for p in list_checkpoints(out)] == ["step_00000020"], done.out
 
 
 def test_nohup(tmp_path, shards):
