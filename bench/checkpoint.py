@@ -21,7 +21,7 @@ import torch
 
 import ddp_utils
 import train_gpt2
-from model import GPT2, GPT2Config, make_optimizers
+from model import GPT2, GPT2Config
 
 
 def clock(function) -> tuple[float, float]:
@@ -39,23 +39,17 @@ def main() -> None:
     parser.add_argument("--directory", help="where to write (that of temporary files)")
     args = parser.parse_args()
     world = ddp_utils.init()
-    row = train_gpt2.SIZES[args.size]
-    vocab = 4096 if args.size == "tiny" else 50304
-    batch, seq_len = (16, 256) if args.size == "tiny" else (4, 256)
-    model = GPT2(GPT2Config(vocab_size=vocab, padded_vocab=vocab, seq_len=seq_len, n_layer=row["n_layer"],
-                            n_head=row["n_head"], d_model=row["d_model"])).to(world.device)
-    model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
-    for block in model.transformer["blocks"]:
-        block.plain_attention = world.device.type == "cpu"
-    optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
-    x = torch.randint(vocab, (batch, seq_len), device=world.device)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+    flags = train_gpt2.parse_args(["--size", args.size, "--seq-len", "256"])
+    vocab, batch = (4096, 16) if args.size == "tiny" else (50304, 4)
+    config = GPT2Config(vocab_size=vocab, padded_vocab=vocab, **ddp_utils.flags_of_model(GPT2Config, flags))
+    model = ddp_utils.build_model(GPT2, config, world)
+    model.load_state_dict(GPT2(config).state_dict())
+    state = ddp_utils.TrainState(model, flags, world)
+    x = torch.randint(vocab, (batch, config.seq_len), device=world.device)
 
     def step():
-        model(x, x)[0].backward()
-        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
-        ddp_utils.optimizer_step(optimizers, scaler, norm)
-        model.zero_grad(set_to_none=True)
+        state.wrapped(x, x)[0].backward()
+        state.optimizer_step(1e-3, state.clip_gradients(1.0))
         world.synchronize()
 
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
@@ -70,12 +64,11 @@ def main() -> None:
         found = {name: [] for name in ("step", "save", "copy", "busy", "write", "dd")}
         for round_ in range(args.rounds + 1):
             alone = clock(step)
-            save = clock(lambda: checkpoints.save(round_, 1.0, {}, model, optimizers))
+            save = clock(lambda: checkpoints.save(round_, 1.0, {}, state))
             busy = []
-            while checkpoints._jobs.unfinished_tasks:
+            while not all(job.done() for job in checkpoints.unwritten):
                 busy.append(clock(step)[0])
-            tensors = [*model.state_dict().values(),
-                       *ddp_utils.optimizer_tensors(model, optimizers).values()]
+            tensors = [tensor for _, _, tensor, _ in state.tensors()]
             if not round_:  # pages that were never touched cost more
                 copies = [t.detach().cpu().clone() for t in tensors]
             copy = clock(lambda: [c.copy_(t) for c, t in zip(copies, tensors)])
@@ -107,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ddp_utils.run(main)
+    ddp_utils.launch(main)

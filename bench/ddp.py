@@ -25,33 +25,30 @@ def worker(args) -> None:
 
     import ddp_utils
     import train_gpt2
-    from model import GPT2, GPT2Config, make_optimizers
+    from model import GPT2, GPT2Config
     world = ddp_utils.init(timeout=300)
-    row = train_gpt2.SIZES[args.size]
+    flags = train_gpt2.parse_args(["--size", args.size])
+    flags.seq_len = args.seq_len or flags.seq_len
     vocab = 4096 if args.size == "tiny" else 50304
-    config = GPT2Config(vocab_size=vocab, padded_vocab=vocab, seq_len=args.seq_len or row["seq_len"],
-                        n_layer=row["n_layer"], n_head=row["n_head"], d_model=row["d_model"])
-    model = ddp_utils.build(GPT2, config, world)
+    config = GPT2Config(vocab_size=vocab, padded_vocab=vocab, **ddp_utils.flags_of_model(GPT2Config, flags))
+    model = ddp_utils.build_model(GPT2, config, world)
     torch.manual_seed(0)
-    ddp_utils.copy_model(model, GPT2(config) if world.main else None, world)
-    model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
-    optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
-    wrapped, scaler = ddp_utils.wrap(model, world), torch.amp.GradScaler("cpu", enabled=False)
+    ddp_utils.copy_weights(model, GPT2(config).state_dict() if world.is_rank0 else {}, world)
+    state = ddp_utils.TrainState(model, flags, world)
     vote, x = ddp_utils.StopVote(world), torch.randint(vocab, (args.batch, config.seq_len))
     accumulation = 2 * args.accumulation // world.world_size
 
     def step():
         for i in range(accumulation):
-            with ddp_utils.no_sync(wrapped, i < accumulation - 1):
-                (wrapped(x, x)[0] / accumulation).backward()
-        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
-        ddp_utils.optimizer_step(optimizers, scaler, norm)
-        wrapped.zero_grad(set_to_none=True)
-        vote.count(norm, scaler)
+            with state.no_sync(i < accumulation - 1):
+                (state.wrapped(x, x)[0] / accumulation).backward()
+        norm = state.clip_gradients(1.0)
+        state.optimizer_step(1e-3, norm)
+        vote.count(norm, state.scaler)
         vote.read()
         vote.start()
 
-    ddp_utils.warm_up(wrapped, *[lambda: wrapped(x, x)[0]] * 2)
+    state.warm_up({"idx": x, "targets": x}, {"idx": x, "targets": x})
     go = Path(args.directory)
     for round_ in range(-1, args.rounds):  # files say who may run, since torchrun has no stdin
         turn = go / f"go{round_}-{world.world_size}"
@@ -64,7 +61,7 @@ def worker(args) -> None:
         spent = [(time.perf_counter() - wall) / args.steps, (time.process_time() - cpu) / args.steps]
         spent = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(spent)
-        if world.main:
+        if world.is_rank0:
             seconds = [float(spent[0]) / world.world_size, float(spent[1])]
             (go / f"tmp-{world.world_size}").write_text(json.dumps(seconds))
             os.replace(go / f"tmp-{world.world_size}", go / f"done{round_}-{world.world_size}")
@@ -114,7 +111,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--directory" in sys.argv:
-        from ddp_utils import run
-        run(main)
+        from ddp_utils import launch
+        launch(main)
     else:
         main()

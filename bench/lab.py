@@ -13,14 +13,14 @@ Computing and communicating are therefore measured apart, each alone on the mach
     t1        one process with one thread makes the step of one node: its share of the global batch
     comm      what the nodes send in a step, as the trainer sends it (DDP and its hook, Outer.meet, vote),
               over links of 1 Gbit/s in the lab (tests/lab.py), while nobody computes. The mean over the run:
-              the exact steps before PowerSGD and DiLoCo begin count, and so does every meeting
+              the steps before DiLoCo begins count, and so does every meeting
     tokens/s  of all nodes: tokens of a global batch / (t1 + comm). One node has its share of them in t1
     eff.      t1 / (t1 + comm), which is tokens/s over nodes x tokens/s of one. Nothing is taken to overlap,
               though DDP sends while the backward pass computes: so this is a lower bound
-    steady    the same without the exact steps, which a longer run hardly has
+    steady    the same without the steps before DiLoCo begins, which a longer run hardly has
 
-comm includes what the processors do for it (sums, casts, PowerSGD's matrix products), on cores that five
-processes share: `idle net` is comm over links without a limit, of which real PCs see a smaller part.
+comm includes what the processors do for it (sums and casts), on cores that five processes
+share: `idle net` is comm over links without a limit, of which real PCs see a smaller part.
 
 The validation loss is that of the last step of a training run on all nodes, at equal tokens; means over
 --seeds. `t lab` and `t free` are the steps of that run over limited and unlimited links, for comparison.
@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this directory has a lab.py t
 
 from lab import Lab, Unavailable  # noqa: E402
 
-SETTINGS = ["--comm fp32", "--comm bf16", "--comm powersgd:4"] + [
+SETTINGS = ["--comm fp32", "--comm bf16"] + [
     f"--outer-every {every} --outer-start {start}"
     for every, start in ((5, 60), (10, 60), (20, 60), (20, 0), (50, 60))]
 
@@ -51,11 +51,7 @@ SETTINGS = ["--comm fp32", "--comm bf16", "--comm powersgd:4"] + [
 def parse(flags: list[str]) -> argparse.Namespace:
     """The trainer's arguments with all defaults, `--batch` as in data.plan_batch."""
     import train_gpt2
-    saved, sys.argv = sys.argv, ["train_gpt2.py", *flags]
-    try:
-        return train_gpt2.parse_args()
-    finally:
-        sys.argv = saved
+    return train_gpt2.parse_args(list(map(str, flags)))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -79,7 +75,7 @@ def communicate() -> None:
     tokenizer = data.Dataset(directory, args.seq_len, args.tokenizer).tokenizer
     model = GPT2(GPT2Config(vocab_size=tokenizer.vocab_size,
                             padded_vocab=args.vocab_size or pad_vocab(tokenizer.vocab_size),
-                            **{flag: getattr(args, flag) for flag in train_gpt2.MODEL_FLAGS}))
+                            **ddp_utils.flags_of_model(GPT2Config, args)))
 
     class Sum(torch.nn.Module):  # has the gradients of the model without its computation
         def __init__(self):
@@ -102,34 +98,32 @@ def communicate() -> None:
     def median(found) -> list[float]:
         return [statistics.median(column) for column in zip(*found)]
 
-    # two steps settle DDP's buckets, then come exact steps, and two in which PowerSGD gets going
-    wrapped = ddp_utils.wrap(Sum(), world, args.comm, exact_steps=2 + repeats)
+    wrapped = ddp_utils.wrap(Sum(), world, args.comm)
 
     def step():
         wrapped().backward()
         wrapped.zero_grad(set_to_none=True)
 
-    steps = timed(step, 2 * repeats + 4)
-    found = {"exact": median(steps[2:2 + repeats]), "synced": median(steps[repeats + 4:]),
+    steps = timed(step, 2 + repeats)
+    found = {"synced": median(steps[2:]),  # two steps settle DDP's buckets
              "vote": median(timed(lambda: ddp_utils.reduce_sum([0.0], world), 5 * repeats))}
     if args.outer_every:
         outer = ddp_utils.Outer(model, args.outer_every, 0, args.outer_lr, args.outer_momentum)
         outer.apart(0)
         found["meeting"] = median(timed(outer.meet, repeats))
-    if world.main:
+    if world.is_rank0:
         print(json.dumps(found), flush=True)
 
 
 def per_step(found: dict, args) -> dict[str, list[float]]:
-    """[seconds, bytes] in a step: the mean over the run, and in the `steady` state after exact steps."""
-    exact = args.warmup if args.comm.startswith("powersgd") else 0
+    """[seconds, bytes] in a step: the mean over the run, and in the `steady` state once DiLoCo has begun."""
     apart_from = args.outer_start if args.outer_every else args.steps
     later = range(apart_from + 1, args.steps + 1)
     meetings = sum((step - apart_from) % args.outer_every == 0 or step % args.eval_every == 0
                    or step % args.save_every == 0 or step == args.steps for step in later)
     run, steady = [], []
     for i in range(2):
-        synced = exact * found["exact"][i] + (min(apart_from, args.steps) - exact) * found["synced"][i]
+        synced = min(apart_from, args.steps) * found["synced"][i]
         meeting = found.get("meeting", [0, 0])[i]
         run.append((synced + meetings * meeting) / args.steps + found["vote"][i])
         steady.append((meeting / args.outer_every if args.outer_every else found["synced"][i])
@@ -255,6 +249,6 @@ def main() -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         import ddp_utils
-        ddp_utils.run(communicate)
+        ddp_utils.launch(communicate)
     else:
         main()

@@ -66,7 +66,7 @@ def main() -> None:
             report(log.tick, steps[instrumented])
             if steps[instrumented] % args.log_every == 0:  # both wait for the loss, as the trainers do
                 record = {"step": steps[instrumented], "loss": loss.item(), "val_loss": None, "lr": 1e-3,
-                          "grad_norm": 1.0, "tokens": 1, "tokens_per_sec": 1.0, "mfu": 0.1, "hfu": 0.1,
+                          "grad_norm": 1.0, "tokens": 1, "tokens_per_sec": 1.0, "mfu": 0.1,
                           "mem_gb": 1.0, "time": time.time()}
                 report(log.write, record)
                 report(log.step_line, record, 1.0)

@@ -28,36 +28,34 @@ def resident(kind: str) -> int:
 
 def measure(strategy: str) -> None:
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     import ddp_utils
-    from model import GPT2, GPT2Config, local, make_optimizers, reshard
+    import train_gpt2
+    from ddp_utils import local_shard
+    from model import GPT2, GPT2Config
+    from test_ddp import kept_for_backward, memory_of
     world = ddp_utils.init(timeout=300)
     name, _, offload = strategy.partition(" ")
     config, x = GPT2Config(seq_len=SEQ_LEN), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
-    with FakeTensorMode():
-        fake, ids = ddp_utils.fake_model(GPT2, config), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
-        said = sum(ddp_utils.memory_of(fake, name, False, world.world_size).values())
-        said += ddp_utils.activation_bytes(lambda: fake(ids, ids)[0], fake.parameters())
+    fake, said = kept_for_backward(GPT2, config, torch.float32, "none", BATCH)
+    said += sum(memory_of(fake, name, False, world.world_size).values())
     before = resident("VmRSS")
-    model = ddp_utils.build(GPT2, config, world, name, bool(offload))
+    model = ddp_utils.build_model(GPT2, config, world, name, bool(offload))
     for p in model.parameters():  # weights do not matter here, and rank 0 should not hold a second copy
-        torch.nn.init.constant_(local(p), 0.01)
-    optimizers = ddp_utils.shard_optimizers(make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1), name)
-    wrapped = ddp_utils.wrap(model, world)
+        torch.nn.init.constant_(local_shard(p), 0.01)
+    flags = ["--size", "gpt2", "--precision", "fp32", "--strategy", *strategy.split()]
+    state = ddp_utils.TrainState(model, train_gpt2.parse_args(flags), world)
     for _ in range(3):
-        wrapped.zero_grad(set_to_none=True)
-        wrapped(x, x)[0].backward()
-        reshard(model)
-        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
-        ddp_utils.optimizer_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), norm)
-    held = [list(model.parameters()), [p.grad for p in model.parameters()],
-            list(ddp_utils.optimizer_tensors(model, optimizers).values())]
-    found = [sum(local(t).nbytes for t in tensors) for tensors in held]
+        state.wrapped(x, x)[0].backward()
+        norm = state.clip_gradients(1.0)
+        gradients = sum(local_shard(p.grad).nbytes for p in model.parameters())
+        state.optimizer_step(1e-3, norm)
+    found = [sum(local_shard(p).nbytes for p in model.parameters()), gradients,
+             sum(local_shard(t).nbytes for t in state.optimizer_tensors().values())]
     numbers = [*found, sum(found), resident("VmHWM") - before, said]
     numbers = torch.tensor(numbers, dtype=torch.float64)
     torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
-    if world.main:
+    if world.is_rank0:
         print("RESULT", json.dumps((numbers / 1e9).tolist()), flush=True)
 
 
@@ -85,7 +83,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--strategy" in sys.argv:
-        from ddp_utils import run
-        run(lambda: measure(sys.argv[-1]))
+        from ddp_utils import launch
+        launch(lambda: measure(sys.argv[-1]))
     else:
         main()

@@ -55,11 +55,11 @@ def make_model(args, row: dict):
     import torch
 
     import model
-    kind = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}[args.model]
+    model_class = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}[args.model]
     shape = {k: row[k] for k in ("n_layer", "n_head", "d_model", "seq_len", "ff", "padded_vocab") if k in row}
     special = {"eot": row["padded_vocab"] - 2} if args.model == "mlm" else {}
     torch.manual_seed(0)
-    return kind(kind.Config(**shape, vocab_size=row["padded_vocab"], **special))
+    return model_class(model_class.Config(**shape, vocab_size=row["padded_vocab"], **special))
 
 
 class Batches:
@@ -103,40 +103,35 @@ class Batches:
 
 def ours(args, row, device):
     """As the trainers do it; the numbers of the last step are read a step late, by StopVote."""
-    import torch
-
     import ddp_utils
-    import model as models
+    import train_gpt2
     world = ddp_utils.init(device=device.type)
     made = make_model(args, row)
-    model = ddp_utils.build(type(made), made.config, world)
-    ddp_utils.copy_model(model, made, world)
+    model = ddp_utils.build_model(type(made), made.config, world)
+    ddp_utils.copy_weights(model, made.state_dict(), world)
     del made
-    dtype = model.compute_dtype = ddp_utils.compute_dtype(args.precision, device)
-    optimizers = models.make_optimizers(model, "adamw", LR, BETAS, DECAY)
-    for block in (m for m in model.modules() if isinstance(m, models.Block)):
-        block.checkpointing = args.checkpoint_activations
-        if args.compile:
-            block.compile()
-    wrapped, batches = ddp_utils.wrap(model, world), Batches(args, row, device)
-    scaler, vote = torch.amp.GradScaler(device.type, enabled=False), ddp_utils.StopVote(world)
+    flags = train_gpt2.parse_args([  # what TrainState reads of them is common to all trainers
+        "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
+        "--lr", f"{LR}", "--weight-decay", f"{DECAY}", "--beta1", f"{BETAS[0]}", "--beta2", f"{BETAS[1]}",
+        "--compile" if args.compile else "--no-compile"])
+    state, batches = ddp_utils.TrainState(model, flags, world), Batches(args, row, device)
+    vote = ddp_utils.StopVote(world)
     extra = {"bp_steps": BP_STEPS} if args.model == "hrm" else {}
 
     def step(i):
         ddp_utils.seed_step(0, i, 0)
-        loss, _ = wrapped(*batches(i), **extra)
+        loss, _ = state.wrapped(*batches(i), **extra)
         loss.backward()
-        norm = ddp_utils.clip_gradients(model.parameters(), 1.0)
-        ddp_utils.optimizer_step(optimizers, scaler, norm)
-        wrapped.zero_grad(set_to_none=True)
-        vote.count(norm, scaler)
+        norm = state.clip_gradients(1.0)
+        state.optimizer_step(LR, norm)
+        vote.count(norm, state.scaler)
         vote.read()
         vote.start()
         return loss.detach()
 
     flops = {"gpt2": lambda: model.flops_per_token(), "hrm": lambda: model.flops_per_token(BP_STEPS),
              "mlm": lambda: model.flops_per_token(MASK_RATE)}[args.model]()
-    return step, str(dtype).removeprefix("torch."), flops
+    return step, str(model.compute_dtype).removeprefix("torch."), flops
 
 
 def autocast(args, device):
@@ -201,7 +196,7 @@ def nanogpt(args, row, device):
         model = module.GPT(module.GPTConfig(block_size=row["seq_len"], vocab_size=row["padded_vocab"],
                                             n_embd=row["d_model"], dropout=0.0, bias=False, **shape))
         import model as models
-        theirs = models._as_theirs(made, models.gpt2_names)
+        theirs = models._as_theirs(made)
         transposed = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
         with torch.no_grad():
             for name, p in model.named_parameters():  # biases start as 0, and nanoGPT's default has none
