@@ -7,7 +7,7 @@
 # MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE, the processes to
 # start here, may differ between nodes. First all nodes meet, or it is said who is missing after
 # PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable is malformed. 1: the nodes did not meet, or the run
-# has failed, which for torchrun includes a wrong flag; the same line goes on from the newest checkpoint, so a
+# has failed, which for torchrun includes a wrong flag; the same line resumes from the newest checkpoint, so a
 # loop around it brings a node back (trainer@.service, README).
 set -euo pipefail
 

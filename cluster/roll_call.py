@@ -22,7 +22,7 @@ import time
 
 
 class Problem(Exception):
-    """One sentence that says what is wrong and how to go on."""
+    """One sentence that says what is wrong and how to fix it."""
 
 
 def say(text: str) -> None:
