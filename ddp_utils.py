@@ -426,7 +426,7 @@ def add_flags(parser: argparse.ArgumentParser, title: str, *flags: tuple) -> Non
     """Adds a group of flags (name, type, default, help); a type is bool, a tuple of choices or a function."""
     group = parser.add_argument_group(title)
     for name, flag_type, default, text in flags:
-        text += "" if default is None else f" ({default})"
+        text += "" if default in (None, "") else f" ({default})"
         if flag_type is bool:
             group.add_argument(name, action="store_true", help=text)
         elif isinstance(flag_type, tuple):
@@ -458,7 +458,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         if field.type is bool:
             group.add_argument(f"--{name}", action="store_true", default=field.default, help=text)
             if field.default:
-                group.add_argument(f"--un{name}", action="store_false", dest=field.name)
+                group.add_argument(f"--un{name}", action="store_false", dest=field.name,
+                                   help=f"the opposite of --{name}")
         else:  # the default comes in set_defaults, because sizes have defaults of their own
             text += "" if field.name in keys else f" ({field.default})"
             group.add_argument(f"--{name}", type=positive_int if field.type is int else fraction, help=text)
@@ -739,10 +740,11 @@ def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World) -> None
 
 def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
     """Sends a tensor to rank `target`, which passes one of the same shape; returns it there, else None."""
+    device = "cpu" if world.backend == "gloo" else world.device  # gloo cannot send from a GPU
     if world.rank == source != target:
-        dist.send(tensor.to(world.device), target)
+        dist.send(tensor.to(device), target)
     if world.rank == target != source:
-        tensor = torch.empty_like(tensor, device=world.device)
+        tensor = torch.empty_like(tensor, device=device)
         dist.recv(tensor, source)
     return tensor if world.rank == target else None
 
@@ -864,6 +866,11 @@ def inner_optimizer(optimizer):
     return getattr(optimizer, "optim", optimizer)
 
 
+def parameter_of(name: str) -> str:
+    """The parameter in a name of optimizer state, as `embed.weight/exp_avg` or `3/optimizer/…`, else ""."""
+    return name.rpartition("/")[0].rpartition("/")[2]
+
+
 def clip_gradients(parameters, max_norm: float) -> Tensor:
     """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before."""
     gradients = [p.grad for p in parameters if p.grad is not None]  # others may be frozen
@@ -970,10 +977,10 @@ class TrainState:
                 block.compile()  # one graph serves every depth of an HRM
         self.wrapped = wrap(model, world, args.comm)
 
-    def no_sync(self, really: bool):
+    def no_sync(self, accumulating: bool):
         """A context in which DDP keeps gradients local: for all micro-batches of a step but the last."""
         ddp = isinstance(self.wrapped, DistributedDataParallel)
-        return self.wrapped.no_sync() if ddp and (really or self.apart) else contextlib.nullcontext()
+        return self.wrapped.no_sync() if ddp and (accumulating or self.apart) else contextlib.nullcontext()
 
     def warm_up(self, first: dict, settled: dict) -> None:
         """Throw-away backward passes of model(**first), then of model(**settled) twice.
@@ -1075,16 +1082,19 @@ class TrainState:
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
         ours = {name: tuple(t.shape) for group, name, t, _ in self.tensors() if group == "optimizer"}
-        changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ layout["optimizer"].items()}
-        if self.outer:
-            self.outer.parted = (bool(layout["local"]) and not changed and saved["step"] >= self.outer.start
+        changed = {parameter_of(name) for name, _ in ours.items() ^ layout["optimizer"].items()}
+        if self.outer:  # a rank that has skipped all updates so far has saved less
+            local = {f"{rank}/optimizer/{name}" for rank in range(world.world_size) for name in ours
+                     if parameter_of(name) not in changed}
+            self.outer.parted = (bool(layout["local"]) and local <= layout["local"].keys()
+                                 and saved["step"] >= self.outer.start
                                  and saved["settings"]["world_size"] == world.world_size)
         if layout["local"] and not (self.outer and self.outer.parted):
             say("the optimizer state of each rank cannot be used by this run: all start with that of rank 0")
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not layout["ema"]:
                 tensor.copy_(parameters[name])
-            elif layout[group] and not (group == "optimizer" and name.rpartition("/")[0] in changed):
+            elif layout[group] and parameter_of(name) not in changed:
                 source = saved["tensors"][group][name] if world.is_rank0 else tensor  # else only its shape
                 if owner is None:
                     copy_from_rank0(tensor, source, world)
@@ -1097,14 +1107,16 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _create_optimizer_state(self) -> None:
-        """Takes a step with zero gradients and learning rate, in which optimizers create their state."""
+        """Steps with a gradient and a learning rate of zero, parameter by parameter, so that memory holds one
+        such gradient only. In it optimizers create their state.
+        """
         for optimizer in map(inner_optimizer, self.optimizers):
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # which every training step sets
                 for p in group["params"]:
                     p.grad = torch.zeros_like(p)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+                    optimizer.step()
+                    p.grad = None
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1541,14 +1553,15 @@ class Run:
     def _describe(self, precision: str) -> None:
         args, world, dataset, state = self.args, self.world, self.dataset, self.state
         c = state.model.config
+        name = vars(args).get("preset") or args.size
         rows, tokens = dataset.train.rows, dataset.val.num_tokens if dataset.val else 0
         shape = ", ".join(f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c)))
         scaler, compiled = ("on" if on else "off" for on in (state.scaler.is_enabled(), state.compiled))
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
-            f"{self._family} {args.size}: {num_params(state.model):,} parameters; {shape}; {c.vocab_size} "
-            f"ids in {c.padded_vocab} rows",
+            f"{self._family} {name}: {num_params(state.model):,} parameters; {shape}; {c.vocab_size} ids in "
+            f"{c.padded_vocab} rows",
             f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
             f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
             f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "
