@@ -1606,7 +1606,8 @@ class Run:
         rows, state = self.dataset.train.rows, self.state
         self.ends_epoch = (self.samples + self.global_batch) // rows > self.samples // rows
         self.step, self.samples = self.step + 1, self.samples + self.global_batch
-        self._epoch_loss += metrics["loss"].double() / self.world.world_size
+        # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
+        self._epoch_loss += metrics["loss"].float() / self.world.world_size
         self.epoch["steps"] += 1
         self._vote.count(grad_norm, state.scaler)
         self.stopping = self._vote.read()
