@@ -77,7 +77,7 @@ def kill(process: subprocess.Popen) -> str:
     return process.communicate()[0]
 
 
-def finish(process: subprocess.Popen, timeout: float = 90) -> Finished:
+def finish(process: subprocess.Popen, timeout: float = 240) -> Finished:
     """Waits for the end. After `timeout` seconds all its processes are killed and the test fails."""
     try:
         out, _ = process.communicate(timeout=timeout)
@@ -96,7 +96,7 @@ def torchrun(ranks: int, script, *args) -> list:
             script, *args]
 
 
-def run(ranks: int, script, *args, timeout: float = 90, cwd=None, **env) -> Finished:
+def run(ranks: int, script, *args, timeout: float = 240, cwd=None, **env) -> Finished:
     return finish(start(torchrun(ranks, script, *args), cwd=cwd, **env), timeout)
 
 

@@ -103,7 +103,7 @@ class Trainer:
     def kill_after(self, step: int, ranks, shards, out, **changes) -> str:
         """Starts a run and kills all its processes with SIGKILL once the checkpoint of a step is there."""
         process = self.start(ranks, shards, out, **changes)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not any(int(p.name[5:13]) >= step for p in list_checkpoints(out)):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
