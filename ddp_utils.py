@@ -1681,7 +1681,7 @@ class Run:
         if self._log_due:
             log.write(record)
             seconds_per_step = (time.perf_counter() - self._begun) / max(self.step - self._first, 1)
-            log.step_line(record, (self.total_steps - self.step) * seconds_per_step,
+            log.step_line(record, max(self.total_steps - self.step, 0) * seconds_per_step,
                           "apart" if self.state.apart else "OK" if self._replicated else "shards")
         if record["val_loss"] is not None:
             log.evaluation_line(record, self._entropy)
