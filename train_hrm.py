@@ -86,8 +86,8 @@ def main() -> None:
     model = run.make_model(HRM, vocab_size=dataset.tokenizer.vocab_size)
     state = TrainState(model, args, world)
     examples = [model.example(run.micro_batch, world.device, bp_steps) for bp_steps in args.bp_steps]
-    if not run.begin(state, examples, lambda record: model.flops_per_token(record["bp_steps"],
-                                                                                    record["cycles"])):
+    if not run.begin(state, examples,
+                     lambda record: model.flops_per_token(record["bp_steps"], record["cycles"])):
         return  # it is complete already
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples)
