@@ -133,18 +133,20 @@ class World:
 
 def start(args: argparse.Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if one has other flags."""
-    world = init(args.backend, args.device, args.timeout)
+    world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
                 "same flags; --precision auto and --device auto need the same type of processor everywhere")
     return world
 
 
-def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None) -> World:
+def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None,
+         fast: bool = False) -> World:
     """Joins the process group that torchrun describes, or makes one of a single process.
 
     `timeout`, in seconds, bounds every collective. compare(device, backend) can look for differences between
-    ranks that would make the process group hang. Raises UserError on all ranks if one lacks the device.
+    ranks that would make the process group hang. `fast` lets GPUs add up in any order. Raises UserError on
+    all ranks if one lacks the device.
     """
     env = os.environ
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
@@ -160,11 +162,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
     if where.type == "cuda":
         torch.cuda.set_device(where)
-        # By default attention's backward adds gradients in any order on a GPU, so a resumed run would differ
-        # from an uninterrupted one. Operations without a deterministic mode warn.
-        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
+        if not fast:
+            be_deterministic()
     elif "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
         # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
@@ -179,6 +178,16 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
                             device_id=where if where.type == "cuda" else None)
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason)
+
+
+def be_deterministic() -> None:
+    """By default attention's backward adds gradients in any order on a GPU, so a resumed run would differ
+    from an uninterrupted one. warn_only would not do: with it torch takes attention kernels without a fixed
+    order. This also keeps Inductor from choosing kernels by how fast they were in a trial.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
@@ -499,7 +508,10 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
          "auto: bf16 where the hardware has it"),
         ("--checkpoint-activations", ("none", "block", "selective"), None, "recompute in the backward pass, "
-         "exactly: block keeps only the input of a block, selective the matrix products too"),
+         "exactly: block keeps only the input of a block, selective the matrix products too (default: the "
+         "first of none, selective and block that --dry-run expects to fit on the GPUs; on CPUs none)"),
+        ("--fast", bool, None, "on GPUs a few percent faster, but a resumed run differs in the last bits, and "
+         "so do compiled blocks with other --checkpoint-activations"),
         ("--strategy", ("ddp", "zero1", "zero2", "zero3"), "ddp", "what is sharded over the processes: "
          "nothing, the optimizer state, also gradients, also parameters; each resumes from any other"),
         ("--cpu-offload", bool, None, "with zero3: parameters, gradients and optimizer state in host memory"),
@@ -971,10 +983,12 @@ class TrainState:
         on_cuda = world.device.type == "cuda"
         can_compile = on_cuda and torch.cuda.get_device_capability(world.device) >= (7, 0)  # as Triton needs
         self.compiled = can_compile if args.compile is None else args.compile
+        model.compile_loss = self.compiled and on_cuda
+        torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
         for block in blocks_of(model):
-            block.checkpointing = args.checkpoint_activations
-            if self.compiled:
-                block.compile()  # one graph serves every depth of an HRM
+            block.checkpointing = args.checkpoint_activations or "none"  # or what Run.begin chooses
+            if self.compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
+                block.compile(options={"emulate_precision_casts": not args.fast})
         self.wrapped = wrap(model, world, args.comm)
 
     def no_sync(self, accumulating: bool):
@@ -1467,7 +1481,7 @@ class Run:
 
     def make_model(self, model_class: type, **config) -> nn.Module:
         """The model to train: random, or from --init-from; empty if a checkpoint is going to be restored."""
-        args, tokenizer, self._family = self.args, self.dataset.tokenizer, model_class.__name__
+        args, tokenizer, self._model_class = self.args, self.dataset.tokenizer, model_class
         config = model_class.Config(padded_vocab=args.vocab_size or pad_vocab(config["vocab_size"]),
                                     **flags_of_model(model_class.Config, args), **config)
         changes = {key: getattr(config, key) for key in ("dropout", "eot") if hasattr(config, key)}
@@ -1500,13 +1514,15 @@ class Run:
         """
         args, world, say = self.args, self.world, self.log.say
         self.state, self._flops_per_token = state, flops_per_token
+        if args.checkpoint_activations is None:
+            args.checkpoint_activations = self._choose_checkpointing(warm_up[1])
         precision = str(state.model.compute_dtype).removeprefix("torch.")
         settings = json.loads(json.dumps(vars(args), default=str)) | {
             "steps": self.total_steps, "global_batch": self.global_batch, "batch": self.micro_batch,
             "grad_accum": self.grad_accum_steps, "world_size": world.world_size, "precision": precision}
         tokenizer = self.dataset.tokenizer
         self._identity = {
-            "family": self._family, "model_config": asdict(state.model.config),
+            "family": self._model_class.__name__, "model_config": asdict(state.model.config),
             "seq_len": args.seq_len, "tokenizer": tokenizer_id(tokenizer), "data": self.dataset.fingerprint,
             "seed": args.seed, "settings": settings}
         if self.saved:
@@ -1550,6 +1566,24 @@ class Run:
         self._window = self._begun, self.step  # tokens per second are counted from here to the next record
         return True
 
+    def _choose_checkpointing(self, inputs: dict) -> str:
+        """The first mode whose memory, as --dry-run estimates it for these inputs of the model, fits on the
+        smallest GPU of the run. One choice for all ranks, because each has to call the same collectives.
+        """
+        mode, world, state = "none", self.world, self.state
+        if world.device.type == "cuda":
+            from test_ddp import choose_checkpointing, machine
+            gigabytes = torch.tensor(machine("", "cuda")[1], device=world.device)
+            dist.all_reduce(gigabytes, op=dist.ReduceOp.MIN)
+            mode, *_ = on_rank0(world, lambda: choose_checkpointing(
+                self._model_class, state.model.config, self.args, state.model.compute_dtype, inputs,
+                state.compiled, world.world_size, gigabytes.item()))
+            self.log.say(f"--checkpoint-activations {mode} is the fastest that should fit into "
+                         f"{gigabytes.item():.0f} GB")
+        for block in blocks_of(state.model):
+            block.checkpointing = mode
+        return mode
+
     def _describe(self, precision: str) -> None:
         args, world, dataset, state = self.args, self.world, self.dataset, self.state
         c = state.model.config
@@ -1560,12 +1594,13 @@ class Run:
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
-            f"{self._family} {name}: {num_params(state.model):,} parameters; {shape}; {c.vocab_size} ids in "
-            f"{c.padded_vocab} rows",
+            f"{self._model_class.__name__} {name}: {num_params(state.model):,} parameters; {shape}; "
+            f"{c.vocab_size} ids in {c.padded_vocab} rows",
             f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
             f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
             f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "
-            f"checkpointing {args.checkpoint_activations}, strategy {args.strategy}",
+            f"checkpointing {args.checkpoint_activations}, strategy {args.strategy}"
+            + ", --fast: a resumed run differs in the last bits" * args.fast,
             f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
             f"{args.seq_len}; {tokens:,} validation tokens of unigram entropy {self._entropy:.4f}",
             f"batch {self.micro_batch} x accumulation {self.grad_accum_steps} x {world.world_size} processes "

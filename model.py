@@ -87,10 +87,17 @@ class KVCache:
         self.length, self.slot = self.length + tokens, 0
 
 
+@functools.cache
+def compiled_once(function):
+    """torch.compile of a function, when it is first needed: importing the compiler takes seconds."""
+    return torch.compile(function)
+
+
 # Selective checkpointing keeps the results of matrix products and attention and recomputes the rest.
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
-_KEPT = _PRODUCTS + [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in (
-    "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")]
+_KEPT = _PRODUCTS + [torch.ops.higher_order.flex_attention, *(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in (
+        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))]
 
 
 class Block(nn.Module):
@@ -131,6 +138,47 @@ class Block(nn.Module):
                           preserve_rng_state=self.dropout > 0, **selective)
 
 
+LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits at a time, for fast matrix products
+
+
+def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
+               count: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What `_LinearCrossEntropy` does between its matrix products, on some rows of logits (rows, V) with
+    targets y (rows, 1). Returns the summed loss, with `count` how many targets have the largest logit, and
+    the gradient of the bias. If `needs_grad`, the gradient replaces the products.
+    """
+    counted, y = y >= 0, y.clamp(min=0)
+    logits = products.float()
+    if bias is not None:
+        logits += bias
+    logits[:, vocab_size:] = -torch.inf  # padding
+    correct = ((logits.argmax(-1, keepdim=True) == y) & counted).sum() if count else None
+    log_p = torch.log_softmax(logits, dim=-1)
+    loss = -(log_p.gather(1, y) * counted).sum()
+    if not needs_grad:
+        return loss, correct, None
+    p = log_p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32)).mul_(counted)
+    products.copy_(p)
+    return loss, correct, None if bias is None else p.sum(0)
+
+
+def _rows_loss_to_compile(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
+                          count: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """_rows_loss of operations that Inductor turns into one kernel with two passes over the products."""
+    counted, y = y >= 0, y.clamp(min=0)
+    logits = products.float() if bias is None else products.float() + bias
+    column = torch.arange(products.size(1), device=products.device)
+    logits = torch.where(column < vocab_size, logits, -torch.inf)
+    correct = ((logits.argmax(-1, keepdim=True) == y) & counted).sum() if count else None
+    log_sum = logits.logsumexp(-1, keepdim=True)
+    loss = ((log_sum - logits.gather(1, y)) * counted).sum()
+    if not needs_grad:
+        return loss, correct, None
+    p = ((logits - log_sum).exp() - (column == y).float()) * counted
+    products.copy_(p)
+    return loss, correct, None if bias is None else p.sum(0)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Σ cross-entropy of softmax(hidden · weightᵀ + bias), in chunks of rows, so memory does not grow with
     N · V. With `count`, also how many targets have the largest logit of their row. The forward pass computes
@@ -138,10 +186,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count):
-        # Products are fastest on many rows. The elementwise operations between them are fastest on many rows
-        # on a GPU, but on few on a CPU: 4 MB stay in its cache from one operation to the next.
-        chunk, few = (4096, 4096) if hidden.is_cuda else (2048, max(2**20 // weight.size(0), 8))
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count, compiled):
+        chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
+        # Uncompiled, the operations between the products take fewer rows: on a GPU for less memory, on a CPU
+        # because 4 MB stay in its cache from one operation to the next.
+        few = chunk if compiled else 4096 if hidden.is_cuda else max(2**20 // weight.size(0), 8)
+        rows_loss = compiled_once(_rows_loss_to_compile) if compiled else _rows_loss
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
@@ -152,29 +202,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         space = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
         for start in range(0, hidden.size(0), chunk):
             h = hidden[start:start + chunk]
-            products = torch.mm(h, w.T, out=space[:h.size(0)])  # overwritten by their gradient
-            for begin in range(0, h.size(0), few):
-                some = products[begin:begin + few]
-                y = targets[start + begin:start + begin + len(some), None]
-                counted = y >= 0
-                y = y.clamp(min=0)
-                logits = some.float()
-                if bias is not None:
-                    logits += bias
-                logits[:, vocab_size:] = -torch.inf  # padding
+            products = torch.mm(h, w.T, out=space[:h.size(0)])
+            for some, y in zip(products.split(few), targets[start:start + chunk, None].split(few)):
+                loss, hits, bias_part = rows_loss(some, y, bias, vocab_size, needs_grad, count)
+                total += loss
                 if count:
-                    correct += ((logits.argmax(-1, keepdim=True) == y) & counted).sum()
-                log_p = torch.log_softmax(logits, dim=-1)
-                total -= (log_p.gather(1, y) * counted).sum()
-                if needs_grad:
-                    p = log_p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
-                    p.mul_(counted)
-                    if bias is not None:
-                        grad_bias += p.sum(0)
-                    some.copy_(p)
-            if needs_grad:
+                    correct += hits
+                if bias_part is not None:
+                    grad_bias += bias_part
+            if needs_grad:  # by now in `products`
                 torch.mm(products, w, out=grad_hidden[start:start + chunk])
-                grad_weight += products.T @ h
+                if hidden.is_cuda:  # there products can add up in float32
+                    torch.addmm(grad_weight, products.T, h, out_dtype=torch.float32, out=grad_weight)
+                else:
+                    grad_weight += products.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.mark_non_differentiable(correct)
         return total, correct
@@ -183,18 +224,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad, _):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         return (grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad,
-                None if grad_bias is None else grad_bias * grad, None, None, None, None)
+                None if grad_bias is None else grad_bias * grad, None, None, None, None, None)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
-                         bias: Tensor | None = None, accuracy: bool = False):
+                         bias: Tensor | None = None, accuracy: bool = False, compiled: bool = False):
     """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) + bias (V),
     targets (…). With `accuracy`, a tuple of that loss and the fraction of targets with the largest logit.
     Targets below 0 are ignored. Rows of `weight` from `vocab_size` on are padding and have probability 0.
+    With `compiled`, what lies between the matrix products is one kernel.
     """
     targets = targets.reshape(-1)
     total, correct = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, bias, targets,
-                                               vocab_size, torch.is_grad_enabled(), accuracy)
+                                               vocab_size, torch.is_grad_enabled(), accuracy, compiled)
     count = (targets >= 0).sum().clamp(min=1)
     return (total / count, correct / count) if accuracy else total / count
 
@@ -323,6 +365,7 @@ class HRM(nn.Module):
         super().__init__()
         self.config = c = config
         self.compute_dtype = torch.float32  # of activations; parameters are float32 always
+        self.compile_loss = False
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         init_normal(self.embed.weight, c.d_model ** -0.5)
         self.H, self.L = Stack(c), Stack(c)
@@ -352,7 +395,8 @@ class HRM(nn.Module):
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth)
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
-        loss = linear_cross_entropy(z, self.head_weight, targets, self.config.vocab_size)
+        loss = linear_cross_entropy(z, self.head_weight, targets, self.config.vocab_size,
+                                    compiled=self.compile_loss)
         objective = loss + ponder_weight * ponder if self.config.halt else loss
         statistics = {"loss": loss.detach(), "cycles": z.new_tensor(cycles, dtype=torch.float32)}
         return objective, statistics | ({"ponder": ponder.detach()} if self.config.halt else {})
@@ -511,6 +555,7 @@ class GPT2(nn.Module):
         super().__init__()
         self.config = c = config
         self.compute_dtype = torch.float32  # of activations; parameters are float32 always
+        self.compile_loss = False
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(GPT2Block(c) for _ in range(c.n_layer))})
@@ -534,7 +579,8 @@ class GPT2(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return F.linear(x, self.head_weight.to(x.dtype))
-        loss = linear_cross_entropy(x, self.head_weight, targets, self.config.vocab_size)
+        loss = linear_cross_entropy(x, self.head_weight, targets, self.config.vocab_size,
+                                    compiled=self.compile_loss)
         return loss, {"loss": loss.detach()}
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -643,6 +689,7 @@ class MLM(nn.Module):
         super().__init__()
         self.config = c = config
         self.compute_dtype = torch.float32  # of activations; parameters are float32 always
+        self.compile_loss = False
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         self.embed_norm, self.norm, self.head_norm = (
             LayerNorm(c.d_model, eps=c.norm_eps, bias=False) for _ in range(3))
@@ -662,13 +709,14 @@ class MLM(nn.Module):
         `correct`, the fraction of labels that have the largest logit.
         """
         c, x = self.config, self.hidden(idx)
-        if positions is not None:
-            x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, c.d_model))  # (B, K, C)
+        if positions is not None:  # whole rows are picked: backward sorts B · K indices, not B · K · C
+            first = torch.arange(len(idx), device=idx.device)[:, None] * idx.size(1)
+            x = x.flatten(0, 1).index_select(0, (first + positions).flatten()).view(*positions.shape, -1)
         x = self.head_norm(F.gelu(self.head_dense(x)))
         if positions is None:
             return F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
         found = linear_cross_entropy(x, self.embed.weight, labels, c.vocab_size, self.head_bias,
-                                     accuracy=not self.training)
+                                     accuracy=not self.training, compiled=self.compile_loss)
         if self.training:
             return found, {"loss": found.detach()}
         loss, correct = found
@@ -697,8 +745,9 @@ class MLM(nn.Module):
         if self.uses_flex(idx.device):
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
             if MLMBlock.flex_attention is None:
-                MLMBlock.flex_attention = staticmethod(torch.compile(flex_attention))
-            return [create_block_mask(mask, B, None, T, T, device=idx.device) for mask in (together, nearby)]
+                MLMBlock.flex_attention = staticmethod(compiled_once(flex_attention))
+            return [compiled_once(create_block_mask)(mask, B, None, T, T, device=idx.device)
+                    for mask in (together, nearby)]
         t = torch.arange(T, device=idx.device)
         b = torch.arange(B, device=idx.device)[:, None, None, None]
         return [mask(b, 0, t[:, None], t) for mask in (together, nearby)]  # (B, 1, T, T) each
@@ -745,7 +794,8 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     probabilities = logits.softmax(dim=-1)
     if top_p and top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0  # the first one always stays
+        mass = (ordered * 2**30).long()  # on a GPU only sums of integers have one fixed order
+        ordered[mass.cumsum(dim=-1) - mass >= top_p * 2**30] = 0  # the first one always stays
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 

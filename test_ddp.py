@@ -33,8 +33,9 @@ import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch
 from ddp_utils import (RunError, World, blocks_of, compute_dtype, first_line, flags_of_model, init, launch,
                        number)
-from model import GPT2, HRM, MLM, num_params, pad_vocab
+from model import GPT2, HRM, LOSS_ROWS, MLM, num_params, pad_vocab
 
+CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 BUCKET = 25 * 2**20  # bytes in which DDP sends gradients
@@ -227,20 +228,22 @@ def seconds_of_micro_batch(model: nn.Module, batch: int, world: World, checkpoin
 
 def measure_compute(model_class: type, size: dict, world: World) -> tuple[float, str]:
     """FLOP/s that this rank reaches with this preset, and a note on how that was measured."""
-    batch, changes = size["batch"], {}
     if world.device.type == "cpu":  # which would take minutes for more
-        batch, changes = 1, {"n_layer": 2, "seq_len": min(size["seq_len"], 256)}
-    while True:
+        ways = [(1, {"n_layer": 2, "seq_len": min(size["seq_len"], 256)}, "none")]
+    else:  # the first that fits
+        ways = [*((size["batch"], {}, mode) for mode in CHECKPOINTING), (1, {}, "block"),
+                (1, {"n_layer": 2}, "block")]
+    for batch, changes, mode in ways:
         try:
             model = model_of(model_class, size, world.device, **changes)
-            seconds = seconds_of_micro_batch(model, batch, world, size["checkpoint_activations"])
+            seconds = seconds_of_micro_batch(model, batch, world, mode)
             break
         except torch.cuda.OutOfMemoryError:
-            if batch == 1 and changes:
+            if (batch, changes, mode) == ways[-1]:
                 raise
-            batch, changes = max(1, batch // 2), {"n_layer": 2} if batch == 1 else {}
     c = model.config
-    note = f"measured here: {batch} x {c.seq_len} tokens in {str(model.compute_dtype)[6:]}, not compiled"
+    note = (f"measured here: {batch} x {c.seq_len} tokens in {str(model.compute_dtype)[6:]}, not compiled, "
+            f"activation checkpointing {mode}")
     if changes:
         note += f", in a model of {c.n_layer} layers and scaled by FLOPs"
     return model.flops_per_token() * batch * c.seq_len / seconds, note
@@ -272,7 +275,12 @@ def predict(args: argparse.Namespace, size: dict, world: World, latency: float, 
 
 
 class _Alive(TorchDispatchMode):
-    """Remembers the storage of every tensor that is computed, without keeping it alive."""
+    """Remembers the storage of every tensor that is computed, without keeping it alive. In compiled blocks it
+    sees the operations of their graphs.
+    """
+
+    supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo compiles nothing in a mode
 
     def __init__(self, known):
         super().__init__()
@@ -301,10 +309,11 @@ def activation_bytes(loss, others) -> int:
     return found
 
 
-def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointing: str, batch: int,
-                      **example) -> tuple[nn.Module, int]:
+def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointing: str, inputs: dict,
+                      compiled: bool) -> tuple[nn.Module, int]:
     """A model without memory, and the bytes of activations that its backward pass needs, counted on tensors
-    that have a shape but no memory. A compiled model needs less. `example` are settings of model.example.
+    that have a shape but no memory. Of `inputs`, the arguments of forward, only types and shapes matter.
+    `compiled` counts what compiled blocks keep: what is cheap to recompute, they recompute in any mode.
     """
     with torch.device("meta"):
         model = model_class(config)
@@ -313,8 +322,13 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
         model.compute_dtype = dtype
         for block in blocks_of(model):
             block.checkpointing = checkpointing
-        inputs = model.example(batch, "cpu", **example)
-        return model, activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
+            if compiled:  # as Inductor divides forward from backward, but without its kernels
+                block.compile(backend="aot_eager_decomp_partition")
+        inputs = {name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value
+                  for name, value in inputs.items()}
+        kept = activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
+    torch.compiler.reset()  # these graphs must not count among those of the model that trains
+    return model, kept
 
 
 def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int, optimizer: str = "adamw",
@@ -340,6 +354,35 @@ def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int
             "other": (ema and not cpu_offload) * held + diloco * 2 * everything}  # DiLoCo keeps two copies
 
 
+def fits(held: dict[str, float], gigabytes: float) -> bool:
+    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
+
+
+def held_by_process(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
+                    activations: int) -> dict[str, float]:
+    """Bytes in each process by type, with `strategy` instead of that of the flags."""
+    name, _, offload = strategy.partition(" ")
+    held = memory_of(model, name, bool(offload), processes, args.optimizer, args.ema > 0,
+                     name == "ddp" and bool(args.outer_every))
+    return held | {"activations": activations}
+
+
+def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dtype: torch.dtype, inputs: dict,
+                         compiled: bool, processes: int, gigabytes: float) -> tuple[str, nn.Module, int]:
+    """--checkpoint-activations, or the first mode, from the fastest on, that fits into so many GB; an empty
+    model; and the bytes of its activations, those of the loss included.
+    """
+    targets = inputs["labels" if "labels" in inputs else "targets"]
+    logits = min(targets.numel(), LOSS_ROWS["cuda"]) * config.padded_vocab * dtype.itemsize
+    for mode in [args.checkpoint_activations] if args.checkpoint_activations else CHECKPOINTING:
+        model, activations = kept_for_backward(model_class, config, dtype, mode, inputs, compiled)
+        activations += logits
+        strategy = args.strategy + " --cpu-offload" * args.cpu_offload
+        if fits(held_by_process(model, strategy, args, processes, activations), gigabytes):
+            break
+    return mode, model, activations
+
+
 def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) -> None:
     """--dry-run: prints what each process would hold, with every strategy, and whether that fits."""
     if int(os.environ.get("RANK", 0)) > 0:
@@ -351,28 +394,33 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     config = model_class.Config(vocab_size=ids, padded_vocab=ids, **flags_of_model(model_class.Config, args))
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))
-    model, activations = kept_for_backward(model_class, config, dtype, args.checkpoint_activations, batch,
-                                           **example)
+    gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
+    compiled = gpus if args.compile is None else args.compile
+    if not gpus:
+        args.checkpoint_activations = args.checkpoint_activations or "none"
+    with torch.device("meta"):
+        inputs = model_class(config).example(batch, "meta", **example)
+    mode, model, activations = choose_checkpointing(model_class, config, args, dtype, inputs, compiled,
+                                                    processes, gigabytes)
     print(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "
-          f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, activation "
-          f"checkpointing {args.checkpoint_activations}; in GB:")
-    fits = {}
+          f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
+          f"{'on' if compiled else 'off'}, activation checkpointing {mode}"
+          f"{'' if args.checkpoint_activations else ' (the fastest that fits, else the smallest)'}; in GB:")
+    does_fit = {}
     for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload"):
-        name, _, offload = strategy.partition(" ")
-        held = memory_of(model, name, bool(offload), processes, args.optimizer, args.ema > 0,
-                         name == "ddp" and bool(args.outer_every))
-        held["activations"] = activations
-        if not fits:
+        held = held_by_process(model, strategy, args, processes, activations)
+        if not does_fit:
             print("  ".join([f"{'--strategy':20}", *(f"{part:>11}" for part in held), "   together"]))
-        together = sum(held.values()) / 1e9
-        fits[strategy] = together <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
-        print("  ".join([f"{strategy:20}", *(f"{n / 1e9:11.2f}" for n in held.values()), f"{together:11.2f}",
-                         "fits" if fits[strategy] else "does not fit"]))
+        does_fit[strategy] = fits(held, gigabytes)
+        print("  ".join([f"{strategy:20}", *(f"{n / 1e9:11.2f}" for n in held.values()),
+                         f"{sum(held.values()) / 1e9:11.2f}",
+                         "fits" if does_fit[strategy] else "does not fit"]))
     chosen = args.strategy + " --cpu-offload" * args.cpu_offload
-    others = " or ".join(f"--strategy {strategy}" for strategy, does in fits.items() if does)
+    others = " or ".join(f"--strategy {strategy}" for strategy, does in does_fit.items() if does)
     ways = ["a smaller --batch"] * (batch > 1) + [others or "more processes"]
-    ways += ["--checkpoint-activations block"] * (args.checkpoint_activations == "none")
-    print(f"--strategy {chosen} " + ("fits." if fits[chosen] else f"does not fit: use {' or '.join(ways)}."))
+    ways += ["--checkpoint-activations block"] * (mode != "block")
+    print(f"--strategy {chosen} "
+          + ("fits." if does_fit[chosen] else f"does not fit: use {' or '.join(ways)}."))
 
 
 def machine(text: str, device: str) -> tuple[int, float]:

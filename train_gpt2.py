@@ -29,16 +29,15 @@ from model import GPT2, GPT2Config, continue_text, learning_rate
 WEB = dict(seq_len=1024, global_batch=512, eval_batches=20, data="fineweb-edu")
 SIZES = {
     "tiny": dict(n_layer=4, n_head=2, d_model=128, seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
-                 steps=300, eval_every=100, save_every=100, eval_batches=0, checkpoint_activations="none",
-                 data="stdlib"),
+                 steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib"),
     "gpt2": dict(n_layer=12, n_head=12, d_model=768, batch=32, lr=6e-4, warmup=200, steps=5000,
-                 eval_every=250, save_every=250, checkpoint_activations="none", **WEB),
+                 eval_every=250, save_every=250, **WEB),
     "gpt2-medium": dict(n_layer=24, n_head=16, d_model=1024, batch=16, lr=3e-4, warmup=500, steps=14000,
-                        eval_every=500, save_every=500, checkpoint_activations="none", **WEB),
+                        eval_every=500, save_every=500, **WEB),
     "gpt2-large": dict(n_layer=36, n_head=20, d_model=1280, batch=16, lr=2.5e-4, warmup=500, steps=30000,
-                       eval_every=500, save_every=500, checkpoint_activations="block", **WEB),
+                       eval_every=500, save_every=500, **WEB),
     "gpt2-xl": dict(n_layer=48, n_head=25, d_model=1600, batch=8, lr=2e-4, warmup=1000, steps=60000,
-                    eval_every=500, save_every=500, checkpoint_activations="block", **WEB),
+                    eval_every=500, save_every=500, **WEB),
 }
 
 

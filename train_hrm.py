@@ -23,20 +23,15 @@ from model import HRM, HRMConfig, continue_text, learning_rate
 WEB = dict(seq_len=1024, data="fineweb-edu")
 SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=3e-3,
-                 warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0,
-                 checkpoint_activations="none", data="stdlib"),
+                 warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib"),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
-                steps=2000, eval_every=250, save_every=250, eval_batches=20, checkpoint_activations="none",
-                **WEB),
+                steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,
-                 steps=2000, eval_every=250, save_every=250, eval_batches=10, checkpoint_activations="none",
-                 **WEB),
+                 steps=2000, eval_every=250, save_every=250, eval_batches=10, **WEB),
     "350m": dict(d_model=1024, n_head=8, n_layer=11, ff=2816, global_batch=1024, batch=32, lr=3e-4,
-                 warmup=500, steps=7000, eval_every=500, save_every=500, eval_batches=10,
-                 checkpoint_activations="block", **WEB),
+                 warmup=500, steps=7000, eval_every=500, save_every=500, eval_batches=10, **WEB),
     "1b": dict(d_model=1536, n_head=12, n_layer=16, ff=4096, global_batch=768, batch=24, lr=2.2e-4,
-               warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10,
-               checkpoint_activations="block", **WEB),
+               warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
 RAMP = 0.2  # fraction of the run over which bp_steps and the weight of the ponder cost grow
 

@@ -28,17 +28,13 @@ from model import MLM, MLMConfig, learning_rate
 WEB = dict(seq_len=512, data="fineweb-edu")
 SIZES = {
     "tiny": dict(n_layer=4, n_head=2, d_model=128, ff=192, seq_len=128, global_batch=64, batch=32, lr=3e-3,
-                 warmup=50, steps=400, eval_every=100, save_every=100, eval_batches=0,
-                 checkpoint_activations="none", data="stdlib"),
+                 warmup=50, steps=400, eval_every=100, save_every=100, eval_batches=0, data="stdlib"),
     "17m": dict(n_layer=7, n_head=4, d_model=256, ff=384, global_batch=256, batch=32, lr=1e-3, warmup=200,
-                steps=4000, eval_every=250, save_every=250, eval_batches=20, checkpoint_activations="none",
-                **WEB),
+                steps=4000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "base": dict(n_layer=22, n_head=12, d_model=768, ff=1152, global_batch=1024, batch=64, lr=8e-4,
-                 warmup=1000, steps=10000, eval_every=500, save_every=500, eval_batches=10,
-                 checkpoint_activations="none", **WEB),
+                 warmup=1000, steps=10000, eval_every=500, save_every=500, eval_batches=10, **WEB),
     "large": dict(n_layer=28, n_head=16, d_model=1024, ff=2624, global_batch=1024, batch=32, lr=5e-4,
-                  warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10,
-                  checkpoint_activations="block", **WEB),
+                  warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
 # A preset is a whole recipe. The narrow ones are for learning how things work.
 PRESETS = {
@@ -99,11 +95,11 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict]
 
 def mean_bytes(batches, tokenizer, world: World) -> float:
     """Mean number of bytes of the tokens that are masked in these batches, over all ranks."""
-    lengths = torch.zeros(tokenizer.num_ids, dtype=torch.int64, device=world.device)
+    lengths = [0] * tokenizer.num_ids
     for i, token in tokenizer.spellings().items():
         lengths[i] = len(token)
     labels = torch.cat([labels[labels >= 0] for _, _, labels in batches])
-    size, count = reduce_sum([lengths[labels].sum(), len(labels)], world)
+    size, count = reduce_sum([torch.tensor(lengths, device=world.device)[labels].sum(), len(labels)], world)
     return size / count
 
 

@@ -37,7 +37,8 @@ def measure(strategy: str) -> None:
     world = ddp_utils.init(timeout=300)
     name, _, offload = strategy.partition(" ")
     config, x = GPT2Config(seq_len=SEQ_LEN), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
-    fake, said = kept_for_backward(GPT2, config, torch.float32, "none", BATCH)
+    inputs = {name: torch.zeros(BATCH, config.seq_len, dtype=torch.long) for name in ("idx", "targets")}
+    fake, said = kept_for_backward(GPT2, config, torch.float32, "none", inputs, compiled=False)
     said += sum(memory_of(fake, name, False, world.world_size).values())
     before = resident("VmRSS")
     model = ddp_utils.build_model(GPT2, config, world, name, bool(offload))

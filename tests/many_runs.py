@@ -69,7 +69,7 @@ def main() -> None:
         if world.is_rank0:
             print(f"===== {sabotage} {script} {' '.join(arguments)}", flush=True)
         trainer = importlib.import_module(script.removesuffix(".py"))
-        with sabotaged(*sabotage.split(":")), mock.patch.object(ddp_utils, "init", lambda *args: world), \
+        with sabotaged(*sabotage.split(":")), mock.patch.object(ddp_utils, "init", lambda *_, **__: world), \
                 mock.patch.object(sys, "argv", [script, *arguments]):
             trainer.main()
         dist.barrier()

@@ -1,0 +1,334 @@
+"""What training on a GPU relies on and a CPU can show: compiled blocks, the compiled loss, deterministic
+operations, and the choice of activation checkpointing.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from states import train_state
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ddp_utils
+import model
+import test_ddp
+import train_hrm
+from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMBlock, MLMConfig, linear_cross_entropy, sample
+
+SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 64, "n_layer": 1, "n_head": 4, "d_model": 64}
+MODELS = {
+    "hrm": lambda: HRM(HRMConfig(**SMALL, ff=128)),
+    "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
+    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
+    "mlm": lambda: MLM(MLMConfig(**SMALL | {"n_layer": 2}, ff=96, eot=499, window=16))}
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """No compiled graph and no setting of one test is left for the next."""
+    config = torch._dynamo.config.optimize_ddp
+    torch.set_num_threads(1)
+    yield
+    torch._dynamo.config.optimize_ddp = config
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield ddp_utils.init("gloo", "cpu")
+    dist.destroy_process_group()
+
+
+def batch(name):
+    x = torch.randint(499, (4, SMALL["seq_len"]), generator=torch.Generator().manual_seed(1))
+    x[:, ::30] = 499  # documents begin here
+    if name == "mlm":
+        positions = torch.arange(3, 63, 3).expand(4, -1)
+        return x, positions, x.gather(1, positions)
+    return x, x.roll(-1, 1)
+
+
+def gradients(name, world, mode, **flags):
+    torch.manual_seed(0)
+    state = train_state(MODELS[name](), world, checkpoint_activations=mode, **flags)
+    loss = state.model(*batch(name))[0]
+    loss.backward()
+    return {"loss": loss.detach(), **{key: p.grad for key, p in state.model.named_parameters()}}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Compiled blocks
+
+
+@pytest.mark.parametrize("name, modes", [("hrm", ["block"]), *(
+    pytest.param(name, ["block", "selective"], marks=pytest.mark.long) for name in MODELS)])
+def test_compiled_blocks_checkpoint_exactly_in_bfloat16(name, modes, world):
+    flags = {"precision": "bf16", "compile": True}
+    kept = gradients(name, world, "none", **flags)
+    for mode in modes:
+        recomputed = gradients(name, world, mode, **flags)
+        assert all(torch.equal(recomputed[key], kept[key]) for key in kept), mode
+
+
+@pytest.mark.long
+def test_control_fast_compiled_blocks_do_not(world):
+    """On a CPU the bits of an HRM differ in every parameter."""
+    flags = {"precision": "bf16", "compile": True, "fast": True}
+    kept, recomputed = (gradients("hrm", world, mode, **flags) for mode in ("none", "block"))
+    assert not all(torch.equal(recomputed[key], kept[key]) for key in kept)
+
+
+def graphs_of_a_block(world, monkeypatch) -> int:
+    """Of GPT-2 124M, whose parameters are more than a bucket of DDP, in a process group of one."""
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compile_(self, backend="aot_eager"))
+    monkeypatch.setattr(ddp_utils, "wrap", lambda model, *_: nn.parallel.DistributedDataParallel(model))
+    shape = SMALL | {"d_model": 768, "n_head": 12}
+    state = train_state(GPT2(GPT2Config(**shape)), world, compile=True)
+    torch._dynamo.utils.counters.clear()
+    yield state
+    state.wrapped(*batch("gpt2"))[0].backward()
+    yield torch._dynamo.utils.counters["aot_autograd"]["total"]
+
+
+@pytest.mark.parametrize("cut, graphs", [(False, 1), (True, 2)])
+def test_a_block_is_one_graph_under_ddp(world, monkeypatch, cut, graphs):
+    """The control is torch's default, with which Dynamo cuts it where a bucket of gradients ends."""
+    steps = graphs_of_a_block(world, monkeypatch)
+    next(steps)
+    assert torch._dynamo.config.optimize_ddp is False
+    torch._dynamo.config.optimize_ddp = cut
+    assert next(steps) == graphs
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kept", [True, False])
+def test_selective_checkpointing_keeps_flex_attention(monkeypatch, kept):
+    """Read off the graphs for forward and backward; the control leaves it out of what is kept."""
+    found = []
+
+    def keep(graph, _):
+        found.append([str(node.target) for node in graph.graph.nodes].count("flex_attention"))
+        return graph
+
+    if not kept:
+        monkeypatch.setattr(model, "_KEPT", [op for op in model._KEPT if "flex" not in str(op)])
+    monkeypatch.setattr(MLM, "uses_flex", lambda self, device: True)
+    monkeypatch.setattr(MLMBlock, "flex_attention", staticmethod(flex_attention.flex_attention))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # no backward on CPUs, it says
+    monkeypatch.setattr(model, "compiled_once", lambda function: function)
+    mlm = MODELS["mlm"]()
+    for block in ddp_utils.blocks_of(mlm):
+        block.checkpointing = "selective"
+        block.compile(backend=aot_autograd(fw_compiler=keep, bw_compiler=keep,
+                                           partition_fn=min_cut_rematerialization_partition))
+    mlm(*batch("mlm"))[0].backward()
+    forward, backward = found[:2], found[2:]  # of both blocks
+    assert forward == [1, 1] and backward == ([0, 0] if kept else [1, 1])
+
+
+def test_the_compiled_block_mask_is_the_same_and_compiled_once():
+    x, _, _ = batch("mlm")
+    make_mask = model.compiled_once(flex_attention.create_block_mask)
+    torch._dynamo.utils.counters.clear()
+    for shift in range(3):
+        document = (x.roll(shift, 1) == 499).cumsum(1)
+
+        def together(b, h, i, j):
+            return document[b, i] == document[b, j]
+
+        found, expected = (make(together, 4, None, 64, 64, device="cpu")
+                           for make in (make_mask, flex_attention.create_block_mask))
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "q_num_blocks", "q_indices"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The compiled loss
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_compiled_loss_equals_the_other(bias):
+    """Value, gradients and accuracy, with labels below 0, padding columns and a chunk that is not full. The
+    logits have variance 1: on CPUs Inductor adds up one row after another, which is less exact for larger.
+    """
+    torch.manual_seed(0)
+    rows, vocab, padded = model.LOSS_ROWS["cpu"] + 300, 500, 512
+    hidden, weight, offset = torch.randn(rows, 32), torch.randn(padded, 32) / 6, torch.randn(padded) / 6
+    targets = torch.randint(-2, vocab, (rows,))
+    found = []
+    for compiled in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, offset)[:2 + bias]]
+        loss, correct = linear_cross_entropy(leaves[0], leaves[1], targets, vocab, leaves[2] if bias else None,
+                                             accuracy=True, compiled=compiled)
+        loss.backward()
+        with torch.no_grad():
+            alone = linear_cross_entropy(*leaves[:2], targets, vocab, *leaves[2:], compiled=compiled)
+        torch.testing.assert_close(alone, loss.detach(), rtol=1e-6, atol=0)
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves), correct])
+    *expected, correct = found[0]
+    assert torch.equal(found[1][-1], correct) and correct > 0
+    for one, other in zip(expected, found[1]):
+        assert (one - other).norm() <= 1e-6 * one.norm()
+    if bias:  # controls: a target or a padding column too many is noticed
+        for other in (linear_cross_entropy(hidden, weight, targets.clamp(min=0), vocab, offset, compiled=True),
+                      linear_cross_entropy(hidden, weight, targets, padded, offset, compiled=True)):
+            assert abs(other - expected[0]) > 1e-4
+
+
+def test_the_compiled_loss_of_no_target_is_zero():
+    hidden = torch.randn(8, 32, requires_grad=True)
+    loss = linear_cross_entropy(hidden, torch.randn(64, 32), torch.full((8,), -1), 60, compiled=True)
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Determinism
+
+
+class Unordered(TorchDispatchMode):
+    """Raises at an operation that has no deterministic kernel on a GPU, where strict mode would raise; see
+    the documentation of torch.use_deterministic_algorithms. Counts the keys that others sort for it.
+    """
+
+    REFUSED = ("put_", "histc", "bincount", "median", "nll_loss2d_forward", "scatter_reduce", "kthvalue",
+               "cumprod", "logcumsumexp")
+
+    def __init__(self):
+        super().__init__()
+        self.sorted = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        if name in self.REFUSED or name == "cumsum" and args[0].is_floating_point():
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
+        if name in ("scatter_add", "scatter_add_", "index_add", "index_add_", "index_put", "index_put_"):
+            index = args[1] if "index_put" in name else args[2]
+            self.sorted = max(self.sorted, *(t.numel() for t in (index if "put" in name else [index])))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_and_sampling_need_no_operation_that_strict_mode_refuses(name):
+    made = MODELS[name]()
+    with Unordered() as seen:
+        made(*batch(name))[0].backward()
+        with torch.no_grad():
+            made.eval()(*batch(name))
+            sample(torch.randn(2, 60), 0.8, 50, 0.9, torch.Generator().manual_seed(0))
+    assert seen.sorted <= 4 * SMALL["seq_len"]  # rows of the batch, not their channels
+
+
+def test_control_what_strict_mode_refuses_is_noticed():
+    with pytest.raises(RuntimeError, match="deterministic"), Unordered():
+        torch.rand(3).cumsum(0)
+    with Unordered() as seen:
+        torch.zeros(4, 64, requires_grad=True).gather(1, torch.zeros(4, 20, dtype=torch.long)).sum().backward()
+    assert seen.sorted == 80
+
+
+def test_top_p_keeps_the_smallest_set_with_that_mass():
+    generator = torch.Generator().manual_seed(0)
+    for top_p in (0.05, 0.5, 0.9, 0.999):
+        logits = torch.randn(1, 60)
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        size = int((ordered.cumsum(-1) < top_p).sum()) + 1
+        drawn = {int(sample(logits, 1.0, None, top_p, generator)) for _ in range(300)}
+        assert drawn <= set(order[0, :size].tolist()) and (size < 5) <= (len(drawn) == size)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_gpus_add_up_in_one_order_unless_fast(monkeypatch, fast):
+    """Strictly: with warn_only torch takes cuDNN's attention, whose backward pass has no fixed order."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(ddp_utils, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        ddp_utils.init(fast=fast)
+        assert torch.are_deterministic_algorithms_enabled() is not fast
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is not fast
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The choice of activation checkpointing
+
+
+@pytest.mark.parametrize("name", ["hrm", "gpt2", "mlm"])
+def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name):
+    """Against what autograd saves in blocks that Inductor has compiled."""
+    torch.manual_seed(0)
+    state = train_state(MODELS[name](), world, precision="bf16", compile=True)
+    inputs = dict(zip(("idx", "positions", "labels") if name == "mlm" else ("idx", "targets"), batch(name)))
+    sizes, known = {}, {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+
+    def seen(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+        loss = state.model(**inputs)[0]
+    _, counted = test_ddp.kept_for_backward(type(state.model), state.model.config, torch.bfloat16, "none",
+                                            inputs, compiled=True)
+    _, uncompiled = test_ddp.kept_for_backward(type(state.model), state.model.config, torch.bfloat16, "none",
+                                               inputs, compiled=False)
+    assert counted == pytest.approx(sum(sizes.values()), rel=0.1) and loss > 0
+    assert counted <= uncompiled
+
+
+def test_the_first_mode_that_fits_is_chosen():
+    args = train_hrm.parse_args([])
+    config, dtype = MODELS["hrm"]().config, torch.bfloat16
+    inputs = dict(zip(("idx", "targets"), batch("hrm")))
+
+    def chosen(gigabytes, **flags):
+        vars(args).update({"checkpoint_activations": None} | flags)
+        return test_ddp.choose_checkpointing(HRM, config, args, dtype, inputs, False, 1, gigabytes)
+
+    needed = {}
+    for mode in test_ddp.CHECKPOINTING:
+        found, made, activations = chosen(0.0, checkpoint_activations=mode)
+        assert found == mode  # what is asked for is not changed
+        needed[mode] = sum(test_ddp.held_by_process(made, "ddp", args, 1, activations).values()) / 0.92e9
+    assert needed["none"] > needed["selective"] > needed["block"]
+    for mode in test_ddp.CHECKPOINTING:
+        assert chosen(1.0001 * needed[mode])[0] == mode
+    assert chosen(0.9999 * needed["none"])[0] == "selective"
+    assert chosen(0.5 * needed["block"])[0] == "block"  # nothing fits: the smallest
+
+
+def test_all_ranks_take_the_choice_for_the_smallest_gpu(monkeypatch, world):
+    """Here of a process group of one that is made to believe that it is on a GPU."""
+    state = train_state(MODELS["hrm"](), world)
+    asked = []
+
+    def choose(*arguments):
+        asked.append(arguments[-1])
+        return "selective", None, 0
+
+    monkeypatch.setattr(test_ddp, "machine", lambda *_: (1, 141.0))
+    monkeypatch.setattr(test_ddp, "choose_checkpointing", choose)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: tensor.fill_(80.0))
+    monkeypatch.setattr(torch, "tensor", lambda value, device: torch.full((), value))
+    run = ddp_utils.Run.__new__(ddp_utils.Run)
+    run.state, run.args, run._model_class = state, train_hrm.parse_args([]), HRM
+    run.world = ddp_utils.World(0, 1, 0, "node0", 1, torch.device("cuda"), "nccl", "")
+    run.log = type("Log", (), {"say": staticmethod(lambda text: asked.append(text))})
+    monkeypatch.setattr(ddp_utils, "on_rank0", lambda world, function: function())
+    assert run._choose_checkpointing({}) == "selective"
+    assert asked == [80.0, "--checkpoint-activations selective is the fastest that should fit into 80 GB"]
+    assert {block.checkpointing for block in ddp_utils.blocks_of(state.model)} == {"selective"}
