@@ -1,88 +1,237 @@
 #!/usr/bin/env bash
-# Everything that needs one NVIDIA GPU, in one call of under nine minutes:
+# What only an NVIDIA GPU can tell, in two commands of under ten minutes each:
 #
-#   bench/gpu.sh [OUT]          OUT (bench-gpu) gets table.md, results.jsonl, tests.txt and log.txt
+#   bench/gpu.sh 1 [OUT]    copies, matrix products, attention, the loss; GPT-2 124M at batch 64 and 32,
+#                           HRM 1b, MLM base, with peers; a run killed and resumed; tests/test_cuda.py
+#   bench/gpu.sh 2 [OUT]    GPT-2 350M, HRM 100m, the peers of transformers; then five minutes of real
+#                           training: HRM 100m and GPT-2 124M, on the Python code that is installed here
 #
-# Speed and memory of GPT-2 124M and 350M, HRM 100m and 1b (with each mode of activation checkpointing) and
-# MLM base, in bf16 at context 1024 (MLM 512), compiled; tests/test_cuda.py; and the peers, where they are there:
-# transformers if it can be imported, nanoGPT if NANOGPT names the directory of its model.py, as after
-# git clone https://github.com/karpathy/nanoGPT. What is most wanted comes first; what no time is left for is
-# left out and said so. BUDGET (530) is the time in seconds, PYTHON the interpreter; TRY=1 runs the same on
-# a CPU with tiny models, to try this script out.
+# Each measurement is in OUT (bench-gpu) at once: partN.jsonl, partN.log, and partN.md, the tables, with
+# predictions beside them. Keep OUT/part*: the rest is the compile cache, the prepared text and the runs. The
+# most wanted comes first; partN.md lists what no time was left for. BUDGET (575) is the time in seconds,
+# PYTHON the interpreter (python3), NANOGPT the directory of nanoGPT's model.py (git clone
+# https://github.com/karpathy/nanoGPT); transformers is a peer where it is installed. TRY=1 runs the same with
+# tiny shapes on a CPU, to try it out.
 set -u
-cd "$(dirname "$0")/.."
-out=${1:-bench-gpu}
-python=${PYTHON:-python}
-budget=${BUDGET:-530}
-started=$SECONDS
+cd "$(dirname "$0")/.." || exit 2
+part=${1:-}
+case $part in 1 | 2) ;; *) sed -n '2,/^set/s/^# \?//p' "$0"; exit 2 ;; esac
+out=${2:-bench-gpu} python=${PYTHON:-python3} budget=${BUDGET:-575} reserve=0
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
-: > "$out/results.jsonl"; : > "$out/log.txt"; : > "$out/left-out.txt"
+json=$out/part$part.jsonl log=$out/part$part.log left_out=$out/left-out.txt tests=$out/tests.txt
+for file in "$json" "$log" "$left_out" "$tests"; do : > "$file"; done
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$out/inductor}
-export PYTORCH_ALLOC_CONF=expandable_segments:True
+export PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONUNBUFFERED=1
 
-left() { echo $((budget - (SECONDS - started))); }
-
-# measure SECONDS MODEL FLAGS…: one line of results.jsonl, if so many seconds are left; they also bound it
-measure() {
-    local limit=$1; shift
-    if [ "$(left)" -lt 20 ]; then echo "no time for: $*" | tee -a "$out/left-out.txt"; return; fi
-    [ "$limit" -gt "$(left)" ] && limit=$(left)
-    [ -n "${TRY:-}" ] && set -- "$@" --device cpu --no-compile --batch 1 --seq-len 32 --n-layer 1 --steps 1 \
-        --pairs 1
-    echo "== bench/train.py $* ($((SECONDS - started)) s)" | tee -a "$out/log.txt"
-    timeout -k 5 "$limit" "$python" bench/train.py "$@" --json "$out/results.jsonl" >> "$out/log.txt" 2>&1 \
-        || echo "failed or took more than $limit s: $*; $(tail -n 1 "$out/log.txt")" | tee -a "$out/left-out.txt"
-}
-
-common="--steps 5 --pairs 5 --warmup 3"
-nano="" hf=""
-[ -n "${NANOGPT:-}" ] && [ -f "${NANOGPT:-}/model.py" ] && nano="--peer nanogpt --peer-source $NANOGPT"
-"$python" -c "import transformers" 2>/dev/null && hf="--peer hf"
-if [ -n "${TRY:-}" ]; then sizes="tiny tiny tiny tiny tiny"; else sizes="gpt2 gpt2-medium 100m 1b base"; fi
-read -r gpt2 medium small large base <<< "$sizes"
-
-measure 90 gpt2 --size "$gpt2" --batch 64 --seq-len 1024 $common $nano
-few="$common --steps 2 --pairs 3"
-for mode in selective block none; do
-    measure 80 hrm --size "$large" --batch 24 --seq-len 1024 $few --checkpoint-activations $mode
-done
-measure 90 mlm --size "$base" --batch 64 --seq-len 512 $common $hf
-
-echo "== tests/test_cuda.py ($((SECONDS - started)) s)"
-limit=$(left)
-if [ "$limit" -gt 120 ]; then limit=120; elif [ "$limit" -lt 1 ]; then limit=1; fi
-timeout -k 5 "$limit" "$python" -m pytest -o addopts= -q tests/test_cuda.py > "$out/tests.txt" 2>&1
-tail -n 3 "$out/tests.txt"
-
-measure 90 gpt2 --size "$medium" --batch 32 --seq-len 1024 $common $nano
-measure 60 hrm --size "$small" --batch 64 --seq-len 1024 $common --pairs 3
-for mode in selective none; do  # how the speed of the modes compares where both surely fit
-    measure 60 hrm --size "$large" --batch 8 --seq-len 1024 $few --checkpoint-activations $mode
-done
-[ -n "$hf" ] && measure 60 gpt2 --size "$gpt2" --batch 32 --seq-len 1024 $common $hf
-
-"$python" - "$out" <<'PYTHON' | tee "$out/table.md"
-import json, sys
+# tables: partN.md from what there is so far
+tables() {
+    "$python" - "$part" "$out" <<'PYTHON' > "$out/part$part.md"
+import json, os, platform, re, statistics, subprocess, sys, time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-out = Path(sys.argv[1])
-import torch
-name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-print(f"{name}, torch {torch.__version__}\n")
-columns = ["model", "batch", "checkpointing", "who", "precision", "tokens/s", "MFU", "peak GB",
-           "s to first step", "loss", "ours / peer"]
-print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-for line in (out / "results.jsonl").read_text().splitlines():
-    run = json.loads(line)
+part, out = sys.argv[1], Path(sys.argv[2])
+PREDICTED = {  # tokens/s; where the work on speed aims in brackets
+    ("gpt2 gpt2", 64, "ours"): "486,000 (560,000)", ("gpt2 gpt2", 64, "ours --fast"): "515,000 (560,000)",
+    ("gpt2 gpt2", 64, "nanogpt"): "510,000", ("hrm 1b", 24, "ours"): "24,800 to 26,400 (27,000)",
+    ("mlm base", 64, "ours"): "330,000 (1.3 x ModernBERT)"}
+LOSS_PREDICTED = "34 ms less than not compiled"
+
+
+def table(title, columns, rows):
+    if rows:
+        print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        for row in rows:
+            print(f"| {' | '.join(map(str, row))} |")
+
+
+def said(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def installed(name):
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"no {name}"
+
+
+lines = [json.loads(line) for line in (out / f"part{part}.jsonl").read_text().splitlines()]
+of_kind = {kind: [line for line in lines if line["kind"] == kind]
+           for kind in ("copy", "matmul", "attention", "loss")}
+gpu = said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader") or "no GPU"
+packages = ", ".join(map(installed, ("torch", "triton", "transformers")))
+commit = said("git", "rev-parse", "--short", "HEAD") or "unknown"
+print(f"# bench/gpu.sh {part}, {time.strftime('%F %T')}\n\n{gpu}; {os.cpu_count()} cores; Python "
+      f"{platform.python_version()}, {packages}; commit {commit}")
+
+table("Copies on the GPU, read and written:", ["GB", "ms", "GB/s"], [
+    [f"{r['gb']:.3g}", f"{r['ms']:.3g}", f"{r['gb_per_sec']:,.0f}"] for r in of_kind["copy"]])
+products = {}
+for r in of_kind["matmul"]:
+    cell = f"{r['tflops']:,.4g}" if "tflops" in r else r["error"]
+    products.setdefault((r["name"], "{} x {} x {}".format(*r["shape"]), r["what"]), {})[r["workspace"]] = cell
+table("Matrix products in TFLOP/s, by CUBLAS_WORKSPACE_CONFIG:",
+      ["product", "rows x in x out", "", ":4096:8", "unset"],
+      [[*key, cells.get(":4096:8", ""), cells.get("", "")] for key, cells in products.items()])
+table("Attention, causal, bfloat16; * is what torch chooses by itself; equal: two backward passes:",
+      ["B, H, T, D", "", "backend", "ms forward", "ms forward and backward", "equal"], [
+          [str(r["shape"])[1:-1], "strict" if r["strict"] else "fast", r["backend"] + " *" * r["chosen"]] + (
+              [r["error"], "", ""] if "error" in r else
+              [f"{r['forward_ms']:.3f}", f"{r['both_ms']:.3f}", "yes" if r["equal"] else "NO"])
+          for r in of_kind["attention"]])
+table("The loss of 65,536 x 768 on 50,304 rows, gradients included:",
+      ["", "rows at a time", "ms", "predicted", "peak GB", "s for the first", "loss"],
+      [["compiled" if r["compiled"] else "not compiled", r["rows"]] + (
+          [r["error"], "", "", "", ""] if "error" in r else
+          [f"{r['ms']:.2f}", LOSS_PREDICTED if r["compiled"] and r["rows"] == 16384 else "",
+           f"{r['gb']:.2f}", f"{r['first_s']:.1f}", f"{r['loss']:.4f}"]) for r in of_kind["loss"]])
+
+runs = {line["command"]: line for line in lines if "contestants" in line}  # the last line of each
+rows, kernels = [], []
+for run in runs.values():
+    name = f"{run['model']} {run['size']}"
     for who, r in run["contestants"].items():
-        ratio = run["ratios"].get("seconds") if who == "ours" else None
-        cells = [f"{run['model']} {run['size']}", f"{run['batch']} x {run['seq_len']}",
-                 run["checkpoint_activations"], who, r["precision"], f"{r['tokens_per_sec']:,.0f}",
-                 f"{r['mfu']:.1%}" if r.get("mfu") else "-", f"{r['gb']:.2f}", f"{r['first_step']:.1f}",
-                 f"{r['loss']:.4f}", f"{ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f})" if ratio else ""]
-        print(f"| {' | '.join(cells)} |")
-print("\n" + "\n".join((out / "tests.txt").read_text().splitlines()[-1:]))
-left_out = (out / "left-out.txt").read_text()
-print(left_out and f"\nNot measured:\n\n{left_out}")
+        about = [name, f"{run['batch']} x {run['seq_len']}", who]
+        if "seconds" not in r:
+            rows.append([*about, r.get("error", "cut short before its first round"), *[""] * 11])
+            continue
+        ratio = run["ratios"].get(who, {}).get("seconds")
+        cut = f" (cut short after {len(r['rounds'])} rounds)" if run["kind"] == "round" else ""
+        rows.append([*about, f"{r['tokens_per_sec']:,.0f}{cut}", PREDICTED.get((name, run["batch"], who), ""),
+                     f"{1000 * r['seconds']:,.1f}", f"{1000 * r['host']:,.1f}" if r["host"] else "",
+                     f"{r['mfu']:.1%}" if r["mfu"] else "", f"{r['gb']:.2f}", f"{r['first_step']:.1f}",
+                     f"{r['loss']:.4f}", r["precision"], r.get("attention") or "",
+                     "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio) if ratio else "", r.get("error", "")])
+        if who.startswith("ours") and "kernels" in r:
+            kernels.append((f"{name}, batch {run['batch']}, {who}", r["kernels"]))
+table("Training, medians of rounds in turn; GPT-2's step of 64 x 1024 took 164 ms before, 34 of which the "
+      "loss should save:", ["", "batch", "who", "tokens/s", "predicted (aim)", "ms a step", "host ms", "MFU",
+                       "peak GB", "s to first step", "loss", "precision", "attention", "ours / it", ""], rows)
+for title, found in kernels:
+    table(f"Kernels of a step of {title}:", ["kernel", "calls", "ms", "share"], [
+        [f"`{k['name']}`", f"{k['calls']:g}", f"{k['ms']:.2f}", f"{k['share']:.1%}"] for k in found])
+
+trained = []
+for path in sorted(out.glob("runs/*/metrics.jsonl")):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    val = [f"{r['val_loss']:.4f} after {r['step']}" for r in records if r["val_loss"] is not None]
+    if records:
+        last = records[-1]
+        speed = statistics.median(r["tokens_per_sec"] for r in records)
+        trained.append([path.parent.name, last["step"], f"{last['tokens']:,}", f"{speed:,.0f}",
+                        f"{last['mfu']:.1%}" if last["mfu"] else "", f"{last['mem_gb']:.1f}",
+                        f"{records[0]['loss']:.3f}", f"{last['loss']:.4f}", ", ".join(val[-3:])])
+table("Real training:", ["", "steps", "tokens", "tokens/s, median", "MFU", "peak GB", "first loss",
+                         "last loss", "validation loss"], trained)
+
+outcomes = {}
+for line in (out / "tests.txt").read_text().splitlines():
+    if found := re.search(r"(PASSED|FAILED|ERROR|SKIPPED)", line):
+        if test := re.search(r"tests/\S+::\S+", line):
+            outcomes[test[0]] = found[0]
+table("tests/test_cuda.py:", ["outcome", "tests"], [
+    [outcome, len(names) if outcome in ("PASSED", "SKIPPED") else ", ".join(names)]
+    for outcome in sorted({*outcomes.values()})
+    if (names := [test for test, found in outcomes.items() if found == outcome])])
+if left_out := (out / "left-out.txt").read_text():
+    print(f"\nNot or not fully measured:\n\n{left_out}")
+commands = re.findall(r"^== (.*)", (out / f"part{part}.log").read_text(), re.MULTILINE)
+print("\nCommands:\n\n" + "\n".join(f"    {command}" for command in commands))
 PYTHON
-echo "$((SECONDS - started)) s; all of it is in $out"
+}
+
+# limited SECONDS SIGNAL COMMAND…: runs it for so long at most, and leaves `reserve` seconds to what follows.
+# 124 and 137 say that time was up; a trainer that SIGTERM stops has done all it should.
+limited() {
+    local limit=$1 signal=$2 left=$((budget - reserve - SECONDS)) code; shift 2
+    [ "$limit" -gt "$left" ] && limit=$left
+    if [ "$limit" -lt 20 ]; then echo "* no time for: $*" | tee -a "$left_out"; return; fi
+    echo "== python $* (at $SECONDS s, $limit s at most)" | tee -a "$log"
+    timeout -k 20 -s "$signal" "$limit" "$python" "$@" >> "$log" 2>&1; code=$?
+    case $code-$signal in
+        0-* | 124-TERM) ;;
+        124-* | 137-*) echo "* cut short after $limit s: $*" | tee -a "$left_out" ;;
+        *) echo "* failed: $*: $(tail -n 1 "$log")" | tee -a "$left_out" ;;
+    esac
+    tables
+}
+
+# shellcheck disable=SC2086  # variables of several flags, here and below
+kernels() { limited "$1" KILL bench/kernels.py "${@:2}" $device --json "$json"; }
+# shellcheck disable=SC2086
+train() { limited "$1" KILL bench/train.py "${@:2}" $few --json "$json" --verbose; }
+directory() {  # of a package, or nothing
+    "$python" -c "from importlib.util import find_spec
+found = find_spec('$1')
+print(*found.submodule_search_locations if found else [])"
+}
+
+# cuda_tests SECONDS FLAGS…: tests/test_cuda.py, whose output says what has passed even if it is cut short
+cuda_tests() {
+    local limit=$1 before; shift
+    before=$(wc -l < "$log")
+    limited "$limit" INT -m pytest -o addopts= -v -p no:cacheprovider "$@" tests/test_cuda.py
+    tail -n "+$((before + 1))" "$log" >> "$tests"
+    tables
+}
+
+device="" few="" gpt2=gpt2 medium=gpt2-medium small=100m large=1b base=base
+if [ -n "${TRY:-}" ]; then
+    device="--device cpu" gpt2=tiny medium=tiny small=tiny large=tiny base=tiny
+    few="--device cpu --no-compile --batch 2 --seq-len 32 --n-layer 1 --steps 1 --pairs 2 --warmup 1"
+fi
+nano="" hf="" workers=""
+if [ -f "${NANOGPT:-}/model.py" ]; then nano="--peer nanogpt --peer-source $NANOGPT"
+else echo "* nanoGPT: NANOGPT is no directory with its model.py" >> "$left_out"; fi
+transformers=$(directory transformers)
+if [ -n "$transformers" ]; then hf="--peer hf"; else echo "* transformers: not installed" >> "$left_out"; fi
+[ -n "$(directory xdist)" ] && workers="-n 8"
+common="--steps 5 --pairs 5 --warmup 3 --profile 3"
+
+# shellcheck disable=SC2086  # variables of several flags
+if [ "$part" = 1 ]; then
+    reserve=150  # for the tests
+    kernels 60 copy matmul
+    kernels 45 attention
+    kernels 75 loss
+    train 110 gpt2 --size $gpt2 --batch 64 --seq-len 1024 $common --also=--fast $nano
+    train 90 gpt2 --size $gpt2 --batch 32 --seq-len 1024 $common --also=--fast $nano
+    cuda_tests 120 -k test_a_killed_run_resumes_at_gpt2_width
+    train 150 hrm --size $large --batch 24 --seq-len 1024 --checkpoint-activations selective \
+        "--also=--checkpoint-activations block" $common --steps 2 --pairs 3
+    train 120 mlm --size $base --batch 64 --seq-len 512 $common $hf
+    reserve=5
+    cuda_tests 600 $workers -k "not test_a_killed_run_resumes_at_gpt2_width"
+else
+    # The standard library alone would be seen a dozen times. This takes other cores while the rest compiles.
+    text="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/**/*.py" tokenizer=bpe:8192
+    steps=250 more_steps=600 size="--batch 64 --global-batch 64 --seq-len 1024"
+    [ -n "${TRY:-}" ] && text="*.py" tokenizer=bytes steps=3 more_steps=3 size="--batch 2 --seq-len 32"
+    rm -rf "$out/runs"
+    timeout 250 nice "$python" data.py prepare --dataset "text:$text" --tokenizer $tokenizer \
+        --out "$out/shards" --workers 6 > "$out/prepare.log" 2>&1 &
+    reserve=310  # for the real training
+    train 110 gpt2 --size $medium --batch 32 --seq-len 1024 $common --also=--fast $nano
+    hrm_hf=""
+    [ -d "$transformers/models/hrm_text" ] && hrm_hf=$hf  # since 5.23
+    train 110 hrm --size $small --batch 32 --seq-len 1024 $common --pairs 3 $hrm_hf
+    [ -n "$hf" ] && train 80 gpt2 --size $gpt2 --batch 32 --seq-len 1024 $common $hf
+    wait
+    tail -n 3 "$out/prepare.log" >> "$log"
+    common="--data $out/shards $size $device --warmup 30 --eval-every 100 --eval-batches 10 --keep-last 1"
+    reserve=155
+    limited 150 TERM train_hrm.py --size $small --steps $steps $common --out "$out/runs/hrm"
+    reserve=5
+    limited 150 TERM train_gpt2.py --size $gpt2 --steps $more_steps $common --out "$out/runs/gpt2"
+    for run in hrm gpt2; do
+        cp "$out/runs/$run/metrics.jsonl" "$out/part2-$run.jsonl"
+        cp "$out/runs/$run/training_history.png" "$out/part2-$run.png"
+    done
+fi
+tables
+cat "$out/part$part.md"
+echo "$SECONDS s; all of it is in $out"

@@ -4,18 +4,23 @@
     python bench/train.py gpt2 --peer nanogpt --peer-source DIR               # where nanoGPT's model.py lies
     python bench/train.py hrm --size 25m --peer hf                            # HrmTextForCausalLM
     python bench/train.py mlm --size 17m --peer hf                            # ModernBertForMaskedLM
-    python bench/train.py hrm --size 1b --batch 24 --checkpoint-activations selective
+    python bench/train.py hrm --size 1b --batch 24 --also="--checkpoint-activations block"    # ours twice
 
-Each contestant is a process of its own that keeps its model; a round is `--steps` steps of one, then of the
-other, and the ratio is taken round by round. CPU seconds (user + system, all threads) stand beside the wall
-clock, because other processes slow that down. nanoGPT's source is fetched by whoever measures:
+Each contestant is a process of its own that keeps its model. All start and compile at the same time; then a
+round is `--steps` steps of one, then of the next, and the ratio is taken round by round. Beside the wall
+clock stand CPU seconds (user + system, all threads), because other processes slow the former down, and on a
+GPU how long Python takes to launch a step. nanoGPT's source is fetched by whoever measures:
 
     git clone https://github.com/karpathy/nanoGPT
 
-How each trains: ours as its trainer does, with Loader left out (batches lie in memory, for all alike);
-nanoGPT as its train.py does, in its precision (float32 on a CPU, where its autocast is off) or with
---peer-precision bf16 under autocast; the Hugging Face classes in a plain loop with autocast, SDPA, fused
-AdamW, and ModernBERT with sparse_prediction. On GPUs all are compiled. All clip gradients to 1.0.
+How each trains: ours as its trainer does, with Loader left out (batches lie on the device, for all alike);
+nanoGPT as its train.py does, which reads the loss every tenth step, in its precision (float32 on a CPU, where
+its autocast is off) or with --peer-precision bf16 under autocast; the Hugging Face classes in a plain loop
+with autocast, SDPA, fused AdamW, and ModernBERT with sparse_prediction. On GPUs all are compiled. All clip
+gradients to 1.0.
+
+--json gets a line after each round, with the medians so far, and one at the end, so that a run that is cut
+short leaves its numbers too.
 """
 
 import argparse
@@ -23,7 +28,9 @@ import contextlib
 import json
 import os
 import platform
+import re
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -37,6 +44,9 @@ TRAINERS = {"gpt2": "train_gpt2", "hrm": "train_hrm", "mlm": "train_mlm"}
 # nanoGPT's configuration for a CPU, of which its README says how it is run
 BABY = {"n_layer": 4, "n_head": 4, "d_model": 128, "seq_len": 64, "batch": 12, "padded_vocab": 128}
 BP_STEPS, MASK_RATE, LR, BETAS, DECAY = 5, 0.3, 1e-4, (0.9, 0.95), 0.1
+STAGED = 16  # batches, which come again and again
+ATTENTION = {"cudnn": r"cudnn.*sdpa", "flash": r"flash_(fwd|bwd)|FlashAttn", "efficient": r"fmha_cutlass",
+             "flex": r"flex_attention"}  # by the names of their kernels
 
 
 def settings(args) -> dict:
@@ -50,8 +60,8 @@ def settings(args) -> dict:
     return row | {key: value for key, value in chosen.items() if value}
 
 
-def make_model(args, row: dict):
-    """Ours, on the CPU, of float32, the same for all contestants."""
+def make_model(args, row: dict, device):
+    """Ours, in float32, drawn on the device, the same for all contestants."""
     import torch
 
     import model
@@ -59,68 +69,74 @@ def make_model(args, row: dict):
     shape = {k: row[k] for k in ("n_layer", "n_head", "d_model", "seq_len", "ff", "padded_vocab") if k in row}
     special = {"eot": row["padded_vocab"] - 2} if args.model == "mlm" else {}
     torch.manual_seed(0)
-    return model_class(model_class.Config(**shape, vocab_size=row["padded_vocab"], **special))
+    with device:
+        return model_class(model_class.Config(**shape, vocab_size=row["padded_vocab"], **special))
 
 
-class Batches:
-    """Batch i of text, the bytes of Python's own source, as (inputs …) on a device: a function of i alone.
+def stage(args, row: dict, device, dense_labels: bool = False) -> list:
+    """Batches of text, the bytes of Python's own source, as (inputs …) on the device, the same for all.
 
     For the MLM x has masks; with it come positions and labels (B, K), or labels (B, T) as others want them.
     """
+    import sysconfig
 
-    def __init__(self, args, row: dict, device):
-        import sysconfig
-
-        import numpy as np
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = b"".join(path.read_bytes() for path in files)
-        self.tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int32).clip(max=row["padded_vocab"] - 3)
-        self.args, self.row, self.device = args, row, device
-
-    def __call__(self, i: int, dense_labels: bool = False):
-        import numpy as np
-        import torch
-        B, T = self.row["batch"], self.row["seq_len"]
+    import numpy as np
+    import torch
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in files)
+    tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64).clip(max=row["padded_vocab"] - 3)
+    B, T, staged = row["batch"], row["seq_len"], []
+    for i in range(STAGED):
         random = np.random.default_rng(i)
-        begin = random.integers(0, len(self.tokens) - T - 1, B)[:, None]
-        rows = torch.from_numpy(self.tokens[begin + np.arange(T + 1)].astype(np.int64))
-        x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        if self.args.model == "mlm":
-            k = round(MASK_RATE * T)
+        begin = random.integers(0, len(tokens) - T - 1, B)[:, None]
+        rows = torch.from_numpy(tokens[begin + np.arange(T + 1)])
+        batch = [rows[:, :-1].contiguous(), rows[:, 1:].contiguous()]
+        if args.model == "mlm":
+            x, k = batch[0], round(MASK_RATE * T)
             positions = torch.from_numpy(np.sort(random.random((B, T)).argsort(1)[:, :k], axis=1))
             labels = x.gather(1, positions)
-            x = x.scatter(1, positions, self.row["padded_vocab"] - 1)
-            if dense_labels:
-                y = torch.full_like(x, -100).scatter(1, positions, labels)
-            else:
-                return [t.to(self.device) for t in (x, positions, labels)]
-        return [t.to(self.device) for t in (x, y)]
+            masked = x.scatter(1, positions, row["padded_vocab"] - 1)
+            batch = ([masked, torch.full_like(x, -100).scatter(1, positions, labels)] if dense_labels
+                     else [masked, positions, labels])
+        staged.append([t.to(device) for t in batch])
+    return staged
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Contestants. Each makes a function step(i) that trains on batch i and returns the loss, a tensor.
+# Contestants. Each makes a function step(i) that trains on a batch and returns the loss, a tensor; and facts.
+
+
+def chosen_attention(args, row, device, dtype) -> str | None:
+    """The backend that torch chooses for our attention on a GPU."""
+    import torch
+    from torch.nn.attention import SDPBackend
+    if device.type == "cpu" or args.model == "mlm":
+        return "flex" if device.type == "cuda" else None
+    q = torch.empty(row["batch"], row["n_head"], row["seq_len"], row["d_model"] // row["n_head"],
+                    dtype=dtype, device=device, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name.split("_")[0].lower()
 
 
 def ours(args, row, device):
     """As the trainers do it; the numbers of the last step are read a step late, by StopVote."""
     import ddp_utils
     import train_gpt2
-    world = ddp_utils.init(device=device.type)
-    made = make_model(args, row)
+    world = ddp_utils.init(device=device.type, fast=args.fast)
+    made = make_model(args, row, world.device)
     model = ddp_utils.build_model(type(made), made.config, world)
     ddp_utils.copy_weights(model, made.state_dict(), world)
     del made
     flags = train_gpt2.parse_args([  # what TrainState reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--lr", f"{LR}", "--weight-decay", f"{DECAY}", "--beta1", f"{BETAS[0]}", "--beta2", f"{BETAS[1]}",
-        "--compile" if args.compile else "--no-compile"])
-    state, batches = ddp_utils.TrainState(model, flags, world), Batches(args, row, device)
+        "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
+    state, batches = ddp_utils.TrainState(model, flags, world), stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
     extra = {"bp_steps": BP_STEPS} if args.model == "hrm" else {}
 
     def step(i):
         ddp_utils.seed_step(0, i, 0)
-        loss, _ = state.wrapped(*batches(i), **extra)
+        loss, _ = state.wrapped(*batches[i % STAGED], **extra)
         loss.backward()
         norm = state.clip_gradients(1.0)
         state.optimizer_step(LR, norm)
@@ -131,7 +147,9 @@ def ours(args, row, device):
 
     flops = {"gpt2": lambda: model.flops_per_token(), "hrm": lambda: model.flops_per_token(BP_STEPS),
              "mlm": lambda: model.flops_per_token(MASK_RATE)}[args.model]()
-    return step, str(model.compute_dtype).removeprefix("torch."), flops
+    dtype = model.compute_dtype
+    return step, {"precision": str(dtype).removeprefix("torch."), "flops": flops,
+                  "attention": chosen_attention(args, row, world.device, dtype)}
 
 
 def autocast(args, device):
@@ -150,7 +168,7 @@ def hf(args, row, device):
 
     from data import load_tokenizer
     from model import to_hf
-    made = make_model(args, row)
+    made = make_model(args, row, device)
     names = {"gpt2": "GPT2LMHeadModel", "hrm": "HrmTextForCausalLM", "mlm": "ModernBertForMaskedLM"}
     options = {"mlm": {"sparse_prediction": True}, "hrm": {"L_bp_cycles": [0, BP_STEPS - 2]}, "gpt2": {}}
     with tempfile.TemporaryDirectory() as directory:
@@ -166,10 +184,10 @@ def hf(args, row, device):
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": DECAY},
                                    {"params": others, "weight_decay": 0.0}], lr=LR, betas=BETAS, fused=True)
     run = torch.compile(model) if args.compile else model
-    batches = Batches(args, row, device)
+    batches = stage(args, row, device, dense_labels=True)
 
     def step(i):
-        x, y = batches(i, dense_labels=True)
+        x, y = batches[i % STAGED]
         causal = {} if args.model == "mlm" else {"shift_labels": y, "use_cache": False}
         with autocast(args, device):
             loss = run(input_ids=x, labels=y, **causal).loss
@@ -179,11 +197,11 @@ def hf(args, row, device):
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step, args.peer_precision, None
+    return step, {"precision": args.peer_precision}
 
 
 def nanogpt(args, row, device):
-    """nanoGPT's model, and the loop of its train.py, which reads the loss after every step."""
+    """nanoGPT's model, and the loop of its train.py, which reads the loss every tenth step."""
     import importlib.util
 
     import torch
@@ -191,8 +209,8 @@ def nanogpt(args, row, device):
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt"] = module
     spec.loader.exec_module(module)
-    made, shape = make_model(args, row), {k: row[k] for k in ("n_layer", "n_head")}
-    with contextlib.redirect_stdout(sys.stderr):
+    made, shape = make_model(args, row, device), {k: row[k] for k in ("n_layer", "n_head")}
+    with device:
         model = module.GPT(module.GPTConfig(block_size=row["seq_len"], vocab_size=row["padded_vocab"],
                                             n_embd=row["d_model"], dropout=0.0, bias=False, **shape))
         import model as models
@@ -202,14 +220,13 @@ def nanogpt(args, row, device):
             for name, p in model.named_parameters():  # biases start as 0, and nanoGPT's default has none
                 p.copy_(theirs[name].T if name.endswith(transposed) else theirs[name])
         del made
-        model.to(device)
         optimizer = model.configure_optimizers(DECAY, LR, BETAS, device.type)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    run, batches = torch.compile(model) if args.compile else model, Batches(args, row, device)
+    run, batches = torch.compile(model) if args.compile else model, stage(args, row, device)
 
     def step(i):
-        x, y = batches(i)
+        x, y = batches[i % STAGED]
         with autocast(args, device):
             _, loss = run(x, y)
         scaler.scale(loss).backward()
@@ -218,14 +235,15 @@ def nanogpt(args, row, device):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()
+        if i % 10 == 0:
+            loss.item()
         return loss.detach()
 
-    return step, args.peer_precision, None
+    return step, {"precision": args.peer_precision}
 
 
 # -----------------------------------------------------------------------------------------------------------
-# One process for each contestant, which does what it reads from stdin: a number of steps
+# One process for each contestant, which does what it reads from stdin: `train 5` or `profile 3`, in steps
 
 
 def synchronize(device):
@@ -234,128 +252,190 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
+def train(step, steps, device) -> dict:
+    """What one of these steps took; `host` is how long Python took to launch the first, on an idle GPU."""
+    import torch
+    on_gpu = device.type == "cuda"
+    synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    if on_gpu:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+    losses = [step(steps[0])]
+    host = time.perf_counter() - wall if on_gpu else None
+    losses += [step(i) for i in steps[1:]]
+    if on_gpu:
+        end.record()
+    synchronize(device)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    seconds = begin.elapsed_time(end) / 1000 if on_gpu else wall
+    peak = (torch.cuda.max_memory_allocated() if on_gpu
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return {"seconds": seconds / len(steps), "host": host, "cpu": cpu / len(steps), "gb": peak / 2**30,
+            "losses": [loss.item() for loss in losses]}
+
+
+def profile(step, steps, device) -> dict:
+    """The 15 kernels (on a CPU: operations) that take most of these steps, and which attention they are."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    name = device.type.upper()
+    with torch.profiler.profile(activities=[getattr(ProfilerActivity, name)]) as found:
+        losses = [step(i) for i in steps]
+        synchronize(device)
+    clock = f"self_{'device' if name == 'CUDA' else 'cpu'}_time_total"
+    kernels = [(e.key, e.count / len(steps), getattr(e, clock) / 1000 / len(steps))
+               for e in found.key_averages() if e.device_type.name == name and not e.is_user_annotation]
+    kernels.sort(key=lambda kernel: -kernel[2])
+    total = sum(ms for _, _, ms in kernels) or 1
+    attention = [name for name, pattern in ATTENTION.items()
+                 if any(re.search(pattern, kernel) for kernel, _, _ in kernels)]
+    return {"kernels": [{"name": name[:100], "calls": calls, "ms": ms, "share": ms / total}
+                        for name, calls, ms in kernels[:15]],
+            "losses": [loss.item() for loss in losses]} | (
+                {"attention": " ".join(attention)} if attention else {})
+
+
 def contestant(args) -> None:
-    """Says {"ready"} after the first step, then for each line with a number of steps what they took."""
+    """Says its facts after the first step, then for each line that it reads what that found."""
     answers = os.fdopen(os.dup(1), "w")  # what libraries print goes to stderr
     os.dup2(2, 1)
     import torch
+
+    import monitor
     torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     device = torch.device(args.device)
-    row = settings(args)
 
     def say(**message):
         print(json.dumps(message), file=answers, flush=True)
 
     try:
-        begin_with = {"ours": ours, "hf": hf, "nanogpt": nanogpt}[args.contestant]
-        step, precision, flops = begin_with(args, row, device)
+        step, facts = {"ours": ours, "hf": hf, "nanogpt": nanogpt}[args.contestant](
+            args, settings(args), device)
         first = step(0).item()
-        synchronize(device)
-        say(first_step=time.time() - args.started, precision=precision, flops=flops, losses=[first])
+        facts |= {"first_step": time.time() - args.started, "peak_flops": monitor.peak_flops(device)}
+        say(losses=[first], **facts)
         done = 1
         for line in sys.stdin:
-            count = int(line)
-            synchronize(device)
-            wall, cpu, losses = time.perf_counter(), time.process_time(), []
-            if device.type == "cuda":
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-            for i in range(done, done + count):
-                losses.append(step(i))
-            if device.type == "cuda":
-                end.record()
-            synchronize(device)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            seconds = begin.elapsed_time(end) / 1000 if device.type == "cuda" else wall
-            done += count
-            peak = (torch.cuda.max_memory_allocated() if device.type == "cuda"
-                    else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-            say(seconds=seconds / count, cpu=cpu / count, gb=peak / 2**30,
-                losses=[loss.item() for loss in losses])
+            what, count = line.split()
+            steps = range(done, done + int(count))
+            say(**{"train": train, "profile": profile}[what](step, steps, device))
+            done = steps.stop
     except torch.OutOfMemoryError as error:
         say(error=str(error).splitlines()[0])
 
 
 class Process:
-    def __init__(self, args, name: str):
-        command = [sys.executable, __file__, *sys.argv[1:], "--contestant", name, "--device", args.device,
-                   "--started", str(time.time())]
+    """A contestant, seen from outside. `error` says why it is out of the race, if it is."""
+
+    def __init__(self, args, name: str, kind: str, flags: list[str]):
+        command = [sys.executable, __file__, *sys.argv[1:], *flags, "--contestant", kind,
+                   "--device", args.device, "--started", str(time.time())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                         stderr=None if args.verbose else subprocess.DEVNULL)
-        self.name, self.rounds, self.losses = name, [], []
-        self.facts = self.listen()
+        self.name, self.facts, self.rounds, self.losses, self.error = name, {}, [], [], None
 
     def listen(self) -> dict:
         line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name} has died; --verbose shows what it said")
-        message = json.loads(line)
-        if "error" in message:
-            sys.exit(f"{self.name}: {message['error']}")
-        self.losses += message.pop("losses")
+        message = json.loads(line) if line else {"error": "has died; --verbose shows what it said"}
+        self.error = message.get("error")
+        self.losses += message.pop("losses", [])
         return message
 
-    def train(self, steps: int) -> dict:
-        print(steps, file=self.process.stdin, flush=True)
+    def do(self, what: str, steps: int) -> dict:
+        with contextlib.suppress(BrokenPipeError):
+            print(what, steps, file=self.process.stdin, flush=True)
         return self.listen()
 
     def close(self):
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
 
+def summary(args, contestants: list[Process]) -> dict:
+    """All numbers so far as plain data."""
+    row, found, ratios = settings(args), {}, {}
+    tokens, flops = row["batch"] * row["seq_len"], contestants[0].facts.get("flops")
+    for c in contestants:
+        found[c.name] = c.facts | ({"error": c.error} if c.error else {})
+        if not c.rounds:
+            continue
+        medians = {key: statistics.median(r[key] for r in c.rounds) if c.rounds[0][key] is not None else None
+                   for key in ("seconds", "host", "cpu")}
+        speed, peak = tokens / medians["seconds"], c.facts["peak_flops"]
+        found[c.name] |= {**medians, "tokens_per_sec": speed, "gb": c.rounds[-1]["gb"], "loss": c.losses[-1],
+                          "mfu": flops * speed / peak if flops and peak else None,
+                          "steps": len(c.losses), "rounds": c.rounds}
+        each = {clock: [b[clock] / a[clock] for a, b in zip(contestants[0].rounds, c.rounds)]
+                for clock in ("seconds", "cpu")}
+        if c is not contestants[0] and each["cpu"]:
+            ratios[c.name] = {clock: [min(r), statistics.median(r), max(r)] for clock, r in each.items()}
+    import torch
+    return {"command": shlex.join(["bench/train.py", *sys.argv[1:]]), "time": time.strftime("%F %T"),
+            "python": platform.python_version(), "torch": torch.__version__, "model": args.model,
+            "size": args.size, "batch": row["batch"], "seq_len": row["seq_len"], "compile": args.compile,
+            "checkpoint_activations": args.checkpoint_activations, "contestants": found, "ratios": ratios}
+
+
+def append(args, kind: str, result: dict) -> None:
+    if args.json:
+        with open(args.json, "a") as file:
+            file.write(json.dumps({"kind": kind} | result) + "\n")
+
+
 def measure(args) -> dict:
-    """Rounds in turn. Returns all numbers as plain data."""
-    row = settings(args)
-    tokens = row["batch"] * row["seq_len"]
-    names = ["ours", args.peer] if args.peer else ["ours"]
-    contestants = [Process(args, name) for name in names]
-    for contestant in contestants:
-        contestant.train(args.warmup)
+    """Rounds in turn, of those that have not failed."""
+    contestants = [Process(args, "ours", "ours", []),
+                   *(Process(args, f"ours {flags}", "ours", shlex.split(flags)) for flags in args.also)]
+    contestants += [Process(args, args.peer, args.peer, [])] if args.peer else []
+
+    def running() -> list[Process]:
+        return [c for c in contestants if not c.error]
+
+    for c in contestants:
+        c.facts = c.listen()
+    for c in running():
+        c.do("train", args.warmup)
     for round_ in range(args.pairs):
-        for contestant in contestants if round_ % 2 == 0 else contestants[::-1]:
-            contestant.rounds.append(contestant.train(args.steps))
-    found = {}
+        for c in running() if round_ % 2 == 0 else running()[::-1]:
+            found = c.do("train", args.steps)
+            c.rounds += [] if c.error else [found]
+        append(args, "round", summary(args, contestants))
+    for c in running() if args.profile else []:
+        c.facts |= c.do("profile", args.profile)
     for c in contestants:
         c.close()
-        seconds = statistics.median(r["seconds"] for r in c.rounds)
-        found[c.name] = {**c.facts, "seconds": seconds, "cpu": statistics.median(r["cpu"] for r in c.rounds),
-                         "tokens_per_sec": tokens / seconds, "gb": c.rounds[-1]["gb"],
-                         "loss": c.losses[-1], "steps": len(c.losses), "rounds": c.rounds}
-    flops = found["ours"]["flops"]
-    if args.device == "cuda":
-        import torch
-
-        import monitor
-        peak = monitor.peak_flops(torch.device("cuda"))
-        for result in found.values():
-            result["mfu"] = peak and flops * result["tokens_per_sec"] / peak
-    ratios = {}
-    if args.peer:
-        for clock in ("seconds", "cpu"):
-            each = [b[clock] / a[clock] for a, b in zip(*(c.rounds for c in contestants))]
-            ratios[clock] = [min(each), statistics.median(each), max(each)]
-    return {"model": args.model, "size": args.size, "batch": row["batch"], "seq_len": row["seq_len"],
-            "compile": args.compile, "checkpoint_activations": args.checkpoint_activations,
-            "contestants": found, "ratios": ratios}
+    return summary(args, contestants)
 
 
 def report(args, result: dict) -> None:
     print(f"{result['model']} {result['size']}, batch {result['batch']} x {result['seq_len']}, compile "
           f"{'on' if result['compile'] else 'off'}, activation checkpointing "
           f"{result['checkpoint_activations']}; medians of {args.pairs} rounds of {args.steps} steps\n")
-    columns = ["", "precision", "tokens/s", "ms a step", "CPU ms a step", "MFU", "peak GB", "s to first step",
-               "loss", "after steps"]
+    columns = ["", "precision", "attention", "tokens/s", "ms a step", "host ms a step", "CPU ms a step",
+               "MFU", "peak GB", "s to first step", "loss", "after steps"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, r in result["contestants"].items():
-        mfu = f"{r['mfu']:.1%}" if r.get("mfu") else "-"
-        print(f"| {name} | {r['precision']} | {r['tokens_per_sec']:,.0f} | {1000 * r['seconds']:,.1f} | "
-              f"{1000 * r['cpu']:,.1f} | {mfu} | {r['gb']:.2f} | {r['first_step']:.1f} | {r['loss']:.4f} | "
-              f"{r['steps']} |")
-    for clock, (low, median, high) in result["ratios"].items():
-        what = "wall clock" if clock == "seconds" else "CPU time"
-        print(f"\n{what}: ours is {median:.2f} x as fast as {args.peer} ({low:.2f} to {high:.2f})")
+        if "seconds" in r:
+            mfu = f"{r['mfu']:.1%}" if r["mfu"] else "-"
+            host = f"{1000 * r['host']:,.1f}" if r["host"] else "-"
+            print(f"| {name} | {r['precision']} | {r.get('attention') or '-'} | {r['tokens_per_sec']:,.0f} | "
+                  f"{1000 * r['seconds']:,.1f} | {host} | {1000 * r['cpu']:,.1f} | {mfu} | {r['gb']:.2f} | "
+                  f"{r['first_step']:.1f} | {r['loss']:.4f} | {r['steps']} |")
+    for name, r in result["contestants"].items():
+        if "error" in r:
+            print(f"\n{name}: {r['error']}")
+    for name, clocks in result["ratios"].items():
+        for clock, (low, median, high) in clocks.items():
+            what = "wall clock" if clock == "seconds" else "CPU time"
+            print(f"\n{what}: ours is {median:.2f} x as fast as {name} ({low:.2f} to {high:.2f})")
+    for name, r in result["contestants"].items():
+        if "kernels" in r:
+            print(f"\n{name}, a step:\n\n| kernel | calls | ms | share |\n|---|---|---|---|")
+            for k in r["kernels"]:
+                print(f"| {k['name']} | {k['calls']:g} | {k['ms']:.2f} | {k['share']:.1%} |")
 
 
 def parse_args() -> argparse.Namespace:
@@ -365,6 +445,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--size", help="of the trainer's presets, or baby: nanoGPT's for a CPU "
                         "(gpt2, 25m, 17m)")
     parser.add_argument("--peer", choices=("hf", "nanogpt"))
+    parser.add_argument("--also", action="append", default=[], metavar="FLAGS", help="ours once more, with "
+                        "flags such as --also=--fast or --also='--checkpoint-activations block'")
     parser.add_argument("--peer-source", metavar="DIR", help="where nanoGPT's model.py lies")
     parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt "
                         "on a CPU: fp32)")
@@ -375,6 +457,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="of a round (2)")
     parser.add_argument("--pairs", type=int, default=5, help="rounds (5)")
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted (2)")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="steps of which the kernels "
+                        "with the most time are shown, after the rounds (0)")
+    parser.add_argument("--fast", action="store_true", help="ours without deterministic algorithms")
     parser.add_argument("--checkpoint-activations", choices=("none", "block", "selective"), default="none")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="(on GPUs)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -406,10 +491,10 @@ def main() -> None:
     import torch
     print(f"python {platform.python_version()}, torch {torch.__version__}, {args.device}", flush=True)
     result = measure(args)
+    append(args, "result", result)
     report(args, result)
-    if args.json:
-        with open(args.json, "a") as file:
-            file.write(json.dumps(result) + "\n")
+    if failed := [name for name, r in result["contestants"].items() if "error" in r]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,193 @@
+"""What one GPU can do with the pieces of a training step: copies, matrix products, attention, the loss.
+
+    python bench/kernels.py                               # all of it
+    python bench/kernels.py attention loss --json FILE
+
+Each measurement is at once a line of JSON on stdout, appended to FILE, and a line for people on stderr. Times
+are medians between CUDA events. Matrix products have the shapes of GPT-2 124M and HRM 1b; they run with
+CUBLAS_WORKSPACE_CONFIG as ddp_utils.py sets it, then without, in a process of its own, because torch reads it
+once. On a CPU the shapes are tiny: to try this out.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import timeit
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+PRODUCTS = [  # (name, rows, channels in, channels out)
+    ("gpt2 qkv", 65536, 768, 2304), ("gpt2 attn_out", 65536, 768, 768), ("gpt2 up", 65536, 768, 3072),
+    ("gpt2 down", 65536, 3072, 768), ("gpt2 head", 16384, 768, 50304), ("hrm gqkv", 24576, 1536, 6144),
+    ("hrm attn_out", 24576, 1536, 1536), ("hrm gate_up", 24576, 1536, 8192), ("hrm down", 24576, 4096, 1536)]
+ATTENTION = [(64, 12, 1024, 64), (24, 12, 1024, 128)]  # (B, H, T, D) of GPT-2 124M and of HRM 1b
+
+
+def milliseconds(function, device, repeats: int = 10) -> float:
+    """The median time of a call, after three that are not counted."""
+    import torch
+    for _ in range(3):
+        function()
+    if device.type == "cpu":
+        return 1000 * statistics.median(timeit.repeat(function, number=1, repeat=repeats))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:  # without waiting in between, so the GPU does not wait for Python
+        function()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def attempt(say, row: dict, measure) -> None:
+    """Says a row with what measure() finds, or with why that is refused here."""
+    try:
+        say(**row, **measure())
+    except RuntimeError as error:
+        say(**row, error=str(error).strip().splitlines()[0][:200])
+
+
+def copy(say, device) -> None:
+    import torch
+    source = torch.randn(2**30 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
+    ms = milliseconds(partial(torch.empty_like(source).copy_, source), device)
+    say(gb=source.nbytes / 1e9, ms=ms, gb_per_sec=2 * source.nbytes / ms / 1e6)  # read and written
+
+
+def matmul(say, device) -> None:
+    import torch
+    for name, rows, width, out in PRODUCTS:
+        if device.type == "cpu":
+            rows, width, out = rows // 256, width // 16, out // 16
+        x, w, g = (torch.randn(shape, device=device, dtype=torch.bfloat16)
+                   for shape in ((rows, width), (out, width), (rows, out)))
+        calls = {"forward": partial(torch.mm, x, w.T), "dgrad": partial(torch.mm, g, w),
+                 "wgrad": partial(torch.mm, g.T, x)}
+        if "head" in name:  # as the loss adds up its chunks
+            total = torch.zeros(out, width, device=device)
+            calls["wgrad += float32"] = partial(torch.addmm, total, g.T, x, out_dtype=total.dtype, out=total)
+        for what, call in calls.items():
+            def measure(call=call, flops=2 * rows * width * out):
+                ms = milliseconds(call, device)
+                return {"ms": ms, "tflops": flops / ms / 1e9}
+            attempt(say, {"name": name, "shape": [rows, width, out], "what": what,
+                          "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")}, measure)
+
+
+def flash_implementations() -> list[str]:
+    """Those that torch can put in the place of its own flash attention here."""
+    import torch.nn.attention
+    found = []
+    if hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        for name, module in (("FA3", "flash_attn_interface"), ("FA4", "flash_attn.cute")):
+            with contextlib.suppress(ImportError):  # flash_attn itself is missing
+                found += [name] if importlib.util.find_spec(module) else []
+    return found
+
+
+def attention(say, device) -> None:
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def measure(backend, forward, inputs, grad) -> dict:
+        def both():
+            return torch.autograd.grad(forward(), inputs, grad)
+
+        with sdpa_kernel(backend):
+            return {"equal": all(map(torch.equal, both(), both())),
+                    "forward_ms": milliseconds(forward, device), "both_ms": milliseconds(both, device)}
+
+    for flash in (None, *flash_implementations()):  # the others last, as they stay active
+        if flash:
+            torch.nn.attention.activate_flash_attention_impl(flash)
+        backends = [SDPBackend.FLASH_ATTENTION] if flash else [
+            SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        for (B, H, T, D), strict in itertools.product(ATTENTION, (False, True)):
+            torch.use_deterministic_algorithms(strict)
+            B, T = (B, T) if device.type == "cuda" else (2, 64)
+            q, k, v, grad = (torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16).transpose(1, 2)
+                             for _ in range(4))  # laid out as in the models
+            inputs = [t.requires_grad_() for t in (q, k, v)]
+            forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True))
+            for backend in backends:
+                attempt(say, {"shape": [B, H, T, D], "strict": strict, "backend": flash or backend.name,
+                              "chosen": backend == chosen and not flash},
+                        partial(measure, backend, forward, inputs, grad))
+
+
+def loss(say, device) -> None:
+    import torch
+
+    import model
+    on_gpu = device.type == "cuda"
+    rows, width, table, ids, divisor = (65536, 768, 50304, 50257, 1) if on_gpu else (512, 32, 512, 500, 128)
+    torch.use_deterministic_algorithms(True)
+    hidden = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(table, width, device=device).mul_(0.02).requires_grad_()
+    targets = torch.randint(ids, (rows,), device=device)
+
+    def measure(compiled):
+        call = partial(model.linear_cross_entropy, hidden, weight, targets, ids, compiled=compiled)
+        begin = time.perf_counter()
+        found = {"loss": call().item(), "first_s": time.perf_counter() - begin}
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found["ms"] = milliseconds(call, device)
+        return found | {"gb": (torch.cuda.max_memory_allocated() - before) / 2**30}
+
+    for compiled, chunk in ((False, 4096), (True, 4096), (True, 16384), (True, 32768)):
+        model.LOSS_ROWS[device.type] = chunk // divisor
+        torch.compiler.reset()  # else another size makes a kernel for all sizes
+        attempt(say, {"compiled": compiled, "rows": chunk // divisor}, partial(measure, compiled))
+
+
+PARTS = {"copy": copy, "matmul": matmul, "attention": attention, "loss": loss}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path, help="append the lines to this file too")
+    parser.add_argument("--no-workspace", action="store_true", help=argparse.SUPPRESS)  # the second matmul
+    args = parser.parse_args()
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"no such part: {', '.join(unknown)}")
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if not args.no_workspace:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    import torch
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def say(**found):
+        line = json.dumps({"kind": part} | found)
+        print(line, flush=True)
+        if args.json:
+            with open(args.json, "a") as file:
+                file.write(line + "\n")
+        print(part, *(f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}"
+                      for key, value in found.items()), sep="  ", file=sys.stderr, flush=True)
+
+    for part in args.parts or PARTS:
+        PARTS[part](say, torch.device(args.device))
+        if part == "matmul" and not args.no_workspace:
+            json_file = ["--json", args.json] if args.json else []
+            subprocess.run([sys.executable, __file__, part, "--no-workspace", "--device", args.device,
+                            *json_file], check=True)
+
+
+if __name__ == "__main__":
+    main()
