@@ -985,6 +985,7 @@ class TrainState:
         self.compiled = can_compile if args.compile is None else args.compile
         model.compile_loss = self.compiled and on_cuda
         torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
+        torch._dynamo.config.recompile_limit = 64  # an MLM has three kinds of blocks, each to train and not
         for block in blocks_of(model):
             block.checkpointing = args.checkpoint_activations or "none"  # or what Run.begin chooses
             if self.compiled:  # rounded where eager code rounds, so that recomputing gives the same bits

@@ -164,7 +164,8 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
 
 def _rows_loss_to_compile(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
                           count: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """_rows_loss of operations that Inductor turns into one kernel with two passes over the products."""
+    """_rows_loss of operations that Inductor fuses, so that they read the products twice and write them once.
+    """
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float() if bias is None else products.float() + bias
     column = torch.arange(products.size(1), device=products.device)
@@ -188,6 +189,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count, compiled):
         chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
+        if compiled:  # chunks of one size, for each of which there would be a graph
+            chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
         # Uncompiled, the operations between the products take fewer rows: on a GPU for less memory, on a CPU
         # because 4 MB stay in its cache from one operation to the next.
         few = chunk if compiled else 4096 if hidden.is_cuda else max(2**20 // weight.size(0), 8)
@@ -232,7 +235,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) + bias (V),
     targets (…). With `accuracy`, a tuple of that loss and the fraction of targets with the largest logit.
     Targets below 0 are ignored. Rows of `weight` from `vocab_size` on are padding and have probability 0.
-    With `compiled`, what lies between the matrix products is one kernel.
+    `compiled` fuses what lies between the matrix products.
     """
     targets = targets.reshape(-1)
     total, correct = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, bias, targets,
