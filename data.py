@@ -20,12 +20,14 @@ torch is imported only by the reader: `prepare` and its worker processes start f
 import argparse
 import codecs
 import contextlib
+import errno
 import fcntl
 import glob
 import gzip
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -49,6 +51,14 @@ import numpy as np
 
 class UserError(Exception):
     """A mistake that the user can fix: printed as one sentence without a traceback, exit code 2."""
+
+    exit_code = 2
+
+
+class NotNow(UserError):
+    """What may go well later with the same command: no network, a full disk, a directory in use."""
+
+    exit_code = 1
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -421,7 +431,7 @@ class Source:
     def _hub(self):
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         if not Path(self.repo).exists() and not reachable(hub):
-            raise UserError(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
+            raise NotNow(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
                             "parquet:) or --dataset stdlib, which every machine has.")
         import datasets
         return self._rows(self.repo, datasets.load_dataset, self.repo, self.config, split="train",
@@ -531,7 +541,7 @@ def write_atomically(path: Path, *chunks) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(f"{path} cannot be written: {error.strerror}; free some space or choose another "
+        raise NotNow(f"{path} cannot be written: {error.strerror}; free some space or choose another "
                         "place, and run the same command again.")
 
 
@@ -727,7 +737,9 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             raise UserError(f"{out} holds {others[0]} but no manifest: choose an empty --out.")
         lock = open(out / ".lock", "a")  # a link to another file leaves that as it is
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out.")
+        full = error.errno == errno.ENOSPC
+        raise (NotNow if full else UserError)(f"{out} cannot be written: {error.strerror}; choose another "
+                                              "--out.")
     with lock, ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -996,28 +1008,41 @@ class Masker:
 
 
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
-               preset_global: int, preset_batch: int) -> tuple[int, int, int]:
+               wanted: int, largest: int) -> tuple[int, int, int]:
     """Returns (global batch, micro-batch, accumulation steps); the first is the product of the others and the
-    world size. The recipe fixes the global batch, memory limits the micro-batch. None means not given. Raises
-    UserError with the nearest fit if there is none.
+    world size. None means not given. A global batch that is given is taken, or refused by a UserError with
+    the nearest fit. Else it is `wanted`, the recipe's or that of the run so far, or if that does not divide,
+    of the multiples of the world size within 5 % of it the one with the largest micro-batch, up to `largest`.
     """
+    def micro(share: int) -> int:
+        """The micro-batch for a process's share of the global batch, 0 if the flags do not fit it."""
+        if grad_accum:
+            return share // grad_accum * (share % grad_accum == 0) * (batch in (None, share // grad_accum))
+        if batch:
+            return batch * (share % batch == 0)
+        return max(b for b in range(1, min(share, largest) + 1) if share % b == 0)
+
     if global_batch is None:
-        global_batch = batch * grad_accum * world_size if batch and grad_accum else preset_global
+        global_batch = batch * grad_accum * world_size if batch and grad_accum else wanted
+        if global_batch % world_size:
+            share, unit = wanted / world_size, batch or grad_accum or 1
+            shares = [n for n in range(math.ceil(0.95 * share), math.floor(1.05 * share) + 1) if micro(n)]
+            shares = shares or [max(1, round(share / unit)) * unit]
+            share = max(shares, key=lambda n: (micro(n), -abs(n - share)))
+            global_batch = share * world_size
     if global_batch % world_size or global_batch < 1:
         low = global_batch // world_size * world_size
         fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
         raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
                         f"processes: use --global-batch {fits}.")
-    per_rank = global_batch // world_size
-    divisors = [b for b in range(1, per_rank + 1) if per_rank % b == 0]
-    if batch is None:
-        batch = per_rank // grad_accum if grad_accum else max(b for b in divisors if b <= preset_batch)
-    if batch not in divisors or grad_accum and batch * grad_accum != per_rank:
-        fits = min(divisors, key=lambda b: abs(b - batch))
+    share = global_batch // world_size
+    if not (found := micro(share)):
+        nearest = min((b for b in range(1, share + 1) if share % b == 0),
+                      key=lambda b: abs(b - (batch or share // grad_accum)))
         given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
         raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
-                        f"processes {per_rank}, so use --batch {fits} --grad-accum {per_rank // fits}.")
-    return global_batch, batch, per_rank // batch
+                        f"processes {share}, so use --batch {nearest} --grad-accum {share // nearest}.")
+    return global_batch, found, share // found
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1343,8 +1368,10 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        code = 2
+        code = error.exit_code
         print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:  # of `peek … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         code = 130
         print("\nstopped: finished shards are kept; run the same command again to resume", file=sys.stderr)

@@ -9,6 +9,7 @@ One rule holds everywhere: which collectives a rank calls never depends on what 
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import gc
 import hashlib
@@ -40,7 +41,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (ArgumentParser, Dataset, UserError, cpu_count, directory_of, fsync_directory,
+from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
                   load_tokenizer, locate, plan_batch, unigram_entropy, validation_batches, write_atomically)
 from model import Block, continue_text, fill_masks, from_hf, make_optimizers, num_params, pad_vocab, to_hf
 
@@ -51,7 +52,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class RunError(Exception):
-    """A failure that one sentence explains better than a traceback: exit code 1."""
+    """A failure that one sentence explains better than a traceback."""
+
+    exit_code = 1
 
 
 def local_rank() -> int:
@@ -74,7 +77,7 @@ def launch(main) -> None:
     except KeyboardInterrupt:
         code, text = 130, "stopped"
     except (UserError, RunError) as error:
-        code, text, reason = 2 if isinstance(error, UserError) else 1, f"error: {error}", str(error)
+        code, text, reason = error.exit_code, f"error: {error}", str(error)
     except Exception as error:
         reason, lost = first_line(error), heartbeat and lost_connection(error)
         if lost and (cause := heartbeat.ask()):
@@ -510,8 +513,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--checkpoint-activations", ("none", "block", "selective"), None, "recompute in the backward pass, "
          "exactly: block keeps only the input of a block, selective the matrix products too (default: the "
          "first of none, selective and block that --dry-run expects to fit on the GPUs; on CPUs none)"),
-        ("--fast", bool, None, "on GPUs a few percent faster, but a resumed run differs in the last bits, and "
-         "so do compiled blocks with other --checkpoint-activations"),
+        ("--fast", bool, None, "on GPUs a little faster, but a resumed run differs in the last bits, and so "
+         "do compiled blocks with other --checkpoint-activations"),
         ("--strategy", ("ddp", "zero1", "zero2", "zero3"), "ddp", "what is sharded over the processes: "
          "nothing, the optimizer state, also gradients, also parameters; each resumes from any other"),
         ("--cpu-offload", bool, None, "with zero3: parameters, gradients and optimizer state in host memory"),
@@ -530,7 +533,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--outer-momentum", fraction, 0.5, "its Nesterov momentum"))
     add_flags(
         parser, "output",
-        ("--out", Path, None, "directory of the run (default: runs/<model>-<size>-<data>)"),
+        ("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)"),
         ("--log-every", positive_int, 10, "steps between log lines"),
         ("--wandb", bool, None, "send the curves to Weights & Biases as well"),
         ("--profile", nonnegative_int, 0, "print where the time of so many steps goes; write a trace"),
@@ -590,7 +593,7 @@ _waits = itertools.count()  # all ranks come to the same ones in the same order
 
 def on_all(what: str, function):
     """Runs function() on every rank, however long it takes. If it raises on one rank, it raises UserError on
-    all, so that none waits for the one that failed.
+    all, with the same exit code, so that none waits for the one that failed.
     """
     if not heartbeat:
         return function()
@@ -598,14 +601,15 @@ def on_all(what: str, function):
     try:
         result = function()
     except BaseException as error:
-        reason = str(error) or type(error).__name__
+        reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
         with contextlib.suppress(RunError):
             heartbeat.call(lambda: store.set(f"{what} failed", reason))
         raise
     heartbeat.add(what, 1)
     while heartbeat.add(what, 0) < heartbeat.world_size:
         if heartbeat.call(lambda: store.check([f"{what} failed"])):
-            raise UserError(heartbeat.call(lambda: store.get(f"{what} failed")).decode())
+            code, _, reason = heartbeat.call(lambda: store.get(f"{what} failed")).decode().partition(" ")
+            raise (UserError if code == "2" else NotNow)(reason)
         heartbeat.raise_if_lost()
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -1364,11 +1368,13 @@ def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             file = held.enter_context(open(descriptor, "r+"))
         except OSError as error:
-            raise UserError(f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
+            full = error.errno == errno.ENOSPC
+            raise (NotNow if full else UserError)(f"{run_directory} cannot be written ({error.strerror}): "
+                                                  "choose another --out.")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{run_directory} is in use by {file.read()}: wait, or choose another --out.")
+            raise NotNow(f"{run_directory} is in use by {file.read()}: wait, or choose another --out.")
         except OSError:
             pass  # a file system without locks
         owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
@@ -1464,15 +1470,14 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, world: World, dataset: Dataset, size: dict, out: Path):
         self.args, self.world, self.dataset, self.out = args, world, dataset, out
-        self.global_batch, self.micro_batch, self.grad_accum_steps = plan_batch(
-            world.world_size, args.global_batch, args.batch, args.grad_accum, size["global_batch"],
-            size["batch"])
-        steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / self.global_batch)
-        self.total_steps = steps or args.steps
         self._lock = lock_run_dir(out, world)
-        self.log = monitor.RunLog(out, world.is_rank0, world.prefix, self.total_steps, args.wandb,
-                                  args.profile)
+        self.log = monitor.RunLog(out, world.is_rank0, world.prefix, args.wandb, args.profile)
         self.saved = load_to_resume(out, args.resume, world, self.log.say)
+        self._wanted = self.saved["settings"]["global_batch"] if self.saved else size["global_batch"]
+        self.global_batch, self.micro_batch, self.grad_accum_steps = plan_batch(
+            world.world_size, args.global_batch, args.batch, args.grad_accum, self._wanted, size["batch"])
+        steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / self.global_batch)
+        self.total_steps = self.log.total_steps = steps or args.steps
         self.step = self.samples = 0  # how many are done
         self.ends_epoch = False  # whether the last step reached into the next pass over the data
         self.stopping = 0  # the signal at which all ranks have agreed to stop
@@ -1592,6 +1597,11 @@ class Run:
         rows, tokens = dataset.train.rows, dataset.val.num_tokens if dataset.val else 0
         shape = ", ".join(f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c)))
         scaler, compiled = ("on" if on else "off" for on in (state.scaler.is_enabled(), state.compiled))
+        chosen = args.global_batch or args.batch and args.grad_accum or self.global_batch == self._wanted
+        instead = "" if chosen else f" ({self._wanted} do not divide among {world.world_size} processes)"
+        if not chosen and abs(self.global_batch / self._wanted - 1) > 0.05:
+            self.log.say(f"WARNING: {self.global_batch} sequences a step, not {self._wanted}, may need "
+                         "another --lr: --global-batch chooses another number")
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
@@ -1605,7 +1615,7 @@ class Run:
             f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
             f"{args.seq_len}; {tokens:,} validation tokens of unigram entropy {self._entropy:.4f}",
             f"batch {self.micro_batch} x accumulation {self.grad_accum_steps} x {world.world_size} processes "
-            f"= {self.global_batch} sequences, {self.global_batch * args.seq_len:,} tokens a step; "
+            f"= {self.global_batch} sequences{instead}, {self.global_batch * args.seq_len:,} tokens a step; "
             f"{self.total_steps} steps, {rows / self.global_batch:.1f} an epoch",
             f"run directory {self.out}" + (f", resuming after step {self.step} from {self.saved['path']}"
                                            if self.saved else "")):

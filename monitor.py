@@ -237,8 +237,9 @@ class RunLog:
     `wandb` sends the curves to Weights & Biases as well; `profile` is a number of steps, see Profile.
     """
 
-    def __init__(self, out: Path, active: bool, prefix: str, total_steps: int, wandb=False, profile=0):
-        self.out, self.active, self.prefix, self.total_steps = Path(out), active, prefix, total_steps
+    def __init__(self, out: Path, active: bool, prefix: str, wandb=False, profile=0):
+        self.out, self.active, self.prefix = Path(out), active, prefix
+        self.total_steps = 0  # to be set before `begin`
         self.records: list[dict] = []
         self._use_wandb, self._has_psutil, self._next_drawing = wandb, False, 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
@@ -286,7 +287,7 @@ class RunLog:
                 self._has_psutil = True
             except ImportError:
                 self.say("curves of CPU and RAM are not written: pip install psutil")
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns:
             from tqdm import tqdm  # comes with datasets
             self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
         return bool(self.records) and self.records[-1]["step"] == step
@@ -443,6 +444,7 @@ class Profile:
     def __init__(self, out: Path, steps: int, say):
         self.out, self.steps, self.say = out, steps, say
         self.done, self.profiler, self.current = -2, None, contextlib.ExitStack()
+        self.evaluation = 0.0  # seconds
 
     def tick(self) -> None:
         """Counts a step; starts and ends the recording."""
@@ -462,8 +464,15 @@ class Profile:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             self.current.close()
-            if name:
+            if name == "evaluation":  # only its time is recorded: millions of operations would be gigabytes
+                self.profiler.toggle_collection_dynamic(False, self.profiler.activities)
+                self.current.callback(self._resume, time.perf_counter())
+            elif name:
                 self.current.enter_context(torch.profiler.record_function(name))
+
+    def _resume(self, begun: float) -> None:
+        self.evaluation += time.perf_counter() - begun
+        self.profiler.toggle_collection_dynamic(True, self.profiler.activities)
 
     def finish(self) -> None:
         """Writes the trace and prints the table, for as many steps as there were."""
@@ -473,7 +482,7 @@ class Profile:
             return
         self.phase(None)
         self.profiler.stop()
-        times = dict.fromkeys(self.ROWS, 0.0)
+        times = dict.fromkeys(self.ROWS, 0.0) | {"evaluation": 1e6 * self.evaluation}
         for event in self.profiler.key_averages():
             if event.key in times:
                 times[event.key] += event.cpu_time_total

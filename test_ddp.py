@@ -253,6 +253,8 @@ def predict(args: argparse.Namespace, size: dict, world: World, latency: float, 
             flops: list[float], note: str) -> None:
     """Prints what a step of this preset takes in each way to communicate. flops: FLOP/s of all ranks."""
     model = model_of(MODELS[args.model], size, "meta")
+    size["global_batch"], *_ = plan_batch(world.world_size, None, None, None, size["global_batch"],
+                                          size["batch"])
     tokens, parameters = size["global_batch"] * size["seq_len"], num_params(model)
     compute = tokens / world.world_size * model.flops_per_token() / min(flops)
     buckets = 4 * parameters // BUCKET + 1
@@ -367,8 +369,9 @@ def held_by_process(model: nn.Module, strategy: str, args: argparse.Namespace, p
     return held | {"activations": activations}
 
 
-def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dtype: torch.dtype, inputs: dict,
-                         compiled: bool, processes: int, gigabytes: float) -> tuple[str, nn.Module, int]:
+def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dtype: torch.dtype,
+                         inputs: dict, compiled: bool, processes: int,
+                         gigabytes: float) -> tuple[str, nn.Module, int]:
     """--checkpoint-activations, or the first mode, from the fastest on, that fits into so many GB; an empty
     model; and the bytes of its activations, those of the loss included.
     """
@@ -417,7 +420,8 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
                          "fits" if does_fit[strategy] else "does not fit"]))
     chosen = args.strategy + " --cpu-offload" * args.cpu_offload
     others = " or ".join(f"--strategy {strategy}" for strategy, does in does_fit.items() if does)
-    ways = ["a smaller --batch"] * (batch > 1) + [others or "more processes"]
+    one = held_by_process(model, chosen, args, processes, activations // batch)
+    ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes)) + [others or "more processes"]
     ways += ["--checkpoint-activations block"] * (mode != "block")
     print(f"--strategy {chosen} "
           + ("fits." if does_fit[chosen] else f"does not fit: use {' or '.join(ways)}."))

@@ -50,10 +50,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser, "recurrence",
         ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
          "ramp A:B over the first fifth of the run (2:5; with --untie from --h-cycles + 1)"),
-        ("--ponder-cost", number(0), 0.01, "weight of the cost of cycles with --halt, after a warm-up from 0 "
-         "over the first fifth of the run"))
+        ("--ponder-cost", number(0), None, "weight of the cost of cycles with --halt, after a warm-up from 0 "
+         "over the first fifth of the run (0.01)"))
     add_sampling_flags(parser)
     args = parser.parse_args(argv)
+    for name in ("max_cycles", "ponder_cost"):
+        if getattr(args, name) is not None and not args.halt:
+            raise UserError(f"--{name.replace('_', '-')} needs --halt.")
+    args.ponder_cost = 0.01 if args.ponder_cost is None else args.ponder_cost
     set_defaults(args, HRMConfig, SIZES[args.size])
     cycles = args.max_cycles if args.halt else args.h_cycles
     low = 2 if args.tie else cycles + 1  # so far back the embedding, untied, gets its gradient

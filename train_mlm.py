@@ -58,13 +58,15 @@ EVAL_RATE = 0.15
 
 
 def list_presets() -> None:
-    print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9}  use case")
+    print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
+          "use case")
     for name, preset in PRESETS.items():
         row = SIZES[preset["size"]] | preset
         length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
         print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
-              f"{length:>9}  {row['use']}")
-    print()
+              f"{length:>9} {row['lr']:6g}  {row['use']}")
+    print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
+          "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
     for name, preset in PRESETS.items():
         source = " --data imdb" if preset["size"] == "tiny" else ""  # the larger ones need more: FineWeb-Edu
         print(f"torchrun --nproc_per_node={preset['gpus']} train_mlm.py --preset {name}{source}")

@@ -36,7 +36,8 @@ def main() -> None:
     config = GPT2Config(vocab_size=4096, padded_vocab=4096, seq_len=256, n_layer=4, n_head=2, d_model=128)
     x = torch.randint(4096, (args.batch, config.seq_len), device=device)
     directory = Path(tempfile.mkdtemp())
-    log = RunLog(directory, True, "[Rank 0/1]", 10**6)
+    log = RunLog(directory, True, "[Rank 0/1]")
+    log.total_steps = 10**6
     log.begin(0, {"lr": 1e-3}, lambda record: True)
     spent, steps = 0.0, {True: 0, False: 0}
     model = GPT2(config).to(device)

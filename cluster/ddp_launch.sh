@@ -6,9 +6,9 @@
 #
 # MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE, the processes to
 # start here, may differ between nodes. First all nodes meet, or it is said who is missing after
-# PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable is malformed. 1: the nodes did not meet, or the run
-# has failed, which for torchrun includes a wrong flag; the same line resumes from the newest checkpoint, so a
-# loop around it brings a node back (trainer@.service, README).
+# PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable or a flag is wrong. 1: the nodes did not meet, or
+# the run has failed; the same line resumes from the newest checkpoint, so a loop around it brings a node back
+# (trainer@.service, README).
 set -euo pipefail
 
 fail() {
@@ -49,6 +49,16 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # how long torchrun leaves its processes after SIGTERM, for a checkpoint
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-50}
 # Static rendezvous: rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
-exec torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
+# torchrun's own exit code is 1 whatever happened; that of the process that failed first tells a mistake (2)
+# from what may go well at the next try.
+exec python3 -c 'import sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except ChildFailedError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2 if error.get_first_failure()[1].exitcode == 2 else 1)
+' --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-conf="timeout=$PREFLIGHT_TIMEOUT" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"

@@ -88,7 +88,7 @@ class Trainer:
                 torch.set_num_threads(1)  # changes the order of sums
                 importlib.import_module(self.script.removesuffix(".py")).main()
         except UserError as error:
-            code = 2
+            code = error.exit_code
             text.write(f"error: {error}\n")
         finally:
             if torch.distributed.is_initialized():

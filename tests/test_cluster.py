@@ -1,6 +1,7 @@
 """The check of a cluster, and what starts one: test_ddp.py and cluster/, on this machine over loopback."""
 
 import configparser
+import fcntl
 import os
 import random
 import re
@@ -232,6 +233,22 @@ def test_nodes_with_different_numbers_of_processes():
     assert first.code == 0 and "OK" in first.out.splitlines() and "rank 2: " in first.out, first.out
     assert re.search(r"node 0 \S+: 2 processes; node 1 \S+ \(127.0.0.1\): 1 processes", first.out), first.out
     assert second.code == 0, second.out
+
+
+@pytest.mark.parametrize("held, code, sentence", [
+    (False, 2, "error: argument --lr"), (True, 1, "is in use by process")])
+def test_the_launcher_tells_a_mistake_from_what_may_go_well_later(tmp_path, shards, held, code, sentence):
+    """systemd stops at 2 and tries again at 1, which torchrun would make of both."""
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / ".lock", "w") as lock:
+        if held:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write("process 7\n")
+            lock.flush()
+        ended = finish(Nodes(1).start(0, "train_gpt2.py", "--data", shards, "--out", tmp_path / "run",
+                                      "--lr", "0.001" if held else "much", "--device", "cpu", "--seq-len", 32,
+                                      GPUS_PER_NODE=2))
+    assert ended.code == code and sentence in ended.out, ended.out
 
 
 def test_a_node_that_comes_again_is_not_repeated():

@@ -9,6 +9,7 @@ broken version is not.
 
 import argparse
 import gzip
+import importlib
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -25,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED, finish, run, start, torchrun
+from conftest import ROOT, SHARED, finish, run, start, torchrun
 
 import data
 
@@ -816,8 +818,30 @@ def test_plan_batch_always_divides_or_says_what_does():
             plan = data.plan_batch(world_size, said[0] or wanted or 48, *said[1:], 48, 8)
         else:
             assert (batch or plan[1], grad_accum or plan[2]) == plan[1:]
-            assert plan[0] == (wanted or (world_size * batch * grad_accum if batch and grad_accum else 48))
+            if wanted or batch and grad_accum or 48 % world_size == 0:
+                usual = world_size * batch * grad_accum if batch and grad_accum else 48
+                assert plan[0] == (wanted or usual)
         assert plan[0] == world_size * plan[1] * plan[2] and min(plan) > 0
+
+
+@pytest.mark.parametrize("trainer", ["train_hrm", "train_gpt2", "train_mlm"])
+def test_every_recipe_fits_any_number_of_processes(trainer):
+    module = importlib.import_module(trainer)
+    rows = [*module.SIZES.values(), *(module.SIZES[preset["size"]] | preset
+                                      for preset in getattr(module, "PRESETS", {}).values())]
+    for row, world_size in itertools.product(rows, [*range(1, 10), 12, 16, 24, 64]):
+        wanted = row["global_batch"]
+        found, batch, grad_accum = data.plan_batch(world_size, None, None, None, wanted, row["batch"])
+        assert found == world_size * batch * grad_accum and 1 <= batch <= row["batch"]
+        assert found == wanted if wanted % world_size == 0 else abs(found - wanted) < world_size + wanted / 20
+        assert data.plan_batch(world_size, None, None, None, found, row["batch"])[0] == found  # a resume
+
+
+@pytest.mark.parametrize("world_size, wanted, largest, plan", [
+    (5, 512, 32, (520, 26, 4)), (7, 512, 32, (525, 25, 3)), (5, 16, 8, (15, 3, 1)),
+    (6, 768, 24, (768, 16, 8)), (64, 16, 8, (64, 1, 1)), (3, 1024, 64, (1062, 59, 6))])
+def test_a_recipe_that_does_not_divide_gets_a_large_micro_batch(world_size, wanted, largest, plan):
+    assert data.plan_batch(world_size, None, None, None, wanted, largest) == plan
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -894,6 +918,12 @@ def test_peek(shards, dataset, split):
     texts = [dataset.tokenizer.decode(tokens[row * 96:row * 96 + 96]) for row in rows]
     expected = [f"--- {split} row {row}\n{text}\n" for row, text in zip(rows, texts, strict=True)]
     assert result.code == 0 and result.out == "".join(expected)
+
+
+def test_peek_into_a_pipe_that_closes(shards):
+    command = f"{sys.executable} {ROOT}/data.py peek {shards} --rows 2000 | head -n 1"
+    result = finish(start(["bash", "-c", f"set -o pipefail; {command}"]))
+    assert result.code == 0 and len(result.out.splitlines()) == 1, result.out
 
 
 def test_prepared_data_is_not_prepared_again(corpus, shards):

@@ -268,7 +268,8 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 
 
 def begun(out: Path, step: int = 0, keep: bool = True, **options) -> RunLog:
-    log = RunLog(out, True, "[Rank 0/1]", 10, **options)
+    log = RunLog(out, True, "[Rank 0/1]", **options)
+    log.total_steps = 10
     log.begin(step, {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None}, lambda record: keep)
     return log
 
@@ -381,7 +382,7 @@ def test_wandb(tmp_path, monkeypatch):
     assert first["id"] == second["id"] and first["resume"] == "allow" and first["name"] == "run"
     assert first["config"]["bp_steps"] == [2, 5] and point[0] == 1
     assert point[1]["Loss/train_step"] == 4.9 and "System/CPU_percent" in point[1]
-    log = RunLog(out, True, "", 10, wandb=True)
+    log = RunLog(out, True, "", wandb=True)
     with pytest.raises(UserError, match="not logged in.*wandb login"):
         log.begin(0, {"lr": 0}, lambda record: True)
     block(monkeypatch, "wandb")
@@ -394,7 +395,7 @@ def test_wandb(tmp_path, monkeypatch):
     ({"val_accuracy": 0.1234, "val_nats_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
      "1.5000 nats per masked byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
 def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
-    RunLog(tmp_path, True, "", 20).evaluation_line(record(9, val_loss=4.62509, **found), 2.89861)
+    RunLog(tmp_path, True, "").evaluation_line(record(9, val_loss=4.62509, **found), 2.89861)
     assert capsys.readouterr().out == (tmp_path / "train.log").read_text() == line
 
 
@@ -403,7 +404,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
     def gone(*_, **__):
         raise OSError(5, "Input/output error")
 
-    log = RunLog(tmp_path, True, "", 10)
+    log = RunLog(tmp_path, True, "")
     log._bar = SimpleNamespace(write=gone) if bar else None
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "write", gone)
@@ -412,7 +413,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
 
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
-    log = RunLog(tmp_path, False, "", 10, wandb=True, profile=3)
+    log = RunLog(tmp_path, False, "", wandb=True, profile=3)
     assert log.begin(0, {}, lambda record: True) is False
     log.say("x")
     log.phase("data")
@@ -606,23 +607,27 @@ def test_kill_9_between_a_save_and_its_log_line(tmp_path, shards, where):
     pytest.param(script, ranks, marks=pytest.mark.long) for script, ranks in (
         ("train_gpt2.py", 2), ("train_hrm.py", 2), ("train_mlm.py", 2))])
 def test_profile(tmp_path, shards, script, ranks):
+    """Four steps with an evaluation in the middle, of which the trace has no operations, only the time."""
     import gzip
 
     from runs import Trainer
     out = tmp_path / "run"
     flags = {"max_new_tokens": 5} if "mlm" not in script else {}
-    done = Trainer(script, **flags).train(ranks, shards, out, steps=8, profile=4, save_every=2)
+    done = Trainer(script, **flags).train(ranks, shards, out, steps=8, profile=4, save_every=2,
+                                         eval_every=4, eval_batches=0)
     assert done.code == 0 and "unknown peak of this CPU" in done.out, done.out
     rows = dict(re.findall(r"^  (\w+) +(\d+\.\d+) ms +\d+\.\d%$", done.out, re.MULTILINE))
     assert list(rows) == ["data", "forward", "backward", "communication", "optimizer", "save", "evaluation",
                           "other"]
-    assert all(float(rows[name]) > 0 for name in ("data", "forward", "backward", "optimizer", "save"))
+    assert all(float(rows[name]) > 0 for name in rows if name not in ("communication", "other"))
     assert float(rows["communication"]) > 0 or ranks == 0
     total = float(re.search(r"profile of 4 steps, (\d+\.\d) ms each", done.out)[1])
     assert abs(sum(map(float, rows.values())) - float(rows["communication"]) - total) < 0.1
     with gzip.open(out / "trace.json.gz") as file:
         events = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert events.count("forward") >= 4 and any(name.startswith("aten::") for name in events if name)
+    micro_batches = 2 if ranks < 2 else 1
+    assert events.count("aten::_log_softmax") == 4 * micro_batches  # evaluating takes one for each batch too
 
 
 # -----------------------------------------------------------------------------------------------------------
