@@ -537,7 +537,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--log-every", positive_int, 10, "steps between log lines"),
         ("--wandb", bool, None, "send the curves to Weights & Biases as well"),
         ("--profile", nonnegative_int, 0, "print where the time of so many steps goes; write a trace"),
-        ("--eval-every", positive_int, None, "steps between evaluations; epochs end with one too"),
+        ("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too"),
         ("--eval-batches", nonnegative_int, None, "global batches in an evaluation; 0: all"),
         ("--save-every", positive_int, None, "steps between checkpoints"),
         ("--keep-last", positive_int, 3, "checkpoints to keep, beside the best"),
@@ -1289,7 +1289,7 @@ class Checkpoints:
         content = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__), "scaler": scaler}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
         name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
-        self._submit(self._write, name, content, copies)
+        self._submit(self._write, name, content, copies, time.perf_counter())
 
     def _copy(self, group: str, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get((group, name))
@@ -1325,7 +1325,7 @@ class Checkpoints:
 
         self._jobs[:] = [*(job for job in self._jobs if not job.done()), self._thread.submit(job)]
 
-    def _write(self, name: str, content: dict, copies: dict) -> None:
+    def _write(self, name: str, content: dict, copies: dict, begun: float) -> None:
         totals = {key: t.sum(dtype=torch.float32) for key, t in copies["model"].items()}
         bad = next((key for key, total in totals.items() if not total.isfinite()), None)  # inf and NaN add up
         if bad:
@@ -1340,8 +1340,12 @@ class Checkpoints:
         finally:
             temporary.unlink(missing_ok=True)
         fsync_directory(self.directory)
-        for old in list_checkpoints(self.run_directory)[self.keep_last:]:
+        path, removed = self.directory / name, list_checkpoints(self.run_directory)[self.keep_last:]
+        for old in removed:
             old.unlink()
+        self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2f} GB in "
+                 f"{time.perf_counter() - begun:.1f} s)"
+                 + "".join(f"; removed {old.name}" for old in removed))
 
     def _link_best(self, name: str, step: int, loss: float) -> None:
         if not loss < self._best or self._newest_step() != step:
@@ -1478,6 +1482,8 @@ class Run:
             world.world_size, args.global_batch, args.batch, args.grad_accum, self._wanted, size["batch"])
         steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / self.global_batch)
         self.total_steps = self.log.total_steps = steps or args.steps
+        # shorter ones end unnoticed: with a small text every step could evaluate and save
+        self._long_epochs = dataset.train.rows > args.eval_every * self.global_batch
         self.step = self.samples = 0  # how many are done
         self.ends_epoch = False  # whether the last step reached into the next pass over the data
         self.stopping = 0  # the signal at which all ranks have agreed to stop
@@ -1602,6 +1608,10 @@ class Run:
         if not chosen and abs(self.global_batch / self._wanted - 1) > 0.05:
             self.log.say(f"WARNING: {self.global_batch} sequences a step, not {self._wanted}, may need "
                          "another --lr: --global-batch chooses another number")
+        passes = self.total_steps * self.global_batch / rows
+        if passes > 20 and not args.epochs:
+            self.log.say(f"WARNING: the run reads this text {passes:,.0f} times, which is small for the recipe: "
+                         "give --epochs 3 instead, and a smaller --global-batch, or start with --init-from")
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
@@ -1650,7 +1660,8 @@ class Run:
         record has as means over the ranks, or plain numbers that are the same on all ranks.
         """
         rows, state = self.dataset.train.rows, self.state
-        self.ends_epoch = (self.samples + self.global_batch) // rows > self.samples // rows
+        self.ends_epoch = self._long_epochs and (
+            (self.samples + self.global_batch) // rows > self.samples // rows)
         self.step, self.samples = self.step + 1, self.samples + self.global_batch
         # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
         self._epoch_loss += metrics["loss"].float() / self.world.world_size
@@ -1679,12 +1690,18 @@ class Run:
         record = {"step": self.step, "loss": metrics.pop("loss"), "val_loss": None, "lr": lr,
                   "grad_norm": grad_norm.item(), "skipped": int(skipped),
                   "tokens": self.samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
-                  "mfu": None, "mem_gb": round(monitor.memory_gb(world.device), 3), **metrics,
+                  "mfu": None, "mem_gb": self._peak_memory(), **metrics,
                   "time": round(time.time(), 3)}
         if self._peak_flops:
             flops = tokens_per_sec * self._flops_per_token(record)
             record["mfu"] = flops / (self._peak_flops * world.world_size)
         return record
+
+    def _peak_memory(self) -> float:
+        """The largest peak so far of all ranks, in GB."""
+        gigabytes = torch.tensor(monitor.memory_gb(self.world.device), device=self.world.device)
+        dist.all_reduce(gigabytes, op=dist.ReduceOp.MAX)
+        return round(gigabytes.item(), 3)
 
     def report(self, evaluate, sample=None) -> None:
         """Does what is due after a step, or was still due at a resume: save, evaluate, log, sample.
@@ -1782,6 +1799,7 @@ class Run:
             self._show(sample)
         self._checkpoints.close()
         self._vote.close()
+        self._summarize()
         in_sync = "of all ranks were in sync" if self._replicated else "are in shards"
         ending = (f"training complete: {self.step} steps, {self.samples * self.args.seq_len:,} tokens, the "
                   f"parameters {in_sync}; the run is in {self.out}")
@@ -1790,6 +1808,20 @@ class Run:
                       f"checkpoint of step {self._checkpoints.saved_step}: the same command resumes it")
         self._close()
         self.log.say(ending)
+
+    def _summarize(self) -> None:
+        memory = self._peak_memory()
+        if not self.world.is_rank0:
+            return
+        steps, seconds = self.step - self._first, time.perf_counter() - self._begun
+        tokens = steps * self.global_batch * self.args.seq_len
+        sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.stat())}
+        loss, step = min(((r["val_loss"], r["step"]) for r in self.log.records if r["val_loss"] is not None),
+                         default=(None, None))
+        best = "" if loss is None else f"; best validation loss {loss:.4f} at step {step}"
+        self.log.say(f"{steps} steps in {monitor.human_time(seconds)}, evaluations and saves included: "
+                     f"{monitor.human_count(tokens / seconds)} tok/s{best}; peak memory {memory:.1f} GB; "
+                     f"{sum(sizes.values()) / 1e9:.2f} GB on disk")
 
     def _close(self) -> None:
         self.log.close()

@@ -350,8 +350,10 @@ class RunLog:
 
     def evaluation_line(self, record: dict, entropy: float) -> None:
         """Prints what an evaluation found, beside the unigram entropy (the loss without context)."""
+        before = [r["val_loss"] for r in self.records[:-1] if r["val_loss"] is not None]
+        best = ["best so far"] if before and record["val_loss"] < min(before) else []
         found = format_known(record, EVALUATION)
-        self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}"]))
+        self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}", *best]))
 
     def write(self, record: dict) -> None:
         """Adds the record of a step to all curves. NaN and infinity, which JSON lacks, become null.
