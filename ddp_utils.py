@@ -513,8 +513,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--checkpoint-activations", ("none", "block", "selective"), None, "recompute in the backward pass, "
          "exactly: block keeps only the input of a block, selective the matrix products too (default: the "
          "first of none, selective and block that --dry-run expects to fit on the GPUs; on CPUs none)"),
-        ("--fast", bool, None, "on GPUs a little faster, but a resumed run differs in the last bits, and so "
-         "do compiled blocks with other --checkpoint-activations"),
+        ("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
+         "bits, and so do compiled blocks with other --checkpoint-activations"),
         ("--strategy", ("ddp", "zero1", "zero2", "zero3"), "ddp", "what is sharded over the processes: "
          "nothing, the optimizer state, also gradients, also parameters; each resumes from any other"),
         ("--cpu-offload", bool, None, "with zero3: parameters, gradients and optimizer state in host memory"),
@@ -989,7 +989,6 @@ class TrainState:
         self.compiled = can_compile if args.compile is None else args.compile
         model.compile_loss = self.compiled and on_cuda
         torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
-        torch._dynamo.config.recompile_limit = 64  # an MLM has three kinds of blocks, each to train and not
         for block in blocks_of(model):
             block.checkpointing = args.checkpoint_activations or "none"  # or what Run.begin chooses
             if self.compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
@@ -1527,7 +1526,9 @@ class Run:
         args, world, say = self.args, self.world, self.log.say
         self.state, self._flops_per_token = state, flops_per_token
         if args.checkpoint_activations is None:
-            args.checkpoint_activations = self._choose_checkpointing(warm_up[1])
+            gpu = world.device.type == "cuda" and torch.cuda.get_device_properties(world.device)
+            args.checkpoint_activations = (
+                self._choose_checkpointing(warm_up[1], gpu.total_memory / 1e9) if gpu else "none")
         precision = str(state.model.compute_dtype).removeprefix("torch.")
         settings = json.loads(json.dumps(vars(args), default=str)) | {
             "steps": self.total_steps, "global_batch": self.global_batch, "batch": self.micro_batch,
@@ -1578,20 +1579,19 @@ class Run:
         self._window = self._begun, self.step  # tokens per second are counted from here to the next record
         return True
 
-    def _choose_checkpointing(self, inputs: dict) -> str:
+    def _choose_checkpointing(self, inputs: dict, gigabytes: float) -> str:
         """The first mode whose memory, as --dry-run estimates it for these inputs of the model, fits on the
-        smallest GPU of the run. One choice for all ranks, because each has to call the same collectives.
+        smallest GPU of the run; this one has `gigabytes`. One choice for all ranks, because with shards they
+        call as many collectives as they compute blocks.
         """
-        mode, world, state = "none", self.world, self.state
-        if world.device.type == "cuda":
-            from test_ddp import choose_checkpointing, machine
-            gigabytes = torch.tensor(machine("", "cuda")[1], device=world.device)
-            dist.all_reduce(gigabytes, op=dist.ReduceOp.MIN)
-            mode, *_ = on_rank0(world, lambda: choose_checkpointing(
-                self._model_class, state.model.config, self.args, state.model.compute_dtype, inputs,
-                state.compiled, world.world_size, gigabytes.item()))
-            self.log.say(f"--checkpoint-activations {mode} is the fastest that should fit into "
-                         f"{gigabytes.item():.0f} GB")
+        from test_ddp import choose_checkpointing
+        world, state = self.world, self.state
+        smallest = torch.tensor(gigabytes, device=world.device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        mode = on_rank0(world, lambda: choose_checkpointing(
+            self._model_class, state.model.config, self.args, state.model.compute_dtype, inputs,
+            state.compiled, world.world_size, smallest.item())[0])
+        self.log.say(f"--checkpoint-activations {mode}, as --dry-run chooses for {smallest.item():.0f} GB")
         for block in blocks_of(state.model):
             block.checkpointing = mode
         return mode
@@ -1610,8 +1610,8 @@ class Run:
                          "another --lr: --global-batch chooses another number")
         passes = self.total_steps * self.global_batch / rows
         if passes > 20 and not args.epochs:
-            self.log.say(f"WARNING: the run reads this text {passes:,.0f} times, which is small for the recipe: "
-                         "give --epochs 3 instead, and a smaller --global-batch, or start with --init-from")
+            self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
+                         "and a smaller --global-batch, or start with --init-from")
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (

@@ -89,8 +89,10 @@ class KVCache:
 
 @functools.cache
 def compiled_once(function):
-    """torch.compile of a function, when it is first needed: importing the compiler takes seconds."""
-    return torch.compile(function)
+    """torch.compile of a function, when it is first needed: importing the compiler takes seconds. Each shape
+    has a graph of its own, because a resumed run must not take another one for the same shape.
+    """
+    return torch.compile(function, dynamic=False)
 
 
 # Selective checkpointing keeps the results of matrix products and attention and recomputes the rest.
@@ -164,8 +166,7 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
 
 def _rows_loss_to_compile(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
                           count: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """_rows_loss of operations that Inductor fuses, so that they read the products twice and write them once.
-    """
+    """_rows_loss in operations that Inductor fuses: they read the products twice and write them once."""
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float() if bias is None else products.float() + bias
     column = torch.arange(products.size(1), device=products.device)
@@ -189,7 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count, compiled):
         chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
-        if compiled:  # chunks of one size, for each of which there would be a graph
+        if compiled:  # no small rest, for which another graph would be compiled
             chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
         # Uncompiled, the operations between the products take fewer rows: on a GPU for less memory, on a CPU
         # because 4 MB stay in its cache from one operation to the next.

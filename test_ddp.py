@@ -18,7 +18,7 @@ import platform
 import re
 import statistics
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -317,8 +317,8 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
     that have a shape but no memory. Of `inputs`, the arguments of forward, only types and shapes matter.
     `compiled` counts what compiled blocks keep: what is cheap to recompute, they recompute in any mode.
     """
-    with torch.device("meta"):
-        model = model_class(config)
+    with torch.device("meta"):  # on CPUs, and only there, attention with dropout keeps T x T probabilities
+        model = model_class(replace(config, dropout=0.0))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         model.compute_dtype = dtype
@@ -377,6 +377,8 @@ def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dt
     """
     targets = inputs["labels" if "labels" in inputs else "targets"]
     logits = min(targets.numel(), LOSS_ROWS["cuda"]) * config.padded_vocab * dtype.itemsize
+    if not compiled:  # some rows of them three times in float32
+        logits += 12 * min(targets.numel(), 4096) * config.padded_vocab
     for mode in [args.checkpoint_activations] if args.checkpoint_activations else CHECKPOINTING:
         model, activations = kept_for_backward(model_class, config, dtype, mode, inputs, compiled)
         activations += logits

@@ -5,12 +5,15 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from states import train_state
 
 import ddp_utils
+import monitor
 import test_ddp
+import train_hrm
 from data import UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
 from model import HRM, HRMConfig
@@ -235,6 +238,18 @@ def check_owners(world: World) -> None:
             back = ddp_utils.transfer(there if world.rank == 0 else tensor, 0, owner, world)
             assert (back is None) == (world.rank != owner)
             assert back is None or torch.equal(back, tensor)
+
+
+def check_activation_checkpointing_is_chosen_for_the_smallest_gpu(world: World) -> None:
+    """Rank 1 has next to no memory, so rank 0 has to take `block` too."""
+    run = ddp_utils.Run.__new__(ddp_utils.Run)
+    run.args, run.world, run._model_class = train_hrm.parse_args([]), world, HRM
+    run.state = train_state(HRM(HRMConfig(**TINY)), world)
+    run.log = monitor.RunLog(Path(), False, "")
+    inputs = run.state.model.example(4, "cpu")
+    for gigabytes, mode in ((1000.0, "none"), (1000.0 if world.is_rank0 else 0.0, "block")):
+        assert run._choose_checkpointing(inputs, gigabytes) == mode
+        assert {block.checkpointing for block in ddp_utils.blocks_of(run.state.model)} == {mode}
 
 
 def check_stop(world: World) -> None:

@@ -87,9 +87,10 @@ def test_the_backward_pass_of_attention_gives_the_same_bits_twice(head_dim, worl
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_compiled_loss_equals_the_other(bias, world):
+def test_the_compiled_loss_equals_the_other(bias, world, monkeypatch):
     """In float32, with a chunk that is not full, labels below 0 and padding columns."""
-    rows = models.LOSS_ROWS["cuda"] + 300
+    monkeypatch.setitem(models.LOSS_ROWS, "cuda", 2048)  # float32 sums over more rows are less exact
+    rows = 2048 + 301
     hidden, weight = torch.randn(rows, 64, device="cuda"), torch.randn(512, 64, device="cuda") / 8
     offset = torch.randn(512, device="cuda") / 8
     targets, found = torch.randint(-2, 500, (rows,), device="cuda"), []
