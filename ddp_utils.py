@@ -1610,8 +1610,8 @@ class Run:
                          "another --lr: --global-batch chooses another number")
         passes = self.total_steps * self.global_batch / rows
         if passes > 20 and not args.epochs:
-            self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
-                         "and a smaller --global-batch, or start with --init-from")
+            self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give "
+                         "--epochs 3 and a smaller --global-batch, or start with --init-from")
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
