@@ -213,6 +213,13 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend, reason
 
 
+def hardware(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB"
+
+
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """auto is bf16 where the hardware computes in it (CUDA from sm80, a CPU with avx512_bf16), else fp32."""
     if precision == "auto":
@@ -463,7 +470,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
     columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
     parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
         "  " + "  ".join(row).rstrip() for row in zip(*columns)))
-    parser.add_argument("--size", choices=sizes, default="tiny", help="a row of the defaults below (tiny)")
+    parser.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     group = parser.add_argument_group("model")
     for field in flag_fields(config_class):
         name, text = field.name.replace("_", "-"), field.metadata["help"]
@@ -482,7 +489,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
     add_flags(
         parser, "data",
         ("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
-         "which is prepared first if necessary"),
+         "which is prepared first if necessary, from the hub 20 tokens for each parameter"),
         ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, else gpt2)"),
         ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
@@ -543,7 +550,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--keep-last", positive_int, 3, "checkpoints to keep, beside the best"),
         ("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
          "an --out without checkpoints; or the path of a checkpoint or of a run directory"),
-        ("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory"),
+        ("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
+         "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up"),
         ("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training"))
     return parser
 
@@ -558,6 +566,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         ("--temperature", number(0), 0.8, "0: always the likeliest token"),
         ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
         ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
+
+
+def recipe(args: argparse.Namespace, size: dict) -> dict:
+    """The row of the size; to train further from --init-from, with gentler defaults of its own."""
+    if not args.init_from:
+        return size
+    gentle = {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
+              "global_batch": min(32, size["global_batch"])}
+    return size | {key: value for key, value in gentle.items() if key != "epochs" or not args.steps}
+
+
+def size_of(args: argparse.Namespace) -> str:
+    if args.init_from and not args.size:
+        raise UserError("--init-from needs --size: its context and micro-batch are for weights of one size.")
+    return args.size or "tiny"
 
 
 def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> argparse.Namespace:
@@ -578,7 +601,7 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
         if wrong:
             raise UserError(f"{sentence}.")
     model = {field.name: field.default for field in flag_fields(config_class)}
-    for key, value in (model | size).items():
+    for key, value in (model | recipe(args, size)).items():
         if getattr(args, key) is None and key not in ("global_batch", "batch"):  # see plan_batch
             setattr(args, key, value)
     return args
@@ -1476,6 +1499,7 @@ class Run:
         self._lock = lock_run_dir(out, world)
         self.log = monitor.RunLog(out, world.is_rank0, world.prefix, args.wandb, args.profile)
         self.saved = load_to_resume(out, args.resume, world, self.log.say)
+        size = recipe(args, size)
         self._wanted = self.saved["settings"]["global_batch"] if self.saved else size["global_batch"]
         self.global_batch, self.micro_batch, self.grad_accum_steps = plan_batch(
             world.world_size, args.global_batch, args.batch, args.grad_accum, self._wanted, size["batch"])
@@ -1554,6 +1578,8 @@ class Run:
             write_atomically(self.out / "config.json", json.dumps(self._identity, indent=2).encode())
             write_atomically(self.out / "tokenizer.json", tokenizer.to_json().encode())
         self._describe(precision)
+        self._say_here(f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
+                       f"torch {torch.__version__}")
         if self.done and not self._record:
             use = "--fill" if "fill" in args else "--prompt"
             say(f"this run is complete after {self.step} steps: raise --steps to continue, give another "
@@ -1596,7 +1622,15 @@ class Run:
             block.checkpointing = mode
         return mode
 
+    def _say_here(self, text: str) -> None:
+        """For the first process of a node without rank 0, which would else print nothing."""
+        if self.world.local_rank == 0 and not self.world.is_rank0:
+            print(f"{self.world.prefix} {text}", flush=True)
+
     def _describe(self, precision: str) -> None:
+        names = [None] * self.world.world_size
+        dist.all_gather_object(names, hardware(self.world.device))
+        hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         args, world, dataset, state = self.args, self.world, self.dataset, self.state
         c = state.model.config
         name = vars(args).get("preset") or args.size
@@ -1618,7 +1652,7 @@ class Run:
             f"{self._model_class.__name__} {name}: {num_params(state.model):,} parameters; {shape}; "
             f"{c.vocab_size} ids in {c.padded_vocab} rows",
             f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
-            f"({world.backend_reason}), device {world.device.type} with {torch.get_num_threads()} threads; "
+            f"({world.backend_reason}), {hosts}, {torch.get_num_threads()} threads each; "
             f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "
             f"checkpointing {args.checkpoint_activations}, strategy {args.strategy}"
             + ", --fast: a resumed run differs in the last bits" * args.fast,
@@ -1734,6 +1768,7 @@ class Run:
             position = {"samples": self.samples, "record": self._record, "epoch": self.epoch,
                         "ends_epoch": self.ends_epoch}
             self._checkpoints.save(self.step, self._record["loss"], self._identity | position, self.state)
+            self._say_here(f"step {self.step}/{self.total_steps} | {self._record['mem_gb']:.1f} GB | saved")
             self.log.phase("other")
 
     def _log(self, sample) -> None:
@@ -1808,6 +1843,7 @@ class Run:
                       f"checkpoint of step {self._checkpoints.saved_step}: the same command resumes it")
         self._close()
         self.log.say(ending)
+        self._say_here(ending)
 
     def _summarize(self) -> None:
         memory = self._peak_memory()

@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch
-from ddp_utils import (RunError, World, blocks_of, compute_dtype, first_line, flags_of_model, init, launch,
-                       number)
+from ddp_utils import (RunError, World, blocks_of, compute_dtype, first_line, flags_of_model, hardware, init,
+                       launch, number, recipe)
 from model import GPT2, HRM, LOSS_ROWS, MLM, num_params, pad_vocab
 
 CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
@@ -54,8 +54,7 @@ def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> d
               "code": hashlib.sha256(code).hexdigest()[:12], "size": f"{args.model} {args.size}",
               "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        report |= {"gpu": f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB", "uuid": str(gpu.uuid)}
+        report |= {"gpu": hardware(device), "uuid": str(torch.cuda.get_device_properties(device).uuid)}
     try:
         if args.data:
             report["data"] = Dataset(args.data, 1, args.tokenizer).fingerprint[:12]
@@ -393,6 +392,7 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     if int(os.environ.get("RANK", 0)) > 0:
         return
     processes, gigabytes = machine(args.dry_run, args.device)
+    size = recipe(args, size)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum,
                              size["global_batch"], size["batch"])
     ids = args.vocab_size or pad_vocab(expected_ids(args.data, args.tokenizer))
@@ -420,6 +420,10 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
         print("  ".join([f"{strategy:20}", *(f"{n / 1e9:11.2f}" for n in held.values()),
                          f"{sum(held.values()) / 1e9:11.2f}",
                          "fits" if does_fit[strategy] else "does not fit"]))
+    held = held_by_process(model, "ddp", args, 1, 0)
+    file = (held["parameters"] + held["optimizer"] + held["other"]) / 1e9
+    print(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
+          f"{args.keep_last}, the best and the one being written, and {file:.2f} GB of rank 0's host memory")
     chosen = args.strategy + " --cpu-offload" * args.cpu_offload
     others = " or ".join(f"--strategy {strategy}" for strategy, does in does_fit.items() if does)
     one = held_by_process(model, chosen, args, processes, activations // batch)
@@ -484,6 +488,7 @@ def main() -> None:
         if world.is_rank0:
             predict(args, size, world, *network, flops, note)
     step("the end", dist.barrier)
+    print(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}", flush=True)
     if world.is_rank0:
         print("OK", flush=True)
 

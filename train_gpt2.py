@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 train_gpt2.py                             # tiny, Python's own source
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2                 # 124 M parameters, FineWeb-Edu
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --data wikipedia-es --tokenizer bpe:32000
-    torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --init-from hf:gpt2 --data 'text:*.txt' --lr 5e-5
+    torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --init-from hf:gpt2 --data 'text:*.txt'
 
 Run the same command again and it resumes where it stopped. Without torchrun it is one process:
 
@@ -21,7 +21,7 @@ import torch
 
 import data
 from ddp_utils import (Run, TrainState, add_sampling_flags, launch, load_data, make_parser, run_directory,
-                       seed_step, set_defaults, start, use_model)
+                       seed_step, set_defaults, size_of, start, use_model)
 from model import GPT2, GPT2Config, continue_text, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
@@ -45,6 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, GPT2Config, SIZES)
     add_sampling_flags(parser)
     args = parser.parse_args(argv)
+    args.size = size_of(args)
     return set_defaults(args, GPT2Config, SIZES[args.size])
 
 

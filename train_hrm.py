@@ -16,7 +16,7 @@ import re
 import data
 from data import UserError
 from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, load_data, make_parser,
-                       number, run_directory, seed_step, set_defaults, start, use_model)
+                       number, run_directory, seed_step, set_defaults, size_of, start, use_model)
 from model import HRM, HRMConfig, continue_text, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate and batch of the paper.
@@ -54,6 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
          "over the first fifth of the run (0.01)"))
     add_sampling_flags(parser)
     args = parser.parse_args(argv)
+    args.size = size_of(args)
     for name in ("max_cycles", "ponder_cost"):
         if getattr(args, name) is not None and not args.halt:
             raise UserError(f"--{name.replace('_', '-')} needs --halt.")
@@ -61,6 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     set_defaults(args, HRMConfig, SIZES[args.size])
     cycles = args.max_cycles if args.halt else args.h_cycles
     low = 2 if args.tie else cycles + 1  # so far back the embedding, untied, gets its gradient
+    low = max(low, 5) if args.init_from else low  # trained weights need no ramp
     args.bp_steps = args.bp_steps or (low, max(low, 5))
     calls = cycles * (args.l_cycles + 1)
     if args.bp_steps[1] > max(calls, 5):

@@ -232,7 +232,22 @@ def test_nodes_with_different_numbers_of_processes():
     first, second = finish(first, 60), finish(second, 60)
     assert first.code == 0 and "OK" in first.out.splitlines() and "rank 2: " in first.out, first.out
     assert re.search(r"node 0 \S+: 2 processes; node 1 \S+ \(127.0.0.1\): 1 processes", first.out), first.out
-    assert second.code == 0, second.out
+    assert second.code == 0 and "rank 2 on " in second.out and ": all right, on CPU" in second.out, second.out
+
+
+def test_every_node_says_how_it_goes(tmp_path, shards):
+    nodes = Nodes(2, GLOO_SOCKET_IFNAME=None)
+    command = ["train_gpt2.py", "--data", shards, "--out", tmp_path / "run", "--device", "cpu", "--steps", 4,
+               "--seq-len", 32, "--d-model", 32, "--n-layer", 1, "--save-every", 2, "--eval-every", 4,
+               "--eval-batches", 1, "--max-new-tokens", 5, "--timeout", 60]
+    second = nodes.start(1, *command)
+    time.sleep(0.5)
+    first, second = finish(nodes.start(0, *command), 120), finish(second, 60)
+    assert first.code == second.code == 0, first.out + second.out
+    assert "2 x CPU" in first.out and first.out.count("saved step ") == 2
+    assert re.search(r"Rank 1/2 \| Node node1 .*CPU, gloo, torch ", second.out), second.out
+    assert [f"step {step}/4 |" in second.out for step in (2, 4)] == [True, True]
+    assert "training complete: 4 steps" in second.out and "in sync" in second.out
 
 
 @pytest.mark.parametrize("held, code, sentence", [

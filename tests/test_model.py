@@ -187,6 +187,7 @@ def autocast_step(cache_enabled: bool, mode: str = "none", bp_steps: int = 5) ->
     return {"objective": objective.detach(), **gradients(model)}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 keeps this right")
 def test_control_weight_cache_of_autocast_breaks_checkpointing():
     """The forward pass finds the cast weight in the cache where the recomputation has to cast it again. In
     older releases of torch a copy made under no_grad also has no graph, and later uses lose their gradient.

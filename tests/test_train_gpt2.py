@@ -49,13 +49,18 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards):
     prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer("def ")["input_ids"]]])
     ids = model.generate(prompt, do_sample=False, max_new_tokens=20)[0, 1:]
     assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
-    tuned = GPT2.train(0, shards, tmp_path / "tuned", init_from=f"hf:{out / 'hf'}", lr=0, steps=1,
-                       eval_every=1)
+    tuned = GPT2.train(0, shards, tmp_path / "tuned", size="tiny", init_from=f"hf:{out / 'hf'}", lr=0,
+                       steps=1, eval_every=1)
     assert abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - log_of(out)[-1]["val_loss"]) < 1e-5, tuned.out
     for steps in (4, 6):  # with 6 it goes on
-        shorter = GPT2.train(0, shards, tmp_path / "short", init_from=out, seq_len=16, steps=steps)
+        shorter = GPT2.train(0, shards, tmp_path / "short", size="tiny", init_from=out, seq_len=16,
+                             steps=steps)
         assert shorter.code == 0, shorter.out
-    longer = GPT2.train(0, shards, tmp_path / "long", init_from=out, seq_len=64, steps=4)
+    gentle = GPT2.train(0, shards, tmp_path / "gentle", size="tiny", init_from=out, epochs=0.01, steps=None,
+                        lr=None, warmup=None, global_batch=None)
+    assert gentle.code == 0 and "= 16 sequences" in gentle.out, gentle.out
+    assert log_of(tmp_path / "gentle")[0]["lr"] == 3e-5
+    longer = GPT2.train(0, shards, tmp_path / "long", size="tiny", init_from=out, seq_len=64, steps=4)
     assert longer.code == 2 and "learned positions" in longer.out
 
 

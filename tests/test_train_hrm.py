@@ -117,7 +117,7 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     assert torch.equal(exported, average[:len(exported)])
     for source in (f"hf:{out / 'hf'}", out):
         new = tmp_path / f"from{str(source)[:2]}"
-        begun = train(0, shards, new, steps=1, lr=0, init_from=source, eval_every=1)
+        begun = train(0, shards, new, steps=1, lr=0, size="tiny", init_from=source, eval_every=1)
         assert begun.code == 0, begun.out
         assert abs(log_of(new)[0]["val_loss"] - log_of(out)[-1]["val_loss"]) < 1e-5
 
@@ -200,9 +200,9 @@ def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
 def test_weights_of_another_tokenizer_or_family_are_refused(tmp_path, shards, existing, corpus):
     other = tmp_path / "other"
     data.prepare(f"text:{corpus}", other, "bpe:300", workers=1)
-    done = train(0, other, tmp_path / "run", init_from=existing)
+    done = train(0, other, tmp_path / "run", size="tiny", init_from=existing)
     assert done.code == 2 and "was trained with the tokenizer bytes" in done.out, done.out
-    done = Trainer("train_gpt2.py").train(0, shards, tmp_path / "gpt2", init_from=existing)
+    done = Trainer("train_gpt2.py").train(0, shards, tmp_path / "gpt2", size="tiny", init_from=existing)
     assert done.code == 2 and "family HRM" in done.out
 
 

@@ -45,7 +45,7 @@ def test_a_run_can_be_used(tmp_path, shards):
     for ours, candidates in zip(lines, theirs):
         for probability, candidate in zip(re.findall(r"([\d.]+)%", ours), candidates):
             assert abs(float(probability) / 100 - candidate["score"]) < 1e-3
-    tuned = MLM.train(0, shards, tmp_path / "tuned", init_from=f"hf:{out / 'hf'}", lr=0, steps=1,
+    tuned = MLM.train(0, shards, tmp_path / "tuned", size="tiny", init_from=f"hf:{out / 'hf'}", lr=0, steps=1,
                       eval_every=1)
     assert tuned.code == 0, tuned.out
     assert abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - record["val_loss"]) < 1e-5
