@@ -1258,8 +1258,8 @@ def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: i
             check_source(data, out, settings)
         else:
             if settings["max_tokens"] == max_tokens:
-                print(f"{data} is prepared up to {max_tokens:,} tokens, 20 for each parameter: python data.py "
-                      "prepare --max-tokens makes a larger one", flush=True)
+                print(f"{data} is prepared up to {max_tokens:,} tokens, 20 for each parameter: python "
+                      "data.py prepare --max-tokens makes a larger one", flush=True)
             options = ("val_split", "max_samples", "max_tokens", "min_words", "text_field", "shard_tokens")
             prepare(data, out, tokenizer_name, **{k: settings[k] for k in options if k in settings})
         if not local and (settings["max_tokens"] or max_tokens) < max_tokens / 2:

@@ -187,7 +187,7 @@ MISTAKES = {
     "train_gpt2.py --out run-gpt2 --data other-text": "another (tokenizer|data)",
     "train_gpt2.py --out run-hrm": "another family|family HRM",
     "train_gpt2.py --size tiny --init-from run-gpt2 --seq-len 64": "learned positions",
-    "train_gpt2.py --size tiny --init-from run-gpt2 --data other-text": "was trained with the tokenizer bytes",
+    "train_gpt2.py --size tiny --init-from run-gpt2 --data other-text": "was trained with the tokenizer",
     "train_gpt2.py --size tiny --init-from hf:hf-pickle": "no readable config.json with",
     "train_gpt2.py --size tiny --init-from hf:hf-json": "no readable config.json with",
     "train_gpt2.py --size tiny --init-from hf:hf-type": "holds a model of type 'llama'",
