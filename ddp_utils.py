@@ -1365,7 +1365,7 @@ class Checkpoints:
         path, removed = self.directory / name, list_checkpoints(self.run_directory)[self.keep_last:]
         for old in removed:
             old.unlink()
-        self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2f} GB in "
+        self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
                  f"{time.perf_counter() - begun:.1f} s)"
                  + "".join(f"; removed {old.name}" for old in removed))
 
@@ -1857,7 +1857,7 @@ class Run:
         best = "" if loss is None else f"; best validation loss {loss:.4f} at step {step}"
         self.log.say(f"{steps} steps in {monitor.human_time(seconds)}, evaluations and saves included: "
                      f"{monitor.human_count(tokens / seconds)} tok/s{best}; peak memory {memory:.1f} GB; "
-                     f"{sum(sizes.values()) / 1e9:.2f} GB on disk")
+                     f"{sum(sizes.values()) / 1e9:.2g} GB on disk")
 
     def _close(self) -> None:
         self.log.close()
