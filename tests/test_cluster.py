@@ -330,7 +330,7 @@ def test_compose_file():
     kinds = {"image": str, "build": dict, "command": (str, list), "entrypoint": (str, list), "user": str,
              "network_mode": str, "ipc": str, "shm_size": (int, str), "ulimits": dict, "init": (bool, str),
              "restart": str, "stop_grace_period": str, "working_dir": str, "volumes": list, "deploy": dict,
-             "environment": (dict, list)}
+             "environment": (dict, list), "devices": list}
     assert service.keys() <= kinds.keys()
     assert all(isinstance(value, kinds[key]) for key, value in service.items())
     assert service["build"].keys() <= {"context", "dockerfile", "args", "target"}
@@ -338,7 +338,8 @@ def test_compose_file():
     assert service["restart"] in ("no", "always", "on-failure", "unless-stopped")
     assert re.fullmatch(r"\d+s", service["stop_grace_period"])
     assert len(set(service["environment"])) == len(service["environment"])
-    assert all(isinstance(item, str) for item in service["environment"] + service["volumes"])
+    assert all(isinstance(item, str) for key in ("environment", "volumes", "devices") for item in service[key])
+    assert service["devices"] == ["${INFINIBAND:-/dev/null}"]  # one that is missing would keep it from starting
     device, = service["deploy"]["resources"]["reservations"]["devices"]
     assert device.keys() <= {"capabilities", "count", "device_ids", "driver", "options"}
     assert device["capabilities"] == ["gpu"] and not {"count", "device_ids"} <= device.keys()
@@ -357,7 +358,8 @@ def test_compose_file():
 
 def test_dockerfile_leaves_torch_alone():
     text = (ROOT / "cluster" / "Dockerfile").read_text()
-    torch, = re.findall(r"^torch==(.*)$", (ROOT / "requirements.txt").read_text(), re.M)
+    torch, = re.findall(r"^torch==(.*)$", (ROOT / ".ci" / "constraints.txt").read_text(), re.M)
     assert f"ARG TORCH={torch}\n" in text
     assert "FROM pytorch/pytorch:${TORCH}-cuda${CUDA}-cudnn9-runtime\n" in text
-    assert "grep -v '^torch=='" in text and "-c /tmp/constraints.txt" in text
+    assert "grep -v '^torch[=<>]'" in text and "-c /tmp/constraints.txt" in text
+    assert re.search(r"^torch[=<>]", (ROOT / "requirements.txt").read_text(), re.M)
