@@ -338,8 +338,9 @@ def test_compose_file():
     assert service["restart"] in ("no", "always", "on-failure", "unless-stopped")
     assert re.fullmatch(r"\d+s", service["stop_grace_period"])
     assert len(set(service["environment"])) == len(service["environment"])
-    assert all(isinstance(item, str) for key in ("environment", "volumes", "devices") for item in service[key])
-    assert service["devices"] == ["${INFINIBAND:-/dev/null}"]  # one that is missing would keep it from starting
+    lists = [*service["environment"], *service["volumes"], *service["devices"]]
+    assert all(isinstance(item, str) for item in lists)
+    assert service["devices"] == ["${INFINIBAND:-/dev/null}"]  # a missing one keeps it from starting
     device, = service["deploy"]["resources"]["reservations"]["devices"]
     assert device.keys() <= {"capabilities", "count", "device_ids", "driver", "options"}
     assert device["capabilities"] == ["gpu"] and not {"count", "device_ids"} <= device.keys()
