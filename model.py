@@ -1063,7 +1063,13 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
                                  "lstrip": True, "rstrip": False, "normalized": False, "single_word": False,
                                  "special": True}
-    contents = {"config.json": config | ends, "tokenizer_config.json": special}
+    # as in --prompt and --fill, a text begins with <|endoftext|>; data.py reads no post-processor
+    start, a, b = [{kind: {"id": which, "type_id": 0}} for kind, which in (
+        ("SpecialToken", eot), ("Sequence", "A"), ("Sequence", "B"))]
+    begin = {"type": "TemplateProcessing", "single": [start, a], "pair": [start, a, start, b],
+             "special_tokens": {eot: {"id": eot, "ids": [tokenizer.eot], "tokens": [eot]}}}
+    words = json.loads(tokenizer.to_json(with_mask=masked)) | {"post_processor": begin}
+    contents = {"config.json": config | ends, "tokenizer_config.json": special, "tokenizer.json": words}
     if not masked:
         contents["generation_config.json"] = ends | {"do_sample": True}
     save_file = _safetensors().torch.save_file
@@ -1075,7 +1081,6 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    (directory / "tokenizer.json").write_text(tokenizer.to_json(with_mask=masked), encoding="utf-8")
 
 
 def from_hf(model_class: type, source: str) -> nn.Module:

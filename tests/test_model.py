@@ -9,10 +9,12 @@ parameters and FLOPs. `--long` adds the full matrices and compiled blocks.
 import itertools
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import SHARED
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -28,12 +30,14 @@ from model import (
     HRMConfig,
     Linear,
     Stack,
+    continue_text,
     from_hf,
     generate,
     learning_rate,
     linear_cross_entropy,
     make_optimizers,
     num_params,
+    pad_vocab,
     rms_norm,
     sample,
     to_hf,
@@ -652,6 +656,58 @@ def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_
     assert len(generated.unique()) > 5
     assert torch.equal(written[0], generated)
     assert their_tokenizer.decode(generated) == tokenizer.decode(written[0])
+    check_prompt(ours, theirs, tokenizer, their_tokenizer, text)
+
+
+def check_prompt(ours, theirs, tokenizer, their_tokenizer, text):
+    """What README shows for transformers writes the text of --prompt --temperature 0: it begins with EOT."""
+    prompt = text[:20]
+    flags = SimpleNamespace(max_new_tokens=40, temperature=0, top_k=None, top_p=None, seed=0)
+    wanted = prompt + "".join(continue_text(ours, tokenizer, "cpu", prompt, flags, stop=tokenizer.eot))
+
+    def said(**begin):
+        ids = theirs.generate(**their_tokenizer(prompt, return_tensors="pt", **begin), max_new_tokens=40,
+                              do_sample=False)[0]
+        return their_tokenizer.decode(ids, skip_special_tokens=True)
+
+    assert said() == wanted
+    assert said(add_special_tokens=False) != wanted  # the control: a text without its beginning
+    pair = [i for part in "ab" for i in (tokenizer.eot, *tokenizer.encode(part))]
+    assert their_tokenizer("a", "b")["input_ids"] == pair
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2", "other"])
+def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, tmp_path, monkeypatch):
+    """It adds its first id in transformers alone; what a run and its data keep, and hash, adds none."""
+    text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
+    if kind == "gpt2" and not (SHARED / "tiktoken").is_dir():
+        pytest.skip("the vocabulary of gpt2 is not in the cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
+    if kind == "other":  # which has its own ends, as BERT's
+        import tokenizers
+        words = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", *tokenizers.pre_tokenizers.ByteLevel.alphabet()]
+        built = tokenizers.Tokenizer(tokenizers.models.WordPiece({w: i for i, w in enumerate(words)},
+                                                                 unk_token="[UNK]"))
+        built.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        built.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+        tokenizer = data.parse_tokenizer_json(kind, built.to_str())
+    else:
+        tokenizer = data.train_bpe([text] * 20, 290) if kind == "bpe" else data.load_tokenizer(kind)
+    before = tokenizer.to_json()
+    export(hrm(vocab_size=tokenizer.vocab_size, padded_vocab=pad_vocab(tokenizer.vocab_size)), tokenizer,
+           tmp_path)
+    ids = tokenizer.encode(text).tolist()
+    again = data.load_tokenizer(str(tmp_path))
+    assert type(again) is type(tokenizer) and again.encode(text).tolist() == ids
+    assert tokenizer.to_json() == before
+    if kind != "other":
+        assert again.to_json() == before  # so its digest is that of the run
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(text)["input_ids"] == [tokenizer.eot, *ids]
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"post_processor": None}))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids  # the control
 
 
 @pytest.mark.parametrize("option", ["halt", "inject_input"])

@@ -40,6 +40,7 @@ from test_model import (
     PADDED,
     SEQ_LEN,
     VOCAB,
+    check_prompt,
     differing,
     gradients,
     largest_error,
@@ -574,6 +575,7 @@ def test_gpt2_in_transformers_generates_the_same_text(name, transformers, tmp_pa
     generated = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 20:]
     assert len(generated.unique()) > 3
     assert torch.equal(written[0], generated)
+    check_prompt(ours, theirs, tokenizer, their_tokenizer, text)
 
 
 @torch.no_grad()
@@ -585,13 +587,14 @@ def test_transformers_fills_masks_as_we_do(name, transformers, tmp_path):
     ours = mlm(vocab_size=vocab_size, padded_vocab=320, seq_len=64, eot=tokenizer.eot)
     export(ours, tokenizer, tmp_path)
     found = transformers.pipeline("fill-mask", model=str(tmp_path), top_k=3)("the cat [MASK] on the mat")
-    # the mask takes the space before it
-    ids = [*tokenizer.encode("the cat"), tokenizer.mask, *tokenizer.encode(" on the mat")]
-    place = len(tokenizer.encode("the cat"))
-    p = ours(torch.tensor([[int(i) for i in ids]]))[0, place, :vocab_size].softmax(-1)
-    best = p.topk(3)
-    assert [f["token"] for f in found] == best.indices.tolist()
-    assert [f["score"] for f in found] == pytest.approx(best.values.tolist(), abs=1e-5)
+    # the mask takes the space before it, and a text begins with EOT
+    ids = [tokenizer.eot, *tokenizer.encode("the cat"), tokenizer.mask, *tokenizer.encode(" on the mat")]
+    place = 1 + len(tokenizer.encode("the cat"))
+    for begin in (0, 1):  # with 1 the control: a text without its beginning
+        p = ours(torch.tensor([[int(i) for i in ids[begin:]]]))[0, place - begin, :vocab_size].softmax(-1)
+        best = p.topk(3)
+        assert ([f["token"] for f in found] == best.indices.tolist()
+                and [f["score"] for f in found] == pytest.approx(best.values.tolist(), abs=1e-5)) != begin
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.mask_token, theirs.mask_token_id) == ("[MASK]", tokenizer.mask)
     batch = theirs(["the cat", "the cat sat on the mat"], padding=True, return_tensors="pt")

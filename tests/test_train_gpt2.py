@@ -46,8 +46,8 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards):
     assert used.code == 0, used.out
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
-    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer("def ")["input_ids"]]])
-    ids = model.generate(prompt, do_sample=False, max_new_tokens=20)[0, 1:]
+    ids = model.generate(**tokenizer("def ", return_tensors="pt"), do_sample=False, max_new_tokens=20)[0]
+    assert ids[0] == tokenizer.bos_token_id  # as --prompt begins
     assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
     tuned = GPT2.train(0, shards, tmp_path / "tuned", size="tiny", init_from=f"hf:{out / 'hf'}", lr=0,
                        steps=1, eval_every=1)

@@ -108,8 +108,8 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
-    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer("def ")["input_ids"]]])
-    ids = model.generate(prompt, do_sample=False, max_new_tokens=20)[0, 1:]
+    ids = model.generate(**tokenizer("def ", return_tensors="pt"), do_sample=False, max_new_tokens=20)[0]
+    assert ids[0] == tokenizer.bos_token_id  # as --prompt begins
     assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
     # the export holds the moving average, and a new run starts from it
     average = torch.load(list_checkpoints(out)[0], weights_only=True)["tensors"]["ema"]["embed.weight"]

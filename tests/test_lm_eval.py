@@ -1,0 +1,100 @@
+"""The log-likelihoods of an exported model: those of transformers, and of EleutherAI's lm_eval where that is
+installed (pip install lm_eval accelerate peft), equal ours of EOT and the text.
+"""
+
+import json
+
+import pytest
+import torch
+from test_model import hrm, transformers  # noqa: F401 (a fixture)
+from test_model_gpt2_mlm import gpt2
+
+import data
+from model import to_hf
+
+TEXTS = ["def main():\n    return 1\n", "import sys\nprint(sys.argv)\n", "über alles, sat on 12 mats"]
+BOUND = 1e-4  # nats a token
+each_family = pytest.mark.parametrize("make", [gpt2, hrm])
+
+
+@pytest.fixture
+def exported(make, tmp_path):
+    tokenizer = data.load_tokenizer("bytes")
+    model = make(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=64).eval()
+    to_hf(model, tmp_path / "hf", tokenizer)
+    return model, tokenizer, tmp_path / "hf"
+
+
+@torch.no_grad()
+def log_likelihood(model, tokenizer, text: str, context: str = "") -> float:
+    """Of text after <|endoftext|> and a context."""
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(context + text).tolist()]])
+    logits = model(ids[:, :-1])[0, :, :tokenizer.vocab_size]
+    each = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
+    return each[len(tokenizer.encode(context)):].sum().item()
+
+
+def error(theirs: float, ours: float, tokenizer, text: str) -> float:
+    return abs(theirs - ours) / len(tokenizer.encode(text))
+
+
+@each_family
+def test_transformers_scores_a_document_as_we_do(exported, transformers):  # noqa: F811
+    model, tokenizer, directory = exported
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    words = transformers.AutoTokenizer.from_pretrained(directory)
+    for text in TEXTS:
+        ours = log_likelihood(model, tokenizer, text)
+        ids = words(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            mean = theirs(ids, labels=ids).loss.item()
+            other = theirs(ids[:, 1:], labels=ids[:, 1:]).loss.item()
+        assert error(-mean * (ids.size(1) - 1), ours, tokenizer, text) < BOUND
+        assert error(-other * (ids.size(1) - 2), ours, tokenizer, text) > 100 * BOUND  # the control
+
+
+TASKS = {  # name: output_type, context, text
+    "document": ("loglikelihood_rolling", "", "{{text}}"),
+    "target": ("loglikelihood", "", "{{text}}"),
+    "continuation": ("loglikelihood", "{{text.split()[0]}}", "{{text[text.split()[0]|length:]}}")}
+
+
+@each_family
+def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):  # noqa: F811
+    pytest.importorskip("lm_eval.models.huggingface", reason="lm_eval, accelerate and peft are not installed")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    model, tokenizer, directory = exported
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    for name, (kind, context, text) in TASKS.items():
+        task = {"task": name, "output_type": kind, "doc_to_text": context, "doc_to_target": text,
+                "target_delimiter": "", "dataset_path": "json", "test_split": "test",
+                "dataset_kwargs": {"data_files": {"test": str(tmp_path / "texts.jsonl")},
+                                   "cache_dir": str(tmp_path / "cache")},
+                "metric_list": [{"metric": "bits_per_byte" if "rolling" in kind else "perplexity"}]}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+
+    def worst(task: str, **arguments) -> float:
+        """The largest error a token; each task alone, as lm_eval shares what two tasks have in common."""
+        found = simple_evaluate(
+            "hf", model_args={"pretrained": str(directory), "device": "cpu", **arguments}, tasks=[task],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), batch_size=1,
+            bootstrap_iters=0, log_samples=True)["samples"][task]
+        errors = []
+        for sample in found:
+            theirs, text = sample["filtered_resps"][0], sample["doc"]["text"]
+            context = text.split()[0] if task == "continuation" else ""
+            ours = log_likelihood(model, tokenizer, text[len(context):], context)
+            errors.append(error(theirs[0] if isinstance(theirs, (list, tuple)) else theirs, ours, tokenizer,
+                                text[len(context):]))
+        assert len(errors) == len(TEXTS)
+        return max(errors)
+
+    assert worst("target") < BOUND
+    assert worst("continuation") < BOUND
+    # for rolling log-likelihoods lm_eval adds the first token itself, and so a second one unless told not to
+    assert worst("document", add_bos_token=False) < BOUND
+    assert worst("document") > 10 * BOUND
+    path = directory / "tokenizer.json"  # the control: what was exported without the post-processor
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
+    assert worst("continuation") > 10 * BOUND
