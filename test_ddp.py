@@ -75,7 +75,7 @@ def problem_in(reports: list[dict]) -> str:
             "backend": "give all the same --backend",
             "size": "start all with the same flags",
             "python": "install the same version everywhere",
-            "torch": "install the same requirements.txt everywhere",
+            "torch": "install the same torch everywhere, such as -c .ci/constraints.txt",
             "nccl": "install the same build of torch everywhere",
             "code": "copy the same version of the trainers to every machine",
             "data": "copy the same files to every machine, or prepare them there as on the others"}.items():
