@@ -1523,7 +1523,7 @@ class Run:
         if args.init_from and not self.saved:
             model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
                                        args.strategy, args.cpu_offload, **changes)
-            if source and source["tokenizer"] != tokenizer_id(tokenizer):
+            if source and source["tokenizer"].split()[-1] != tokenizer_id(tokenizer).split()[-1]:  # digests
                 raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
                                 f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
             known = model.config.vocab_size

@@ -93,7 +93,7 @@ def test_checkpoints(tmp_path, shards, planted):
         with pytest.raises(CorruptCheckpoint):
             read_checkpoint(path)
         for flags in ({"out": out}, {"out": out, "prompt": "x"},
-                      {"out": tmp_path / "other", "init_from": path}):
+                      {"out": tmp_path / "other", "size": "tiny", "init_from": path}):
             done = GPT2_RUN.here(*GPT2_RUN.flags(shards, **flags))
             assert done.code == 2 and "damaged and left out" in done.out, done.out
 
