@@ -1513,6 +1513,7 @@ class Run:
         self.epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # sums over the steps of this epoch
         self._record: dict | None = None  # of the last step, until all that is due after it has been done
         self._replicated = args.strategy in ("ddp", "zero1")  # all ranks hold all parameters
+        self._peak_memory = 0.0  # the largest of all ranks, in GB
 
     def make_model(self, model_class: type, **config) -> nn.Module:
         """The model to train: random, or from --init-from; empty if a checkpoint is going to be restored."""
@@ -1717,6 +1718,9 @@ class Run:
         *sums, self.epoch["loss"], skipped = reduce_sum(
             [*(metrics[name] for name in names), self._epoch_loss, ~grad_norm.isfinite()], world)
         metrics = metrics | {name: total / world.world_size for name, total in zip(names, sums)}
+        memory = torch.tensor(monitor.memory_gb(world.device), device=world.device)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        self._peak_memory = round(memory.item(), 3)
         now = time.perf_counter()
         self.epoch["seconds"] = now - self._epoch_begun
         begun, step = self._window
@@ -1724,18 +1728,12 @@ class Run:
         record = {"step": self.step, "loss": metrics.pop("loss"), "val_loss": None, "lr": lr,
                   "grad_norm": grad_norm.item(), "skipped": int(skipped),
                   "tokens": self.samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
-                  "mfu": None, "mem_gb": self._peak_memory(), **metrics,
+                  "mfu": None, "mem_gb": self._peak_memory, **metrics,
                   "time": round(time.time(), 3)}
         if self._peak_flops:
             flops = tokens_per_sec * self._flops_per_token(record)
             record["mfu"] = flops / (self._peak_flops * world.world_size)
         return record
-
-    def _peak_memory(self) -> float:
-        """The largest peak so far of all ranks, in GB."""
-        gigabytes = torch.tensor(monitor.memory_gb(self.world.device), device=self.world.device)
-        dist.all_reduce(gigabytes, op=dist.ReduceOp.MAX)
-        return round(gigabytes.item(), 3)
 
     def report(self, evaluate, sample=None) -> None:
         """Does what is due after a step, or was still due at a resume: save, evaluate, log, sample.
@@ -1834,7 +1832,8 @@ class Run:
             self._show(sample)
         self._checkpoints.close()
         self._vote.close()
-        self._summarize()
+        if self.world.is_rank0:
+            self._summarize()
         in_sync = "of all ranks were in sync" if self._replicated else "are in shards"
         ending = (f"training complete: {self.step} steps, {self.samples * self.args.seq_len:,} tokens, the "
                   f"parameters {in_sync}; the run is in {self.out}")
@@ -1846,18 +1845,15 @@ class Run:
         self._say_here(ending)
 
     def _summarize(self) -> None:
-        memory = self._peak_memory()
-        if not self.world.is_rank0:
-            return
         steps, seconds = self.step - self._first, time.perf_counter() - self._begun
         tokens = steps * self.global_batch * self.args.seq_len
-        sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.stat())}
+        sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.lstat())}
         loss, step = min(((r["val_loss"], r["step"]) for r in self.log.records if r["val_loss"] is not None),
                          default=(None, None))
         best = "" if loss is None else f"; best validation loss {loss:.4f} at step {step}"
         self.log.say(f"{steps} steps in {monitor.human_time(seconds)}, evaluations and saves included: "
-                     f"{monitor.human_count(tokens / seconds)} tok/s{best}; peak memory {memory:.1f} GB; "
-                     f"{sum(sizes.values()) / 1e9:.2g} GB on disk")
+                     f"{monitor.human_count(tokens / seconds)} tok/s{best}; peak memory "
+                     f"{self._peak_memory:.1f} GB; {sum(sizes.values()) / 1e9:.2g} GB on disk")
 
     def _close(self) -> None:
         self.log.close()

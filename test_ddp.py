@@ -252,12 +252,11 @@ def predict(args: argparse.Namespace, size: dict, world: World, latency: float, 
             flops: list[float], note: str) -> None:
     """Prints what a step of this preset takes in each way to communicate. flops: FLOP/s of all ranks."""
     model = model_of(MODELS[args.model], size, "meta")
-    size["global_batch"], *_ = plan_batch(world.world_size, None, None, None, size["global_batch"],
-                                          size["batch"])
-    tokens, parameters = size["global_batch"] * size["seq_len"], num_params(model)
+    global_batch, *_ = plan_batch(world.world_size, None, None, None, size["global_batch"], size["batch"])
+    tokens, parameters = global_batch * size["seq_len"], num_params(model)
     compute = tokens / world.world_size * model.flops_per_token() / min(flops)
     buckets = 4 * parameters // BUCKET + 1
-    print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters, {size['global_batch']} "
+    print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters, {global_batch} "
           f"sequences of {size['seq_len']} tokens a step\n{note}: {min(flops) / 1e9:,.1f} GFLOP/s on the "
           f"slowest rank, {max(flops) / 1e9:,.1f} on the fastest; compute {compute:.3f} s a step")
     for way, nbytes, messages, every in (

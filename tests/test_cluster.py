@@ -236,13 +236,13 @@ def test_nodes_with_different_numbers_of_processes():
 
 
 def test_every_node_says_how_it_goes(tmp_path, shards):
-    nodes = Nodes(2, GLOO_SOCKET_IFNAME=None)
+    nodes = Nodes(2, GLOO_SOCKET_IFNAME=None, PREFLIGHT_TIMEOUT=120)
     command = ["train_gpt2.py", "--data", shards, "--out", tmp_path / "run", "--device", "cpu", "--steps", 4,
                "--seq-len", 32, "--d-model", 32, "--n-layer", 1, "--save-every", 2, "--eval-every", 4,
-               "--eval-batches", 1, "--max-new-tokens", 5, "--timeout", 60]
+               "--eval-batches", 1, "--max-new-tokens", 5]
     second = nodes.start(1, *command)
     time.sleep(0.5)
-    first, second = finish(nodes.start(0, *command), 120), finish(second, 60)
+    first, second = finish(nodes.start(0, *command)), finish(second)
     assert first.code == second.code == 0, first.out + second.out
     assert "2 x CPU" in first.out and first.out.count("saved step ") == 2
     assert re.search(r"Rank 1/2 \| Node node1 .*CPU, gloo, torch ", second.out), second.out
