@@ -486,8 +486,8 @@ def main() -> None:
         flops = step("the comparison of speeds", on_all_ranks, flops, world)
         if world.is_rank0:
             predict(args, size, world, *network, flops, note)
-    step("the end", dist.barrier)
     print(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}", flush=True)
+    step("the end", dist.barrier)
     if world.is_rank0:
         print("OK", flush=True)
 
