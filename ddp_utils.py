@@ -653,6 +653,13 @@ def reduce_sum(values: list, world: World) -> list[float]:
     return packed.tolist()
 
 
+def largest(value: float, world: World) -> float:
+    """The largest of a number that each rank has."""
+    found = torch.tensor(value, dtype=torch.float64, device=world.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
 def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
     """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None."""
     low, high = numbers.clone(), numbers.clone()
@@ -1613,12 +1620,11 @@ class Run:
         """
         from test_ddp import choose_checkpointing
         world, state = self.world, self.state
-        smallest = torch.tensor(gigabytes, device=world.device)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        smallest = -largest(-gigabytes, world)
         mode = on_rank0(world, lambda: choose_checkpointing(
             self._model_class, state.model.config, self.args, state.model.compute_dtype, inputs,
-            state.compiled, world.world_size, smallest.item())[0])
-        self.log.say(f"--checkpoint-activations {mode}, as --dry-run chooses for {smallest.item():.0f} GB")
+            state.compiled, world.world_size, smallest)[0])
+        self.log.say(f"--checkpoint-activations {mode}, as --dry-run chooses for {smallest:.0f} GB")
         for block in blocks_of(state.model):
             block.checkpointing = mode
         return mode
@@ -1718,9 +1724,7 @@ class Run:
         *sums, self.epoch["loss"], skipped = reduce_sum(
             [*(metrics[name] for name in names), self._epoch_loss, ~grad_norm.isfinite()], world)
         metrics = metrics | {name: total / world.world_size for name, total in zip(names, sums)}
-        memory = torch.tensor(monitor.memory_gb(world.device), device=world.device)
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-        self._peak_memory = round(memory.item(), 3)
+        self._peak_memory = round(largest(monitor.memory_gb(world.device), world), 3)
         now = time.perf_counter()
         self.epoch["seconds"] = now - self._epoch_begun
         begun, step = self._window

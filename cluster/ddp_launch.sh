@@ -51,7 +51,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-50}
 # Static rendezvous: rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
 # torchrun's own exit code is 1 whatever happened; that of the process that failed first tells a mistake (2)
 # from what may go well at the next try.
-exec python3 -c 'import sys
+exec python3 -P -c 'import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 try:

@@ -14,7 +14,7 @@ import ddp_utils
 import monitor
 import test_ddp
 import train_hrm
-from data import UserError
+from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
 from model import HRM, HRMConfig
 
@@ -41,6 +41,7 @@ def raises(kind, function) -> str:
 
 def check_agreement(world: World) -> None:
     assert ddp_utils.reduce_sum([world.rank, torch.tensor(0.5)], world) == [1.0, 1.0]
+    assert ddp_utils.largest(0.1 * world.rank, world) == 0.1 and ddp_utils.largest(-world.rank, world) == 0
     assert ddp_utils.on_rank0(world, lambda: world.rank) == 0
 
     def fail():
@@ -60,6 +61,15 @@ def check_failure(world: World) -> None:
         if world.rank == 1:
             raise UserError("no such file on this node")
     assert raises(UserError, lambda: ddp_utils.on_all("bad", fail)) == "no such file on this node"
+    for kind in (UserError, NotNow):  # with the same exit code on all
+
+        def fail_so(kind=kind):
+            if world.rank == 1:
+                raise kind("so")
+        try:
+            ddp_utils.on_all("bad", fail_so)
+        except UserError as error:
+            assert error.exit_code == kind.exit_code
 
 
 def check_sync(world: World) -> None:

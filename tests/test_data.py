@@ -926,6 +926,13 @@ def test_peek_into_a_pipe_that_closes(shards):
     assert result.code == 0 and len(result.out.splitlines()) == 1, result.out
 
 
+def test_a_cut_of_an_endless_source_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "prepare", lambda *_, **options: options)
+    data.locate("fineweb-edu", "bytes", 1000, 0)
+    assert "fineweb-edu is prepared up to 1,000 tokens, 20 for each parameter" in capsys.readouterr().out
+
+
 def test_prepared_data_is_not_prepared_again(corpus, shards):
     before = tree(shards)
     command = f"prepare --dataset text:{corpus} --tokenizer bytes --out {shards}"

@@ -399,6 +399,25 @@ def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
     assert capsys.readouterr().out == (tmp_path / "train.log").read_text() == line
 
 
+@pytest.mark.parametrize("loss, best", [(3.9, True), (4.1, False)])
+def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best):
+    log = RunLog(tmp_path, True, "")
+    log.records = [record(1, val_loss=4.0), record(2, val_loss=None), record(3, val_loss=loss)]
+    log.evaluation_line(log.records[-1], 5.0)
+    assert capsys.readouterr().out.endswith("| best so far\n") == best
+
+
+@pytest.mark.parametrize("columns", [0, 80])
+def test_a_terminal_without_a_size_gets_lines(tmp_path, monkeypatch, columns):
+    """The progress bar would be nothing there."""
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, fileno=lambda: 1, write=len,
+                                                       flush=lambda: None))
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((columns, columns)))
+    log = begun(tmp_path)
+    assert (log._bar is not None) == (columns > 0)
+    log.close()
+
+
 @pytest.mark.parametrize("bar", [False, True], ids=["lines", "progress bar"])
 def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar):
     def gone(*_, **__):

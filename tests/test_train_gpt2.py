@@ -6,6 +6,7 @@ import pytest
 import torch
 from runs import Trainer, assert_close_runs, log_of
 
+import data
 from ddp_utils import list_checkpoints
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -35,7 +36,7 @@ def test_fp16_scales_the_loss_and_skips_what_overflows(tmp_path, shards):
     assert again.code == 0 and "resuming after step 20" in again.out
 
 
-def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards):
+def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "run"
     done = GPT2.train(0, shards, out, steps=20, sample_every=1, eval_every=10, sample_prompt="def ñ")
@@ -60,6 +61,9 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards):
                         lr=None, warmup=None, global_batch=None)
     assert gentle.code == 0 and "= 16 sequences" in gentle.out, gentle.out
     assert log_of(tmp_path / "gentle")[0]["lr"] == 3e-5
+    data.prepare(f"text:{corpus}", tmp_path / "again", str(out / "tokenizer.json"), workers=1)
+    named = GPT2.train(0, tmp_path / "again", tmp_path / "named", size="tiny", init_from=out, steps=1)
+    assert named.code == 0, named.out  # the same tokenizer under another name
     longer = GPT2.train(0, shards, tmp_path / "long", size="tiny", init_from=out, seq_len=64, steps=4)
     assert longer.code == 2 and "learned positions" in longer.out
 
@@ -84,3 +88,21 @@ def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     one = GPT2.train(0, shards, steps=4, **flags)
     assert one.code == 0 and "batch 5 x accumulation 3 x 1 processes = 15 sequences, " in one.out, one.out
     assert [line["tokens"] for line in log_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]
+
+
+def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_path, corpus):
+    """Although each step is more than a pass over it. The run says so, and what it saves and removes."""
+    (tmp_path / "notes.txt").write_text(corpus.read_text()[:20_000])
+    small, out = tmp_path / "small", tmp_path / "run"
+    data.prepare(f"text:{tmp_path / 'notes.txt'}", small, "bytes", workers=1)
+    done = GPT2.train(0, small, out, global_batch=600, steps=12, eval_every=4, save_every=6)
+    assert done.code == 0, done.out
+    assert [line["step"] for line in log_of(out) if line["val_loss"] is not None] == [4, 8, 12]
+    assert re.findall(r"^saved step (\d+) \(", done.out, re.MULTILINE) == ["4", "6", "8", "12"]
+    assert done.out.count("; removed step_00000004_") == 1 and done.out.count("; removed") == 1
+    assert "WARNING: the run reads" not in done.out and done.out.count("best so far") == 2
+    best = min((line["val_loss"], line["step"]) for line in log_of(out) if line["val_loss"] is not None)
+    assert re.search(rf"^12 steps in .* best validation loss {best[0]:.4f} at step {best[1]}; peak memory",
+                     done.out, re.MULTILINE), done.out
+    longer = GPT2.train(0, small, out, global_batch=600, steps=20, eval_every=20, save_every=20)
+    assert re.search(r"WARNING: the run reads this text 2\d times", longer.out), longer.out

@@ -13,6 +13,7 @@ from conftest import SHARED, finish, run
 from runs import Trainer, assert_close_runs, assert_same_run, log_of, worker
 
 import data
+import train_hrm
 from ddp_utils import RunError, list_checkpoints
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
@@ -195,6 +196,15 @@ def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
     assert done.code == 2 and "was prepared from another text" in done.out
     Path("a/text.txt").unlink()  # once it is prepared, the text may go
     assert train(0, "text:a/text.txt", tmp_path / "run", **common).code == 0
+
+
+def test_trained_weights_are_trained_further_gently():
+    args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere"])
+    assert (args.lr, args.warmup, args.epochs, args.bp_steps) == (3e-5, 0, 3, (5, 5))
+    args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere", "--steps", "7", "--lr", "1"])
+    assert (args.steps, args.epochs, args.lr) == (7, None, 1)
+    scratch = train_hrm.parse_args(["--size", "1b"])
+    assert (scratch.lr, scratch.warmup, scratch.epochs, scratch.bp_steps) == (2.2e-4, 1000, None, (2, 5))
 
 
 def test_weights_of_another_tokenizer_or_family_are_refused(tmp_path, shards, existing, corpus):
