@@ -721,8 +721,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         few = dataset.startswith("text:") and len(glob.glob(dataset[5:], recursive=True)) < 100
         val_split = "tail:0.1" if few else "hash:0.01"
     if val_split.startswith("tail:") and (max_tokens or max_samples):
-        raise UserError("--val-split tail:F reads the text to its end: use hash:F with --max-tokens or "
-                        "--max-samples.")
+        raise UserError("--val-split tail:F, also the default for a few text files, reads the text to its "
+                        "end: for a part of it use data.py prepare with --val-split hash:F.")
     counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
     if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
         raise UserError("--shard-tokens must be between 1 and 1B; --workers and limits must be 1 or more.")
@@ -1240,31 +1240,38 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
     return TIKTOKEN_IDS.get(name) or load_tokenizer(name).num_ids
 
 
-def locate(data: str, tokenizer_name: str | None, max_tokens: int, local_rank: int,
-           watch=lambda: None) -> Path:
-    """directory_of(data), prepared if necessary, from the hub only up to `max_tokens` tokens.
+def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
+           max_tokens: int | None = None, max_samples: int | None = None) -> Path:
+    """directory_of(data), prepared if necessary, up to these limits; without `max_tokens`, from the hub only
+    up to `useful` tokens. Raises UserError if it has been prepared with other limits.
 
     The first process of each node prepares; the others watch for the finished manifest instead of waiting in
     a collective, because this can take hours. Meanwhile watch() raises an error if a process is lost.
     """
     out = directory_of(data, tokenizer_name)
+    manifest = read_manifest(out)
+    for flag, limit in (("max_tokens", max_tokens), ("max_samples", max_samples)):
+        before = manifest["settings"].get(flag) if manifest else None
+        if limit not in (None, before) and (manifest or out == Path(data)):
+            raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave the flag "
+                            "out, delete that directory, or prepare another one with data.py --out.")
     if out == Path(data):
         return out
-    manifest = read_manifest(out)
     if local_rank == 0:
         local = data.partition(":")[0] in ("stdlib", *FILE_PREFIXES)
-        settings = manifest["settings"] if manifest else {"max_tokens": None if local else max_tokens}
+        settings = manifest["settings"] if manifest else {
+            "max_tokens": max_tokens or (None if local else useful), "max_samples": max_samples}
         if manifest and manifest["complete"]:
             check_source(data, out, settings)
         else:
-            if settings["max_tokens"] == max_tokens:
-                print(f"{data} is prepared up to {max_tokens:,} tokens, 20 for each parameter: python "
-                      "data.py prepare --max-tokens makes a larger one", flush=True)
+            if not (local or max_tokens):
+                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens, 20 for each parameter: "
+                      "--max-tokens chooses another number", flush=True)
             options = ("val_split", "max_samples", "max_tokens", "min_words", "text_field", "shard_tokens")
             prepare(data, out, tokenizer_name, **{k: settings[k] for k in options if k in settings})
-        if not local and (settings["max_tokens"] or max_tokens) < max_tokens / 2:
+        if not (local or max_tokens) and (settings["max_tokens"] or useful) < useful / 2:
             print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
-                  f"{max_tokens:,}: python data.py prepare --max-tokens makes a larger one in another --out",
+                  f"{useful:,}: python data.py prepare --max-tokens makes a larger one in another --out",
                   flush=True)
         return out
     while not (manifest and manifest["complete"]):

@@ -42,7 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
-                  load_tokenizer, locate, plan_batch, unigram_entropy, validation_batches, write_atomically)
+                  load_tokenizer, locate, parse_count, plan_batch, unigram_entropy, validation_batches,
+                  write_atomically)
 from model import Block, continue_text, fill_masks, from_hf, make_optimizers, num_params, pad_vocab, to_hf
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -301,8 +302,12 @@ class Heartbeat:
         self.rank, self.world_size, self.where, self.timeout = rank, world_size, where, timeout
         # a second connection for this thread; the first stays open, because it may be the server of all ranks
         self.store, self._server = dist.PrefixStore("heartbeat", store.clone()), store
-        self.name = f"rank {rank} on node{os.environ.get('GROUP_RANK', 0)} ({os.uname().nodename})"
+        node, host = f"node{os.environ.get('GROUP_RANK', 0)}", os.uname().nodename
+        self.name, self._host = f"rank {rank} on {node} ({host})", f"{node}-{host}"
         self.keys = [str(r) for r in range(world_size)]
+        self._node_keys = [f"node{i}" for i in range(int(os.environ.get("GROUP_WORLD_SIZE", 1)))]
+        # the first process of each of several nodes also says how busy its machine is
+        self._machine_key = node if len(self._node_keys) > 1 and local_rank() == 0 else ""
         self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
         several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._leaves_last = hosts_store or several_nodes and os.environ.get("GROUP_RANK", "0") == "0"
@@ -352,6 +357,13 @@ class Heartbeat:
         """Adds to a counter in the store; returns the sum."""
         return self.call(lambda: self.store.add(key, amount))
 
+    def machines(self) -> dict[str, float]:
+        """The curves of all nodes, by tag and host, from their beats: nobody waits for another node."""
+        with contextlib.suppress(RunError):
+            found = self.call(lambda: self.store.multi_get(self._node_keys), self.BEAT)
+            return {tag: value for curves in found for tag, value in json.loads(curves).items()}
+        return {}
+
     def call(self, function, timeout: float = 0):
         """function(), which uses self.store, with a time-out, which its own calls lack: then a RunError."""
         answer = []
@@ -392,6 +404,9 @@ class Heartbeat:
             self.store.compare_set("cause", "", self._own_cause)
         if self.store.check(["cause"]):
             self.cause = self.store.get("cause").decode()
+        if self._machine_key and self._beats % 4 == 1:
+            curves = {f"{tag}/{self._host}": value for tag, value in monitor.machine_curves().items()}
+            self.store.set(self._machine_key, json.dumps(curves))
 
     def _read(self) -> dict[str, bytes]:
         return dict(zip(self.keys, self.store.multi_get(self.keys)))
@@ -492,6 +507,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
          "which is prepared first if necessary, from the hub 20 tokens for each parameter"),
         ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, else gpt2)"),
+        ("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B"),
+        ("--max-samples", parse_count, None, "prepare only so many documents"),
         ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
     add_flags(
         parser, "steps and batches",
@@ -701,13 +718,16 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
 
 
 def load_data(model_class: type, args: argparse.Namespace, world: World) -> Dataset:
-    """The data set of --data, prepared first if necessary: of an endless source 20 tokens a parameter."""
+    """The data set of --data, prepared first if necessary: of an endless source 20 tokens a parameter, unless
+    --max-tokens says how many.
+    """
     with torch.device("meta"):
         parameters = num_params(model_class(model_class.Config(**flags_of_model(model_class.Config, args))))
 
     def read():
         watch = heartbeat.raise_if_lost if heartbeat else lambda: None
-        directory = locate(args.data, args.tokenizer, 20 * parameters, world.local_rank, watch)
+        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples}
+        directory = locate(args.data, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
         return Dataset(directory, args.seq_len, args.tokenizer)
 
     dataset = on_all("data", read)
@@ -1774,12 +1794,12 @@ class Run:
             self.log.phase("other")
 
     def _log(self, sample) -> None:
-        args, record, log = self.args, self._record, self.log
+        args, record, log, world = self.args, self._record, self.log, self.world
         mean_loss = self.epoch["loss"] / self.epoch["steps"]
         if self.ends_epoch or self._at_end:
             record |= {"epoch_loss": mean_loss, "epoch_seconds": self.epoch["seconds"]}
         if self._log_due:
-            log.write(record)
+            log.write(record, heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None)
             seconds_per_step = (time.perf_counter() - self._begun) / max(self.step - self._first, 1)
             log.step_line(record, max(self.total_steps - self.step, 0) * seconds_per_step,
                           "apart" if self.state.apart else "OK" if self._replicated else "shards")

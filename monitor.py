@@ -117,6 +117,18 @@ def cpu_and_ram() -> dict:
             "ram_used": used, "ram_total": total}
 
 
+def machine_curves() -> dict[str, float]:
+    """CPU use since the last call and RAM in percent; in MB, what torch has reserved on this thread's GPU."""
+    import torch
+    values = {}
+    with contextlib.suppress(ImportError, OSError):  # RunLog.begin says what is missing
+        now = cpu_and_ram()
+        values = {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
+    if torch.cuda.is_initialized():  # asking the driver takes longer
+        values["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
+    return values
+
+
 def network_traffic() -> tuple[int, int]:
     """Bytes (received, sent) so far on all interfaces except loopback."""
     import psutil
@@ -241,7 +253,7 @@ class RunLog:
         self.out, self.active, self.prefix = Path(out), active, prefix
         self.total_steps = 0  # to be set before `begin`
         self.records: list[dict] = []
-        self._use_wandb, self._has_psutil, self._next_drawing = wandb, False, 0.0
+        self._use_wandb, self._next_drawing = wandb, 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
         self._profile = Profile(self.out, profile, self.say) if active and profile else None
@@ -284,7 +296,6 @@ class RunLog:
         if self._tensorboard or self._wandb:
             try:
                 cpu_and_ram()  # the first record has the mean since now
-                self._has_psutil = True
             except ImportError:
                 self.say("curves of CPU and RAM are not written: pip install psutil")
         if sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns:
@@ -355,23 +366,18 @@ class RunLog:
         found = format_known(record, EVALUATION)
         self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}", *best]))
 
-    def write(self, record: dict) -> None:
-        """Adds the record of a step to all curves. NaN and infinity, which JSON lacks, become null.
+    def write(self, record: dict, machines: dict[str, float] | None = None) -> None:
+        """Adds the record of a step to all curves, in TensorBoard and wandb with `machines`, those of this
+        machine or, where there are several, of all. NaN and infinity, which JSON lacks, become null.
 
         TensorBoard gets a step before metrics.jsonl does, so a kill can leave it too many points, which
         `begin` drops, but never too few.
         """
         if not self.active:
             return
-        import torch
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
-        values = curve_values(record)
-        if self._has_psutil:
-            now = cpu_and_ram()
-            values |= {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
-        if torch.cuda.is_initialized():  # what torch has reserved; asking the driver takes longer
-            values["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
+        values = curve_values(record) | (machine_curves() if machines is None else machines)
         self._to_tensorboard(values, record)
         if self._wandb:
             self._wandb.log(values, step=record["step"])

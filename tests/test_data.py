@@ -474,6 +474,8 @@ def test_limits(documents, many, tmp_path):
 def test_locate(corpus, shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert data.locate(str(shards), None, 0, 0) == shards
+    with pytest.raises(data.UserError, match="with another max_samples .None, now 7.: leave the flag out"):
+        data.locate(str(shards), None, 0, 0, max_samples=7)
     found = []
 
     def second():  # another process of the node, which must wait for the first
@@ -928,9 +930,14 @@ def test_peek_into_a_pipe_that_closes(shards):
 
 def test_a_cut_of_an_endless_source_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "prepare", lambda *_, **options: options)
+    options = []
+    monkeypatch.setattr(data, "prepare", lambda *_, **given: options.append(given))
     data.locate("fineweb-edu", "bytes", 1000, 0)
     assert "fineweb-edu is prepared up to 1,000 tokens, 20 for each parameter" in capsys.readouterr().out
+    data.locate("fineweb-edu", "bytes", 1000, 0, max_tokens=7, max_samples=5)
+    data.locate("jsonl:any", "bytes", 1000, 0, max_samples=5)
+    assert options == [{"max_tokens": 1000, "max_samples": None}, {"max_tokens": 7, "max_samples": 5},
+                       {"max_tokens": None, "max_samples": 5}] and not capsys.readouterr().out
 
 
 def test_prepared_data_is_not_prepared_again(corpus, shards):

@@ -2,6 +2,7 @@
 says who it was, and the same command goes on. Needs root and iproute2 for the nodes (see lab.py)."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, finish, run, start
 from lab import MASTER, PORT, Lab, Unavailable
 from runs import Trainer, assert_same_run, log_of
@@ -191,6 +194,80 @@ def test_a_node_is_lost_that_ddp_launch_started(lab, shards, node):
     expected = "node0 can no longer be reached" if node == 0 else r"rank 2 on node2 .* stopped responding"
     check_lost(lab, 3, shards, lambda: lab.kill(node), expected, [i for i in range(3) if i != node],
                train=launch_all)
+
+
+RECORDING = """
+import json, os, sys, time
+import data, train_gpt2
+from ddp_utils import launch
+of_text = {}
+class Loader(data.Loader):
+    def __init__(self, shards, batch, rank, world_size, seed, device, samples):
+        super().__init__(shards, batch, rank, world_size, seed, device, samples)
+        self.begin, self.at = samples, samples + rank * batch
+        self.file = open(f"rows-{time.time()}.jsonl", "w", buffering=1)
+        (_, rows, _), = self.shards.grids  # of the only shard
+        of_text.update((row.tobytes(), i) for i, row in enumerate(rows))
+    def __next__(self):
+        x, y = super().__next__()
+        rows = [of_text[row.numpy().astype(self.shards.dtype).tobytes()] for row in x]
+        print(json.dumps([self.begin, self.at, rows]), file=self.file)
+        self.at += self.stride
+        return x, y
+data.Loader = Loader
+launch(train_gpt2.main)
+"""
+
+
+@pytest.mark.long
+def test_five_nodes_four_and_five_again(lab, tmp_path):
+    """With no --global-batch: a node is lost, four go on, and then five again. Every row of the text comes
+    once in each pass. TensorBoard has curves of every node.
+    """
+    from test_monitor import curves
+    script, text = tmp_path / "recording.py", tmp_path / "text.txt"
+    script.write_text(RECORDING)
+    text.write_text("".join(f"{i} is not {i * i}. " for i in range(1500)))
+    shards = data.prepare(f"text:{text}", tmp_path / "shards", "bytes", workers=1)
+
+    def train(nodes: int, steps: int) -> list:
+        flags = GPT2.flags(shards, "run", global_batch=None, steps=steps, save_every=5, eval_every=10)
+        return [lab.start(node, ["bash", LAUNCHER, script, *flags], **{
+            "MASTER_ADDR": MASTER, "MASTER_PORT": PORT, "NNODES": nodes, "NODE_RANK": node,
+            "GPUS_PER_NODE": 1, "PREFLIGHT_TIMEOUT": 10, "PYTHONPATH": ROOT,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}) for node in range(nodes)]
+
+    processes = train(5, 400)
+    wait_for_step(lab, 20, processes)
+    lab.kill(3)
+    assert [lab.wait(process, TIMEOUT + SPARE)[0] for process in processes if process is not processes[3]] \
+        == [1] * 4
+    starts, out = [0], lab.home(0) / "run"
+    for nodes, more, batch in ((4, 30, 16), (5, 30, 15)):
+        step = int(list_checkpoints(out)[0].name[5:13])
+        starts.append(torch.load(list_checkpoints(out)[0], weights_only=True)["samples"])
+        done = [lab.wait(process, 90) for process in train(nodes, step + more)]
+        assert [code for code, _ in done] == [0] * nodes, done
+        assert f"x {nodes} processes = {batch} sequences" in done[0][1], done[0][1]
+    starts.append(torch.load(list_checkpoints(out)[0], weights_only=True)["samples"])
+
+    rows, reader = {}, data.Dataset(shards, 32).train
+    for node in range(5):
+        for file in sorted(lab.home(node).glob("rows-*.jsonl"), key=lambda path: path.name):
+            taken = [json.loads(line) for line in file.read_text().splitlines()]
+            attempt = starts.index(taken[0][0])  # each began where the one before had its last checkpoint
+            for _, at, found in taken:
+                if starts[attempt] <= at < starts[attempt + 1]:
+                    rows |= {at + i: row for i, row in enumerate(found)}
+    assert sorted(rows) == list(range(starts[-1])) and len(rows) > reader.rows
+    in_order = [rows[position] for position in range(len(rows))]
+    assert sorted(in_order[:reader.rows]) == list(range(reader.rows))
+    later = in_order[reader.rows:]
+    assert len(set(later)) == len(later) < reader.rows
+    expected = data.sample_rows(0, len(rows), reader.rows, 0)
+    assert np.array_equal(np.sort(expected[:15]), np.sort(in_order[:15]))
+    hosts = {tag.partition("System/CPU_percent/")[2] for tag in curves(out)} - {""}
+    assert {host.partition("-")[0] for host in hosts} == {f"node{i}" for i in range(5)}
 
 
 @pytest.mark.long

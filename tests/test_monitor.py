@@ -582,8 +582,8 @@ def die(log):
     while not list((log.out / "checkpoints").glob("step_00000008*")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-def write(log, record):
-    monitor_write(log, record)
+def write(log, record, machines):
+    monitor_write(log, record, machines)
     if where == "after" and record["step"] == 8: die(log)
 def write_tensorboard(log, scalars, record):
     if where == "before" and record["step"] == 8: die(log)
