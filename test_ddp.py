@@ -282,9 +282,9 @@ class _Alive(TorchDispatchMode):
     supports_higher_order_operators = True
     ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo compiles nothing in a mode
 
-    def __init__(self, known):
+    def __init__(self):
         super().__init__()
-        self.known, self.sizes = {StorageWeakRef(t.untyped_storage()) for t in known}, {}
+        self.sizes = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -294,17 +294,13 @@ class _Alive(TorchDispatchMode):
                 self.sizes[StorageWeakRef(storage)] = storage.nbytes()
         return result
 
-    def bytes(self) -> int:
-        """What is still there of what was computed."""
-        return sum(n for storage, n in self.sizes.items()
-                   if storage not in self.known and not storage.expired())
-
 
 def activation_bytes(loss, others) -> int:
     """Bytes that stay in memory for the backward pass of loss(), without the tensors `others`."""
-    with _Alive(others) as alive:
+    known = {StorageWeakRef(t.untyped_storage()) for t in others}
+    with _Alive() as alive:
         kept = loss()
-        found = alive.bytes()
+    found = sum(n for storage, n in alive.sizes.items() if storage not in known and not storage.expired())
     del kept
     return found
 
