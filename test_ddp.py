@@ -341,13 +341,12 @@ def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int
     hidden = sum(n for name, n in sizes.items() if optimizer == "muon" and ".blocks." in name)
     state = 2 * everything - hidden  # Muon keeps one number for each, AdamW two
     sharded = strategy in ("zero2", "zero3")
-    held = everything / (processes if sharded else 1)
+    held = 0 if cpu_offload else everything / (processes if sharded else 1)
     gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
-    return {"parameters": (0 if cpu_offload else held) + gathered,
-            "gradients": (0 if cpu_offload else held)
-            + (outside + max(blocks) if sharded else max(sizes.values())),
+    return {"parameters": held + gathered,
+            "gradients": held + (outside + max(blocks) if sharded else max(sizes.values())),
             "optimizer": 0 if cpu_offload else state if strategy == "ddp" else state / processes,
-            "other": (ema and not cpu_offload) * held + diloco * 2 * everything}  # DiLoCo keeps two copies
+            "other": ema * held + diloco * 2 * everything}  # DiLoCo keeps two copies
 
 
 def fits(held: dict[str, float], gigabytes: float) -> bool:
@@ -406,26 +405,23 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
           f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
           f"{'on' if compiled else 'off'}, activation checkpointing {mode}"
           f"{'' if args.checkpoint_activations else ' (the fastest that fits, else the smallest)'}; in GB:")
-    does_fit = {}
-    for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload"):
-        held = held_by_process(model, strategy, args, processes, activations)
-        if not does_fit:
-            print("  ".join([f"{'--strategy':20}", *(f"{part:>11}" for part in held), "   together"]))
-        does_fit[strategy] = fits(held, gigabytes)
-        print("  ".join([f"{strategy:20}", *(f"{n / 1e9:11.2f}" for n in held.values()),
-                         f"{sum(held.values()) / 1e9:11.2f}",
-                         "fits" if does_fit[strategy] else "does not fit"]))
-    held = held_by_process(model, "ddp", args, 1, 0)
-    file = (held["parameters"] + held["optimizer"] + held["other"]) / 1e9
+    table = {strategy: held_by_process(model, strategy, args, processes, activations)
+             for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload")}
+    fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes)]
+    print(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
+    for strategy, held in table.items():
+        numbers = "".join(f"{n / 1e9:13.2f}" for n in (*held.values(), sum(held.values())))
+        print(f"{strategy:20}{numbers}  {'fits' if strategy in fitting else 'does not fit'}")
+    file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
     print(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
           f"{args.keep_last}, the best and the one being written, and {file:.2f} GB of rank 0's host memory")
     chosen = args.strategy + " --cpu-offload" * args.cpu_offload
-    others = " or ".join(f"--strategy {strategy}" for strategy, does in does_fit.items() if does)
-    one = held_by_process(model, chosen, args, processes, activations // batch)
-    ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes)) + [others or "more processes"]
+    one = table[chosen] | {"activations": activations // batch}
+    ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes))
+    ways += [f"--strategy {strategy}" for strategy in fitting] or ["more processes"]
     ways += ["--checkpoint-activations block"] * (mode != "block")
     print(f"--strategy {chosen} "
-          + ("fits." if does_fit[chosen] else f"does not fit: use {' or '.join(ways)}."))
+          + ("fits." if chosen in fitting else f"does not fit: use {' or '.join(ways)}."))
 
 
 def machine(text: str, device: str) -> tuple[int, float]:
