@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import statistics
-import time
+import timeit
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch
 from ddp_utils import (RunError, World, blocks_of, compute_dtype, first_line, flags_of_model, hardware, init,
-                       launch, number, recipe)
+                       largest, launch, number, on_all, recipe)
 from model import GPT2, HRM, LOSS_ROWS, MLM, num_params, pad_vocab
 
 CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
@@ -95,35 +95,23 @@ def problem_in(reports: list[dict]) -> str:
     return ""
 
 
-def compare(report: dict) -> list[str]:
-    """Prints and compares the reports of all ranks; returns the host names. Raises UserError on all ranks."""
+def compare(report: dict) -> None:
+    """Prints and compares the reports of all ranks. Raises UserError on all ranks."""
     heartbeat, reports = ddp_utils.heartbeat, [report]
-
-    def wait_for(keys: list[str]) -> list[str]:
-        while not heartbeat.call(lambda: heartbeat.store.check(keys)):
-            heartbeat.raise_if_lost()
-            time.sleep(0.05)
-        return [value.decode() for value in heartbeat.call(lambda: heartbeat.store.multi_get(keys))]
-
-    def tell(key: str, value: str) -> None:
-        heartbeat.call(lambda: heartbeat.store.set(key, value))
-
     if heartbeat:
-        tell(f"report {heartbeat.rank}", json.dumps(report))
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
-        reports = [json.loads(text) for text in wait_for(keys)]
-    if not heartbeat or heartbeat.rank == 0:
+        own = keys[heartbeat.rank], json.dumps(report)
+        on_all("reporting", lambda: heartbeat.call(lambda: heartbeat.store.set(*own)))
+        reports = [json.loads(text) for text in heartbeat.call(lambda: heartbeat.store.multi_get(keys))]
+
+    def judge():  # only on rank 0, because a rank with another WORLD_SIZE has seen other reports
         for rank, found in enumerate(reports):
             print(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; " + ", ".join(
                 f"{what} {found[what]}" for what in SHOWN), flush=True)
-    verdict = problem_in(reports)
-    if heartbeat:  # that of rank 0, because a rank with another WORLD_SIZE has seen other reports
-        if heartbeat.rank == 0:
-            tell("verdict", verdict)
-        verdict, = wait_for(["verdict"])
-    if verdict:
-        raise UserError(verdict)
-    return [found["host"] for found in reports]
+        if problem := problem_in(reports):
+            raise UserError(problem)
+
+    on_all("comparison", judge if not heartbeat or heartbeat.rank == 0 else lambda: None)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -157,29 +145,24 @@ def check_collectives(world: World) -> str:
     return " and ".join(name for name, fine in right.items() if not fine)
 
 
-def on_all_ranks(value: float, world: World) -> list[float]:
-    values = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
-    values[world.rank] = value
-    dist.all_reduce(values)
-    return values.tolist()
+def median_seconds(function, repetitions: int, world: World) -> float:
+    """Of function() on this rank, after a first call, which connects or allocates."""
+    def until_done():
+        function()
+        world.synchronize()
+
+    until_done()
+    return statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions))
 
 
 def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
     """Median over the repetitions, of the slowest rank."""
-    buffer, times = torch.zeros(nbytes // 4, device=world.device), []
-    for _ in range(repetitions):
-        world.synchronize()
-        begun = time.perf_counter()
-        dist.all_reduce(buffer)
-        world.synchronize()
-        times.append(time.perf_counter() - begun)
-    return max(on_all_ranks(statistics.median(times), world))
+    buffer = torch.zeros(nbytes // 4, device=world.device)
+    return largest(median_seconds(lambda: dist.all_reduce(buffer), repetitions, world), world)
 
 
 def measure_network(world: World, limit: float) -> tuple[float, float]:
     """Latency in seconds, and seconds for each further byte, of an all-reduce. Prints what it finds."""
-    for nbytes in (1_000, 1_000_000):
-        all_reduce_seconds(nbytes, 2, world)  # connects
     found = {1_000: all_reduce_seconds(1_000, 21, world), 1_000_000: all_reduce_seconds(1_000_000, 7, world)}
     expected = 100 * found[1_000_000]  # of 100 MB; the same number on all ranks
     large = 100_000_000 if expected < limit / 2 else 10_000_000
@@ -202,27 +185,10 @@ def measure_network(world: World, limit: float) -> tuple[float, float]:
 def model_of(model_class: type, size: dict, device, **changes) -> nn.Module:
     """A model of this row of a trainer's SIZES, or of one with changes."""
     names = {field.name for field in fields(model_class.Config)}
+    ids = pad_vocab(expected_ids(size["data"], None))
     config = {key: value for key, value in size.items() if key in names} | changes
-    if size["data"] == "stdlib":  # bpe:4096, and [MASK]
-        ids = 4097 if model_class is MLM else 4096
-        config |= {"vocab_size": ids, "padded_vocab": pad_vocab(ids)}
     with torch.device(device):
-        return model_class(model_class.Config(**config))
-
-
-def seconds_of_micro_batch(model: nn.Module, batch: int, world: World, checkpointing: str) -> float:
-    """Forward and backward, the median of three."""
-    for block in blocks_of(model):
-        block.checkpointing = checkpointing
-    model.compute_dtype = compute_dtype("auto", world.device)
-    times, example = [], model.example(batch, world.device)
-    for _ in range(4):
-        world.synchronize()
-        begun = time.perf_counter()
-        model(**example)[0].backward()
-        world.synchronize()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[1:])
+        return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **config))
 
 
 def measure_compute(model_class: type, size: dict, world: World) -> tuple[float, str]:
@@ -235,7 +201,11 @@ def measure_compute(model_class: type, size: dict, world: World) -> tuple[float,
     for batch, changes, mode in ways:
         try:
             model = model_of(model_class, size, world.device, **changes)
-            seconds = seconds_of_micro_batch(model, batch, world, mode)
+            model.compute_dtype = compute_dtype("auto", world.device)
+            for block in blocks_of(model):
+                block.checkpointing = mode
+            example = model.example(batch, world.device)
+            seconds = median_seconds(lambda: model(**example)[0].backward(), 3, world)
             break
         except torch.cuda.OutOfMemoryError:
             if (batch, changes, mode) == ways[-1]:
@@ -249,16 +219,16 @@ def measure_compute(model_class: type, size: dict, world: World) -> tuple[float,
 
 
 def predict(args: argparse.Namespace, size: dict, world: World, latency: float, per_byte: float,
-            flops: list[float], note: str) -> None:
-    """Prints what a step of this preset takes in each way to communicate. flops: FLOP/s of all ranks."""
+            slowest: float, fastest: float, note: str) -> None:
+    """Prints what a step of this preset takes in each way to communicate, from FLOP/s of two of the ranks."""
     model = model_of(MODELS[args.model], size, "meta")
     global_batch, *_ = plan_batch(world.world_size, None, None, None, size["global_batch"], size["batch"])
     tokens, parameters = global_batch * size["seq_len"], num_params(model)
-    compute = tokens / world.world_size * model.flops_per_token() / min(flops)
+    compute = tokens / world.world_size * model.flops_per_token() / slowest
     buckets = 4 * parameters // BUCKET + 1
     print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters, {global_batch} "
-          f"sequences of {size['seq_len']} tokens a step\n{note}: {min(flops) / 1e9:,.1f} GFLOP/s on the "
-          f"slowest rank, {max(flops) / 1e9:,.1f} on the fastest; compute {compute:.3f} s a step")
+          f"sequences of {size['seq_len']} tokens a step\n{note}: {slowest / 1e9:,.1f} GFLOP/s on the "
+          f"slowest rank, {fastest / 1e9:,.1f} on the fastest; compute {compute:.3f} s a step")
     for way, nbytes, messages, every in (
             ("--comm fp32", 4 * parameters, buckets, 1), ("--comm bf16", 2 * parameters, buckets, 1),
             ("--outer-every 50", 2 * parameters, 1, 50)):
@@ -457,27 +427,29 @@ def main() -> None:
     if args.size and args.size not in sizes:
         raise UserError(f"train_{args.model}.py has no --size {args.size}, but {', '.join(sizes)}.")
 
-    hosts = []
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a time-out then is an exception, not an abort
     world = step("the start of the process group", init, args.backend, args.device, args.timeout,
-                 lambda *device: hosts.extend(compare(report_of(args, *device))))
+                 lambda *device: compare(report_of(args, *device)))
 
     wrong = step("all_reduce, broadcast and all_gather", check_collectives, world)
-    answers = [""] * len(hosts)
-    step("the comparison of results", dist.all_gather_object, answers, wrong)
-    for rank, wrong in enumerate(answers):
+
+    def judge():
         if wrong:
-            raise RunError(f"{wrong} gave wrong numbers on rank {rank} ({hosts[rank]}): suspect its memory, "
-                           "its network card, or peer-to-peer access of GPUs (try NCCL_P2P_DISABLE=1).")
+            raise RunError(f"{wrong} gave wrong numbers on rank {world.rank} ({platform.node()}): suspect "
+                           "its memory, its network card, or peer-to-peer access of GPUs (try "
+                           "NCCL_P2P_DISABLE=1).")
+
+    on_all("collectives", judge)
     if world.is_rank0:
         print("collectives are right", flush=True)
     network = step("the measurement of the network", measure_network, world, args.timeout / 2)
     if args.size:
         size = sizes[args.size]
         flops, note = measure_compute(MODELS[args.model], size, world)
-        flops = step("the comparison of speeds", on_all_ranks, flops, world)
+        slowest = -step("the comparison of speeds", largest, -flops, world)
+        fastest = largest(flops, world)
         if world.is_rank0:
-            predict(args, size, world, *network, flops, note)
+            predict(args, size, world, *network, slowest, fastest, note)
     print(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}", flush=True)
     step("the end", dist.barrier)
     if world.is_rank0:
