@@ -622,17 +622,10 @@ def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
 # Command line
 
 
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and a million seconds")
-    return value
-
-
 def parse_args(argv) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to list and draw")
-    parser.add_argument("--interval", type=seconds, default=4.0, help="seconds between two readings (4)")
+    parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
     shown = parser.add_mutually_exclusive_group()
@@ -640,6 +633,8 @@ def parse_args(argv) -> argparse.Namespace:
     shown.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
                        "training_history.png in a single run's directory, runs.png here for several)")
     args = parser.parse_args(argv)
+    if not 0.1 <= args.interval <= 1e6:
+        parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
     if (args.follow or args.output) and not args.runs:
         parser.error("--follow and --output need the directory of a run")
     return args

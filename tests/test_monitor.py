@@ -249,7 +249,7 @@ def test_a_reader_that_goes_away_is_no_error():
 @pytest.mark.parametrize("arguments, message", [
     (["nowhere"], "nowhere has no metrics.jsonl"), (["file"], "file has no metrics.jsonl"),
     (["broken"], "does not begin with the record of a step"), (["--interval", "0"], "not between"),
-    (["--interval", "x"], "invalid seconds"), (["--follow"], "need the directory of a run"),
+    (["--interval", "x"], "--interval: invalid float value"), (["--follow"], "need the directory of a run"),
     (["--frequency", "1"], "unrecognized"), (["good", "--output", "no/where.png"], "cannot be written")],
     ids=str)
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
