@@ -452,7 +452,7 @@ class Profile:
     def __init__(self, out: Path, steps: int, say):
         self.out, self.steps, self.say = out, steps, say
         self.done, self.profiler, self.current = -2, None, contextlib.ExitStack()
-        self.evaluation = 0.0  # seconds
+        self.seconds = dict.fromkeys(self.ROWS, 0.0)
 
     def tick(self) -> None:
         """Counts a step; starts and ends the recording."""
@@ -465,8 +465,8 @@ class Profile:
             self.finish()
         self.phase("other")
 
-    def phase(self, name: str | None) -> None:
-        """Ends the current phase and begins the next, if any."""
+    def phase(self, name: str) -> None:
+        """Ends the current phase and begins the next."""
         if self.profiler:
             import torch
             if torch.cuda.is_initialized():
@@ -474,13 +474,12 @@ class Profile:
             self.current.close()
             if name == "evaluation":  # only its time is recorded: millions of operations would be gigabytes
                 self.profiler.toggle_collection_dynamic(False, self.profiler.activities)
-                self.current.callback(self._resume, time.perf_counter())
-            elif name:
-                self.current.enter_context(torch.profiler.record_function(name))
+                self.current.callback(self.profiler.toggle_collection_dynamic, True, self.profiler.activities)
+            self.current.enter_context(torch.profiler.record_function(name))
+            self.current.callback(self._count, name, time.perf_counter())
 
-    def _resume(self, begun: float) -> None:
-        self.evaluation += time.perf_counter() - begun
-        self.profiler.toggle_collection_dynamic(True, self.profiler.activities)
+    def _count(self, name: str, begun: float) -> None:
+        self.seconds[name] += time.perf_counter() - begun
 
     def finish(self) -> None:
         """Writes the trace and prints the table, for as many steps as there were."""
@@ -488,19 +487,17 @@ class Profile:
             return self.say("--profile has nothing to show: the run ended before the third step")
         if not self.profiler:
             return
-        self.phase(None)
+        self.phase("other")
+        self.current.close()
         self.profiler.stop()
-        times = dict.fromkeys(self.ROWS, 0.0) | {"evaluation": 1e6 * self.evaluation}
         for event in self.profiler.key_averages():
-            if event.key in times:
-                times[event.key] += event.cpu_time_total
-            elif re.match(r"gloo:|ncclDevKernel|ncclKernel", event.key):
-                times["communication"] += event.self_device_time_total or event.cpu_time_total
-        times = {name: microseconds / 1000 / self.done for name, microseconds in times.items()}
-        total = sum(times.values()) - times["communication"]
-        self.say(f"profile of {self.done} steps, {total:.1f} ms each; communication overlaps the others:")
-        for name, ms in times.items():
-            self.say(f"  {name:13} {ms:10.2f} ms {ms / total:7.1%}")
+            if re.match(r"gloo:|ncclDevKernel|ncclKernel", event.key):
+                self.seconds["communication"] += (event.self_device_time_total or event.cpu_time_total) / 1e6
+        total = sum(self.seconds.values()) - self.seconds["communication"]
+        self.say(f"profile of {self.done} steps, {1000 * total / self.done:.1f} ms each; communication "
+                 "overlaps the others:")
+        for name, seconds in self.seconds.items():
+            self.say(f"  {name:13} {1000 * seconds / self.done:10.2f} ms {seconds / total:7.1%}")
         path = self.out / "trace.json.gz"
         try:
             self.profiler.export_chrome_trace(str(path))
