@@ -103,15 +103,17 @@ def compare(report: dict) -> None:
         own = keys[heartbeat.rank], json.dumps(report)
         on_all("reporting", lambda: heartbeat.call(lambda: heartbeat.store.set(*own)))
         reports = [json.loads(text) for text in heartbeat.call(lambda: heartbeat.store.multi_get(keys))]
-
-    def judge():  # only on rank 0, because a rank with another WORLD_SIZE has seen other reports
+    if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
             print(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; " + ", ".join(
                 f"{what} {found[what]}" for what in SHOWN), flush=True)
-        if problem := problem_in(reports):
-            raise UserError(problem)
-
-    on_all("comparison", judge if not heartbeat or heartbeat.rank == 0 else lambda: None)
+    verdict = problem_in(reports)
+    if heartbeat:  # that of rank 0, because a rank with another WORLD_SIZE has seen other reports
+        if heartbeat.rank == 0:
+            heartbeat.call(lambda: heartbeat.store.set("verdict", verdict))
+        verdict = heartbeat.call(lambda: heartbeat.store.get("verdict")).decode()
+    if verdict:
+        raise UserError(verdict)
 
 
 # -----------------------------------------------------------------------------------------------------------
