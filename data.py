@@ -338,7 +338,8 @@ class Source:
         elif prefix in FILE_PREFIXES and where:
             self.files = sorted(Path(p) for p in glob.glob(where, recursive=True) if Path(p).is_file())
             if not self.files:
-                raise UserError(f"no file matches {where!r}.")
+                hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
+                raise UserError(f"no file matches {where!r}{hint}.")
         elif dataset in SHORT_NAMES or prefix == "hf" and where:
             self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
             prefix, self.identity = "hub", f"{self.repo}:{self.config}"
@@ -658,7 +659,11 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
     if prefix in FILE_PREFIXES:  # of books/*.txt only the directory has a name
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
-    tokenizer = Path(tokenizer).stem if os.path.exists(tokenizer) else tokenizer.replace(":", "")
+    if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is that of `any`
+        path = Path(tokenizer)
+        named = (part for part in (path.stem, *reversed(path.parts[:-1])) if part not in ("tokenizer", "hf"))
+        tokenizer = next(named, "tokenizer")
+    tokenizer = tokenizer.replace(":", "")
     return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
 
 
@@ -722,7 +727,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         val_split = "tail:0.1" if few else "hash:0.01"
     if val_split.startswith("tail:") and (max_tokens or max_samples):
         raise UserError("--val-split tail:F, also the default for a few text files, reads the text to its "
-                        "end: for a part of it use data.py prepare with --val-split hash:F.")
+                        "end: name fewer files, or use data.py prepare with --val-split hash:0.1.")
     counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
     if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
         raise UserError("--shard-tokens must be between 1 and 1B; --workers and limits must be 1 or more.")
@@ -1285,8 +1290,8 @@ def check_source(data: str, out: Path, settings: dict) -> None:
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
         identity = Source(data, settings["text_field"], settings["val_split"]).identity
-    except UserError:
-        return  # the source is gone; the shards suffice
+    except UserError as error:  # the source is gone; the shards suffice
+        return print(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used", flush=True)
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one in another --out, and name that with --data.")

@@ -596,7 +596,7 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
 
 def size_of(args: argparse.Namespace) -> str:
     if args.init_from and not args.size:
-        raise UserError("--init-from needs --size: its context and micro-batch are for weights of one size.")
+        raise UserError("--init-from needs the --size of the weights, for its context and micro-batch.")
     return args.size or "tiny"
 
 
@@ -617,6 +617,10 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
             (args.outer_every and args.ema, "--ema does not go with --outer-every: leave one of them out")):
         if wrong:
             raise UserError(f"{sentence}.")
+    home = Path((args.init_from or "").removeprefix("hf:"))
+    trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
+    if args.init_from and trained.is_file() and not args.tokenizer and not Path(args.data or "").is_dir():
+        args.tokenizer = str(trained)  # the ids of the data have to mean what they meant to the weights
     model = {field.name: field.default for field in flag_fields(config_class)}
     for key, value in (model | recipe(args, size)).items():
         if getattr(args, key) is None and key not in ("global_batch", "batch"):  # see plan_batch
@@ -866,6 +870,11 @@ def run_directory(args: argparse.Namespace, name: str) -> Path:
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
     """--export, --prompt and --fill: uses the newest checkpoint of a run, or that of --resume."""
     model, saved = load_model(model_class, out if args.resume == "auto" else args.resume, world, print)
+    for field in flag_fields(model_class.Config):  # one that is given but was not when it was trained
+        value, was = getattr(args, field.name), getattr(model.config, field.name)
+        if field.type is bool and was != value != field.default:
+            raise UserError(f"{saved['path']} was trained with {field.name} {was}: name the run that has "
+                            f"{field.name} {value} with --out.")
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.eval()
     if not world.is_rank0:
@@ -1245,7 +1254,8 @@ def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = Fals
     def choose():
         nonlocal saved
         if not Path(where).exists():
-            raise UserError(f"{where} does not exist: train first, or name another run directory or file.")
+            raise UserError(f"{where} does not exist: train first, or name another run directory or file, or "
+                            f"a model of Hugging Face as hf:{where}.")
         candidates, corrupt = list_checkpoints(where) if Path(where).is_dir() else [Path(where)], []
         for path in candidates:
             try:
@@ -1287,7 +1297,8 @@ def check_resumable(saved: dict, now: dict, say) -> None:
     """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
     def fixed(run: dict) -> dict:
         model = {k: v for k, v in run["model_config"].items() if k != "dropout"}
-        return {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")} | model
+        fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")}
+        return fixed | model | fixed  # in this order; seq_len is that of the rows
 
     was, is_ = fixed(saved), fixed(now)
     for what in is_:
@@ -1559,8 +1570,12 @@ class Run:
             if known < config.vocab_size:
                 raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
             if known > config.vocab_size:
-                self.log.say(f"WARNING: {ids}: its weights are of use only if these ids mean the same")
+                self.log.say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use "
+                             "the --tokenizer of that model")
             return model
+        if not args.init_from and self.saved and (began := self.saved["settings"].get("init_from")):
+            raise UserError(f"{self.out} was begun with --init-from {began}: give that again, for its shape "
+                            "and its learning rate.")
         if args.init_from and self.saved["family"] == model_class.__name__:
             config = model_class.Config(**self.saved["model_config"] | changes)  # as the run began
         model = build_model(model_class, config, self.world, args.strategy, args.cpu_offload)
@@ -1790,7 +1805,8 @@ class Run:
             position = {"samples": self.samples, "record": self._record, "epoch": self.epoch,
                         "ends_epoch": self.ends_epoch}
             self._checkpoints.save(self.step, self._record["loss"], self._identity | position, self.state)
-            self._say_here(f"step {self.step}/{self.total_steps} | {self._record['mem_gb']:.1f} GB | saved")
+            self._say_here(f"step {self.step}/{self.total_steps} | {self._record['mem_gb']:.1f} GB | in "
+                           "sync, node 0 saves a checkpoint")
             self.log.phase("other")
 
     def _log(self, sample) -> None:
@@ -1866,7 +1882,7 @@ class Run:
                       f"checkpoint of step {self._checkpoints.saved_step}: the same command resumes it")
         self._close()
         self.log.say(ending)
-        self._say_here(ending)
+        self._say_here(f"{ending} on node 0")
 
     def _summarize(self) -> None:
         steps, seconds = self.step - self._first, time.perf_counter() - self._begun

@@ -7,7 +7,7 @@
 
 Run the same command again and it resumes where it stopped. Without torchrun it is one process:
 
-    python train_mlm.py --fill "import [MASK] as np"                        # the five likeliest words
+    python train_mlm.py --fill "import [MASK] as np"                        # the five likeliest tokens
     python train_mlm.py --export                                            # a directory for transformers
 
 Documents do not attend across their boundaries. Training masks --mask-rate of the tokens, evaluation always

@@ -51,9 +51,12 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-50}
 # Static rendezvous: rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
 # torchrun's own exit code is 1 whatever happened; that of the process that failed first tells a mistake (2)
 # from what may go well at the next try.
-exec python3 -P -c 'import sys
+# A torchrun that a signal ends does not come to the barrier at which the others wait for it, five minutes.
+exec python3 -P -c 'import functools, sys
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+LocalElasticAgent.__init__ = functools.partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=20)
 try:
     main()
 except ChildFailedError as error:
