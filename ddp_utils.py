@@ -8,6 +8,7 @@ One rule holds everywhere: which collectives a rank calls never depends on what 
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import errno
 import fcntl
@@ -25,7 +26,6 @@ import threading
 import time
 import warnings
 import zipfile
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -96,9 +96,8 @@ def launch(main) -> None:
         print(text, file=sys.stderr, flush=True)
     if heartbeat:
         heartbeat.stop(reason)
-    deadline = time.monotonic() + 15  # torchrun kills after 30, of which finding the cause takes some
-    while not all(job.done() for job in unwritten) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a checkpoint from before the failure is worth waiting for
+    # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
+    concurrent.futures.wait(unwritten, timeout=15)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
@@ -167,7 +166,12 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     if where.type == "cuda":
         torch.cuda.set_device(where)
         if not fast:
-            be_deterministic()
+            # By default attention's backward adds gradients in any order on a GPU, so a resumed run would
+            # differ from an uninterrupted one. warn_only would not do: with it torch takes attention kernels
+            # without a fixed order. This also keeps Inductor from choosing kernels by their time in a trial.
+            env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
     elif "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
         # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
@@ -182,16 +186,6 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
                             device_id=where if where.type == "cuda" else None)
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason)
-
-
-def be_deterministic() -> None:
-    """By default attention's backward adds gradients in any order on a GPU, so a resumed run would differ
-    from an uninterrupted one. warn_only would not do: with it torch takes attention kernels without a fixed
-    order. This also keeps Inductor from choosing kernels by how fast they were in a trial.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
@@ -319,12 +313,11 @@ class Heartbeat:
     def wait_for_all(self) -> None:
         """Raises RunError if a rank does not show up within the timeout."""
         deadline = time.monotonic() + self.timeout
-        self.add("here", 1)
-        while self.add("here", 0) < self.world_size:
+        while not self.call(lambda: self.store.check(self.keys)):
             if time.monotonic() > deadline:
-                here = [self.call(lambda: self.store.check([key])) for key in self.keys]  # noqa: B023
-                missing = listed([f"rank {key}" for key, there in zip(self.keys, here) if not there])
-                raise RunError(f"{missing} of {self.world_size} did not come to {self.where} within "
+                missing = [f"rank {key}" for key in self.keys
+                           if not self.call(lambda: self.store.check([key]))]  # noqa: B023
+                raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
                                f"{self.timeout:g} s: start the same command there, with its own node rank.")
             if self.cause:
                 raise RunError(self.cause)
@@ -338,10 +331,8 @@ class Heartbeat:
         if now < self._next_look:
             return
         self._next_look = now + self.PATIENCE
-        for key, beat in self.call(self._read).items():
-            if self._seen.get(key, ("", 0))[0] != beat:
-                self._seen[key] = beat, now
-        if silent := [beat for beat, since in self._seen.values() if now - since > self.timeout]:
+        self._seen = {beat: self._seen.get(beat, now) for beat in self.call(self._read)}
+        if silent := [beat for beat, since in self._seen.items() if now - since > self.timeout]:
             raise RunError(self._lost(silent))
 
     def ask(self) -> str:
@@ -408,8 +399,8 @@ class Heartbeat:
             curves = {f"{tag}/{self._host}": value for tag, value in monitor.machine_curves().items()}
             self.store.set(self._machine_key, json.dumps(curves))
 
-    def _read(self) -> dict[str, bytes]:
-        return dict(zip(self.keys, self.store.multi_get(self.keys)))
+    def _read(self) -> list[bytes]:
+        return self.store.multi_get(self.keys)
 
     def _names(self, beats: list[bytes]) -> str:
         return listed([beat.decode().partition("|")[0] for beat in beats])
@@ -424,8 +415,8 @@ class Heartbeat:
             time.sleep(self.BEAT / 4)
             self._beat()
             now = self._read()
-            silent = [v for key, v in now.items() if v == before[key] and not v.endswith(b"|ended")]
-            busy = [v for v in now.values() if not v.endswith((b"|failed", b"|ended"))]
+            silent = [beat for beat in now if beat in before and not beat.endswith(b"|ended")]
+            busy = [beat for beat in now if not beat.endswith((b"|failed", b"|ended"))]
             if not silent and not busy:
                 return
             if time.monotonic() > deadline:  # the next beat publishes it
@@ -637,7 +628,7 @@ def on_all(what: str, function):
     """
     if not heartbeat:
         return function()
-    what, store, pause = f"{what} {next(_waits)}", heartbeat.store, 0.001
+    what, store = f"{what} {next(_waits)}", heartbeat.store
     try:
         result = function()
     except BaseException as error:
@@ -651,8 +642,7 @@ def on_all(what: str, function):
             code, _, reason = heartbeat.call(lambda: store.get(f"{what} failed")).decode().partition(" ")
             raise (UserError if code == "2" else NotNow)(reason)
         heartbeat.raise_if_lost()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
+        time.sleep(0.05)
     return result
 
 
@@ -679,16 +669,13 @@ def largest(value: float, world: World) -> float:
 
 def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
     """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None."""
-    low, high = numbers.clone(), numbers.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    different = (low != high).nonzero()
-    if not len(different):
-        return None
-    index, values = int(different[0]), [0] * dist.get_world_size()
-    dist.all_gather_object(values, int(numbers[index]))
-    usual = max(values, key=values.count)  # the first of the most frequent
-    return index, next(rank for rank, value in enumerate(values) if value != usual)
+    of_ranks = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, numbers)
+    for index, values in enumerate(zip(*(row.tolist() for row in of_ranks))):
+        if len(set(values)) > 1:
+            usual = max(values, key=values.count)  # the first of the most frequent
+            return index, next(rank for rank, value in enumerate(values) if value != usual)
+    return None
 
 
 def assert_same(world: World, what: str, text: str, way_out: str) -> None:
@@ -1306,14 +1293,14 @@ class Checkpoints:
     every file with such a name is complete. Only rank 0 writes, but `save` has collectives.
     """
 
-    unwritten: list[Future] = []  # the jobs of this process, for `launch` to wait for
+    unwritten: list[concurrent.futures.Future] = []  # the jobs of this process, for `launch` to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None,
                  best: float = math.inf):
         self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
         self.world, self.keep_last, self.say = world, keep_last, say
         self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._jobs = Checkpoints.unwritten = []
         self._best = best  # the validation loss of what best.pt is a link to
         self.saved_step = saved_step  # the newest step that is in a checkpoint, or queued to be written
