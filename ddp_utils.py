@@ -671,7 +671,7 @@ def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
     """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None."""
     of_ranks = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, numbers)
-    for index, values in enumerate(zip(*(row.tolist() for row in of_ranks))):
+    for index, values in enumerate(zip(*torch.stack(of_ranks).tolist())):
         if len(set(values)) > 1:
             usual = max(values, key=values.count)  # the first of the most frequent
             return index, next(rank for rank, value in enumerate(values) if value != usual)
@@ -779,16 +779,13 @@ def free_gathered_params(model: nn.Module) -> None:
 @torch.no_grad()
 def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World) -> None:
     """Copies `source`, an unsharded tensor on rank 0, into a tensor, or its shards, on all ranks."""
-    full = tensor
-    if isinstance(tensor, DTensor) or tensor.device != world.device:
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if world.is_rank0:
         full.copy_(source)
-    dist.broadcast(full.detach(), src=0)
+    dist.broadcast(full, src=0)
     if isinstance(tensor, DTensor):
         full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    if full is not tensor:
-        local_shard(tensor).copy_(local_shard(full))
+    local_shard(tensor).copy_(local_shard(full))
 
 
 def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
@@ -1085,47 +1082,37 @@ class TrainState:
     @contextlib.contextmanager
     def averaged_weights(self):
         """Inside, the model has the averaged weights, if the run keeps any."""
-        if self.ema:
-            self.ema.swap()
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as at_end:
             if self.ema:
                 self.ema.swap()
+                at_end.callback(self.ema.swap)
+            yield
 
     def tensors(self):
         """Yields (group, name, tensor, owner) of all that a checkpoint holds, in the same order on all ranks.
         If `owner` is None, all ranks have the tensor, or a shard of it (DTensor); else only the rank `owner`
         has it, and the others yield one of its shape on the meta device.
         """
-        yield from (("model", name, t, None) for name, t in self.model.state_dict().items())
-        if self.ema:
-            yield from (("ema", name, t, None) for name, t in self.ema.average.items())
-        if self.outer:
-            yield from (("outer", name, t, None) for name, t in self.outer.velocity.items())
-        held = self.optimizer_tensors()
-        if any(inner_optimizer(o) is not o for o in self.optimizers):  # zero1: each rank has some of them
-            yield from (("optimizer", *entry) for entry in self._owned(held))
-        else:
-            yield from (("optimizer", name, t, None) for name, t in held.items())
+        shared = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
+                  "outer": self.outer.velocity if self.outer else {}, "optimizer": {}}
+        owned, held = {}, self.optimizer_tensors()
+        zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has some of them
+        (owned if zero1 else shared)["optimizer"] = held
         if self.outer and self.outer.parted:  # each rank has its own
-            held = {f"{self.world.rank}/optimizer/{name}": t for name, t in held.items()}
-            yield from (("local", *entry) for entry in self._owned(held))
+            owned["local"] = {f"{self.world.rank}/optimizer/{name}": t for name, t in held.items()}
+        for group, named in shared.items():
+            yield from ((group, name, tensor, None) for name, tensor in named.items())
+        for group, named in owned.items():
+            of_ranks = [None] * self.world.world_size
+            dist.all_gather_object(of_ranks, {name: tensor.to("meta") for name, tensor in named.items()})
+            for owner, shapes in enumerate(of_ranks):
+                yield from ((group, name, named.get(name, shape), owner) for name, shape in shapes.items())
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer state on this process by parameter and key, such as `embed.weight/exp_avg`."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         return {f"{names[id(p)]}/{key}": tensor for optimizer in self.optimizers
                 for p, state in inner_optimizer(optimizer).state.items() for key, tensor in state.items()}
-
-    def _owned(self, held: dict[str, Tensor]):
-        """Yields (name, tensor, owner) of what single ranks have, rank after rank."""
-        layouts = [None] * self.world.world_size
-        dist.all_gather_object(layouts, {name: (t.shape, t.dtype) for name, t in held.items()})
-        for owner, layout in enumerate(layouts):
-            for name, (shape, dtype) in layout.items():
-                mine = owner == self.world.rank
-                yield name, held[name] if mine else torch.empty(shape, dtype=dtype, device="meta"), owner
 
     @torch.no_grad()
     def restore(self, saved: dict, say) -> None:
@@ -1197,15 +1184,13 @@ def read_checkpoint(path: Path) -> dict:
         with zipfile.ZipFile(path) as file:
             broken = file.testzip()
         if broken:
-            raise CorruptCheckpoint(f"{broken} has a wrong checksum")
+            raise ValueError(f"{broken} has a wrong checksum")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if saved["format"] != 1 or bit_sums(saved["tensors"]) != saved["sums"]:
-            raise CorruptCheckpoint("its tensors are not those that were saved")
+            raise ValueError("its tensors are not those that were saved")
         if (name := NAME.fullmatch(path.name)) and int(name[1]) != saved["step"]:
-            raise CorruptCheckpoint(f"it is that of step {saved['step']}")
+            raise ValueError(f"it is that of step {saved['step']}")
         return saved
-    except CorruptCheckpoint:
-        raise
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
         raise CorruptCheckpoint(first_line(error)) from None
 
@@ -1221,8 +1206,9 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return [p for _, p in sorted(found, reverse=True)]
 
 
-def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = False) -> dict | None:
-    """A checkpoint file, or the newest intact one of a run directory, None if that has none.
+def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False) -> dict | None:
+    """A checkpoint file, or the newest intact one of a run directory. With `resuming` it sets damaged ones
+    aside, which would else count as some of the newest to keep, and returns None if there are none at all.
 
     Every rank gets the plain data and `layout`, the shapes of all tensors; rank 0, which reads, also gets
     the tensors. Raises UserError on all ranks if none can be read.
@@ -1231,9 +1217,10 @@ def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = Fals
 
     def choose():
         nonlocal saved
-        if not Path(where).exists():
-            raise UserError(f"{where} does not exist: train first, or name another run directory or file.")
-        candidates, corrupt = list_checkpoints(where) if Path(where).is_dir() else [Path(where)], []
+        candidates, corrupt = [Path(where)] if Path(where).is_file() else list_checkpoints(where), []
+        if not candidates and not resuming:
+            fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
+            raise UserError(f"{where} {fault}: train first, or name another run directory or file.")
         for path in candidates:
             try:
                 saved = read_checkpoint(path)
@@ -1244,7 +1231,7 @@ def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = Fals
         if candidates and saved is None:
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
                             "from a copy, or start from scratch in another --out.")
-        for damaged in corrupt if set_aside else ():  # else it would count as one of the newest to keep
+        for damaged in corrupt if resuming else ():
             damaged.rename(damaged.with_suffix(".damaged"))
         return saved and {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
             "path": str(path), "layout": {group: {name: tuple(t.shape) for name, t in named.items()}
@@ -1260,10 +1247,8 @@ def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict 
     if resume == "none" and newest:
         raise UserError(f"{run_directory} holds checkpoints ({newest}): choose another --out, or delete it.")
     if resume in ("none", "auto"):
-        return None if resume == "none" else load_checkpoint(run_directory, world, say, set_aside=True)
+        return None if resume == "none" else load_checkpoint(run_directory, world, say, resuming=True)
     saved = load_checkpoint(resume, world, say)
-    if saved is None:
-        raise UserError(f"{resume} holds no checkpoint: name a run directory that has one, or its file.")
     if newest and int(NAME.fullmatch(newest)[1]) > saved["step"]:
         raise UserError(f"{run_directory} has a later checkpoint ({newest}) than {resume}: give another "
                         "--out to branch off there, or delete the later ones.")
@@ -1293,47 +1278,40 @@ class Checkpoints:
     every file with such a name is complete. Only rank 0 writes, but `save` has collectives.
     """
 
-    unwritten: list[concurrent.futures.Future] = []  # the jobs of this process, for `launch` to wait for
+    unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None,
                  best: float = math.inf):
         self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
         self.world, self.keep_last, self.say = world, keep_last, say
-        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
-        self._jobs = Checkpoints.unwritten = []
+        Checkpoints.unwritten = []
         self._best = best  # the validation loss of what best.pt is a link to
         self.saved_step = saved_step  # the newest step that is in a checkpoint, or queued to be written
 
     def save(self, step: int, loss: float, meta: dict, state: TrainState) -> None:
         """Copies the state, tensor by tensor, and has it written, with `meta`, which is plain data."""
-        world, self.saved_step, pause = self.world, step, 0.001
-        # The buffers are in use until the last one is written, which may take longer than --timeout.
-        while reduce_sum([not all(job.done() for job in self._jobs)], world)[0]:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-        copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        world, self.saved_step = self.world, step
+        # The copies are in use until the last one is written, which may take longer than --timeout.
+        while reduce_sum([not all(job.done() for job in self.unwritten)], world)[0]:
+            time.sleep(0.02)
         for group, name, tensor, owner in state.tensors():
             tensor = full_tensor(tensor, world) if owner is None else transfer(tensor, owner, 0, world)
             if world.is_rank0:
-                copies[group][name] = self._copy(group, name, tensor)
+                copies = self._copies[group]  # made once: there is one state, whose shapes do not change
+                if name not in copies:
+                    copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copies[name].copy_(tensor.detach(), non_blocking=True)
         reduce_sum([0], world)  # raises if one of these collectives has failed, which NCCL reports late
         if not world.is_rank0:
             return
         world.synchronize()  # copies to pinned memory may still be under way
-        scaler = state.scaler.state_dict() if state.scaler.is_enabled() else {}
-        content = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__), "scaler": scaler}
+        content = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__),
+                   "scaler": state.scaler.state_dict()}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
         name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
-        self._submit(self._write, name, content, copies, time.perf_counter())
-
-    def _copy(self, group: str, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get((group, name))
-        if buffer is None or buffer.shape != tensor.shape:
-            on_cuda = self.world.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
-            self._buffers[group, name] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+        self._submit(self._write, name, content, time.perf_counter())
 
     def mark_best(self, loss: float) -> None:
         """Makes best.pt a link to the newest checkpoint, once that is written, if no other was better."""
@@ -1359,17 +1337,16 @@ class Checkpoints:
                 self.say(f"WARNING: {name} was not written: {first_line(error)}; training continues, and "
                          "tries again at the next save")
 
-        self._jobs[:] = [*(job for job in self._jobs if not job.done()), self._thread.submit(job)]
+        Checkpoints.unwritten = [self._thread.submit(job)]
 
-    def _write(self, name: str, content: dict, copies: dict, begun: float) -> None:
-        totals = {key: t.sum(dtype=torch.float32) for key, t in copies["model"].items()}
-        bad = next((key for key, total in totals.items() if not total.isfinite()), None)  # inf and NaN add up
-        if bad:
-            raise RuntimeError(f"{bad} is not finite")
+    def _write(self, name: str, content: dict, begun: float) -> None:
+        for key, tensor in self._copies["model"].items():
+            if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN add up
+                raise RuntimeError(f"{key} is not finite")
         temporary = self.directory / f".tmp-{name}"
         try:
             with open(temporary, "wb") as file:
-                torch.save({**content, "tensors": copies, "sums": bit_sums(copies)}, file)
+                torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.directory / name)

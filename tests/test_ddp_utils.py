@@ -203,7 +203,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, said.append)
     checkpoints.save(1, 2.5, {}, state)
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     real = torch.save
 
     def fail(content, file):
@@ -212,16 +212,16 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(2, 2.4, {}, state)
     checkpoints.mark_best(2.0)
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (") and "No space left" in said[1]
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
     assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
     checkpoints.save(3, 2.3, {}, state)
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
     checkpoints.mark_best(2.1)  # worse than that of the lost one, but the best that there is
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(4, 2.2, {}, state)
