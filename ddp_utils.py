@@ -80,7 +80,9 @@ def launch(main) -> None:
     except (UserError, RunError) as error:
         code, text, reason = error.exit_code, f"error: {error}", str(error)
     except Exception as error:
-        reason, lost = first_line(error), heartbeat and lost_connection(error)
+        # whether another process is gone or late, rather than a mistake in this one
+        lost = heartbeat and (isinstance(error, dist.DistError) or "gloo" in str(error))
+        reason = first_line(error)
         if lost and (cause := heartbeat.ask()):
             text, reason = f"error: {cause}", ""
         else:
@@ -130,8 +132,7 @@ class World:
 
     def synchronize(self) -> None:
         """Waits until the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(self.device).synchronize()
 
 
 def start(args: argparse.Namespace) -> World:
@@ -218,10 +219,8 @@ def hardware(device: torch.device) -> str:
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """auto is bf16 where the hardware computes in it (CUDA from sm80, a CPU with avx512_bf16), else fp32."""
     if precision == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.get_device_capability(device) >= (8, 0)
-        else:
-            fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
+        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
+                else torch.cpu.get_capabilities().get("avx512_bf16", False))
         precision = "bf16" if fast else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
@@ -268,11 +267,6 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
 def first_line(error: BaseException) -> str:
     """An exception as one short line."""
     return " ".join(f"{type(error).__name__}: {error}".split("\n", 1)[0].split())[:300]
-
-
-def lost_connection(error: BaseException) -> bool:
-    """Whether this error means that another process is gone or late, rather than a mistake in this one."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def listed(names: list[str]) -> str:
@@ -764,11 +758,6 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(tensor: Tensor, world: World) -> Tensor:
-    """All of a sharded tensor, on every rank; other tensors as they are."""
-    return tensor.to(world.device).full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def free_gathered_params(model: nn.Module) -> None:
     """Frees all-gathered parameters of zero2 and zero3, which would be stale after an update."""
     for module in model.modules():
@@ -887,9 +876,8 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
     if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
-    wrapped = DistributedDataParallel(
-        model, device_ids=[world.device] if world.device.type == "cuda" else None, broadcast_buffers=False,
-        gradient_as_bucket_view=True, init_sync=False)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
+                                      init_sync=False)
     if comm == "bf16":
         wrapped.register_comm_hook(None, send_bf16)
     return wrapped
@@ -1120,27 +1108,27 @@ class TrainState:
         rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
         another type starts without optimizer state.
         """
-        layout, world = saved["layout"], self.world
+        tensors, world = saved["tensors"], self.world
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
-        ours = {name: tuple(t.shape) for group, name, t, _ in self.tensors() if group == "optimizer"}
-        changed = {parameter_of(name) for name, _ in ours.items() ^ layout["optimizer"].items()}
+        ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
+        theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
+        changed = {parameter_of(name) for name, _ in ours.items() ^ theirs.items()}
         if self.outer:  # a rank that has skipped all updates so far has saved less
             local = {f"{rank}/optimizer/{name}" for rank in range(world.world_size) for name in ours
                      if parameter_of(name) not in changed}
-            self.outer.parted = (bool(layout["local"]) and local <= layout["local"].keys()
+            self.outer.parted = (bool(tensors["local"]) and local <= tensors["local"].keys()
                                  and saved["step"] >= self.outer.start
                                  and saved["settings"]["world_size"] == world.world_size)
-        if layout["local"] and not (self.outer and self.outer.parted):
+        if tensors["local"] and not (self.outer and self.outer.parted):
             say("the optimizer state of each rank cannot be used by this run: all start with that of rank 0")
         for group, name, tensor, owner in self.tensors():
-            if group == "ema" and not layout["ema"]:
+            if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
-            elif layout[group] and parameter_of(name) not in changed:
-                source = saved["tensors"][group][name] if world.is_rank0 else tensor  # else only its shape
+            elif tensors[group] and parameter_of(name) not in changed:
                 if owner is None:
-                    copy_from_rank0(tensor, source, world)
-                elif (received := transfer(source, 0, owner, world)) is not None:
+                    copy_from_rank0(tensor, tensors[group][name], world)
+                elif (received := transfer(tensors[group][name], 0, owner, world)) is not None:
                     tensor.copy_(received)
         for optimizer in map(inner_optimizer, self.optimizers):
             for name in changed:
@@ -1149,9 +1137,7 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _create_optimizer_state(self) -> None:
-        """Steps with a gradient and a learning rate of zero, parameter by parameter, so that memory holds one
-        such gradient only. In it optimizers create their state.
-        """
+        """By steps with gradients and learning rates of 0; one parameter at a time takes little memory."""
         for optimizer in map(inner_optimizer, self.optimizers):
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # which every training step sets
@@ -1210,14 +1196,14 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
     """A checkpoint file, or the newest intact one of a run directory. With `resuming` it sets damaged ones
     aside, which would else count as some of the newest to keep, and returns None if there are none at all.
 
-    Every rank gets the plain data and `layout`, the shapes of all tensors; rank 0, which reads, also gets
-    the tensors. Raises UserError on all ranks if none can be read.
+    Every rank gets the plain data, but rank 0, which reads, alone the tensors; the others have tensors of the
+    same shapes on the meta device. Raises UserError on all ranks if none can be read.
     """
     saved = None
 
     def choose():
         nonlocal saved
-        candidates, corrupt = [Path(where)] if Path(where).is_file() else list_checkpoints(where), []
+        candidates = [Path(where)] if Path(where).is_file() else list_checkpoints(where)
         if not candidates and not resuming:
             fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
             raise UserError(f"{where} {fault}: train first, or name another run directory or file.")
@@ -1227,18 +1213,17 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
                 break
             except CorruptCheckpoint as error:
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
-                corrupt.append(path)
         if candidates and saved is None:
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
                             "from a copy, or start from scratch in another --out.")
-        for damaged in corrupt if resuming else ():
+        for damaged in candidates[:candidates.index(path)] if candidates and resuming else ():
             damaged.rename(damaged.with_suffix(".damaged"))
-        return saved and {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
-            "path": str(path), "layout": {group: {name: tuple(t.shape) for name, t in named.items()}
-                                          for group, named in saved["tensors"].items()}}
+        return saved and saved | {
+            "path": str(path), "tensors": {group: {name: tensor.to("meta") for name, tensor in named.items()}
+                                           for group, named in saved["tensors"].items()}}
 
     answer = on_rank0(world, choose)
-    return answer and answer | {"tensors": saved and saved["tensors"]}
+    return answer | {"tensors": saved["tensors"]} if saved else answer
 
 
 def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:
@@ -1286,9 +1271,9 @@ class Checkpoints:
         self.world, self.keep_last, self.say = world, keep_last, say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
-        Checkpoints.unwritten = []
         self._best = best  # the validation loss of what best.pt is a link to
         self.saved_step = saved_step  # the newest step that is in a checkpoint, or queued to be written
+        self._newest = next(iter(list_checkpoints(run_directory)), None)  # its file
 
     def save(self, step: int, loss: float, meta: dict, state: TrainState) -> None:
         """Copies the state, tensor by tensor, and has it written, with `meta`, which is plain data."""
@@ -1297,7 +1282,10 @@ class Checkpoints:
         while reduce_sum([not all(job.done() for job in self.unwritten)], world)[0]:
             time.sleep(0.02)
         for group, name, tensor, owner in state.tensors():
-            tensor = full_tensor(tensor, world) if owner is None else transfer(tensor, owner, 0, world)
+            if owner is not None:
+                tensor = transfer(tensor, owner, 0, world)
+            elif isinstance(tensor, DTensor):
+                tensor = tensor.to(world.device).full_tensor()
             if world.is_rank0:
                 copies = self._copies[group]  # made once: there is one state, whose shapes do not change
                 if name not in copies:
@@ -1311,65 +1299,60 @@ class Checkpoints:
                    "scaler": state.scaler.state_dict()}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
         name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
-        self._submit(self._write, name, content, time.perf_counter())
+        self._newest = self.directory / name
+        self._submit(self._write, self._newest, content, time.perf_counter())
 
     def mark_best(self, loss: float) -> None:
         """Makes best.pt a link to the newest checkpoint, once that is written, if no other was better."""
         if self.world.is_rank0:
-            self._submit(self._link_best, "best.pt", self.saved_step, loss)
+            self._submit(self._link_best, self.directory / "best.pt", self._newest, loss)
 
     def close(self) -> None:
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
         self._thread.shutdown()
-        if self.world.is_rank0 and self.saved_step is not None and self._newest_step() != self.saved_step:
+        if self.world.is_rank0 and self._newest and not self._newest.exists():
             raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
                            "same command resumes from the one before.")
 
-    def _newest_step(self) -> int | None:
-        newest = next(iter(list_checkpoints(self.run_directory)), None)
-        return newest and int(NAME.fullmatch(newest.name)[1])
-
-    def _submit(self, function, name: str, *args) -> None:
+    def _submit(self, function, path: Path, *args) -> None:
         def job():
             try:
-                function(name, *args)
+                function(path, path.with_name(f".tmp-{path.name}"), *args)
             except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
-                self.say(f"WARNING: {name} was not written: {first_line(error)}; training continues, and "
-                         "tries again at the next save")
+                self.say(f"WARNING: {path.name} was not written: {first_line(error)}; training continues, "
+                         "and tries again at the next save")
 
         Checkpoints.unwritten = [self._thread.submit(job)]
 
-    def _write(self, name: str, content: dict, begun: float) -> None:
+    def _write(self, path: Path, temporary: Path, content: dict, begun: float) -> None:
         for key, tensor in self._copies["model"].items():
             if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN add up
                 raise RuntimeError(f"{key} is not finite")
-        temporary = self.directory / f".tmp-{name}"
         try:
             with open(temporary, "wb") as file:
                 torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self.directory / name)
+            os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
         fsync_directory(self.directory)
-        path, removed = self.directory / name, list_checkpoints(self.run_directory)[self.keep_last:]
+        removed = list_checkpoints(self.run_directory)[self.keep_last:]
         for old in removed:
             old.unlink()
         self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
                  f"{time.perf_counter() - begun:.1f} s)"
                  + "".join(f"; removed {old.name}" for old in removed))
 
-    def _link_best(self, name: str, step: int, loss: float) -> None:
-        if not loss < self._best or self._newest_step() != step:
+    def _link_best(self, path: Path, temporary: Path, newest: Path, loss: float) -> None:
+        if not loss < self._best or not newest.exists():
             return  # or that save has failed, and said so
-        newest, temporary = list_checkpoints(self.run_directory)[0], self.directory / f".tmp-{name}"
         temporary.unlink(missing_ok=True)
         try:
             os.link(newest, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(newest, temporary)
-        os.replace(temporary, self.directory / name)
+        os.replace(temporary, path)
         fsync_directory(self.directory)
         self._best = loss
 
@@ -1419,15 +1402,12 @@ class StopVote:
     MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
-        self.device, self.signal, self._since, self._work = world.device, 0, 0.0, None
-        on_cuda = self.device.type == "cuda"
-        self.skipped = torch.zeros((), device=self.device)  # updates in a row whose gradient was not finite
-        self._host = torch.zeros(2, pin_memory=on_cuda)
-        self._copied = torch.cuda.Event() if on_cuda else None
+        self.signal, self._since, self._arrive = 0, 0.0, None  # the last waits for the vote under way
+        self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
+        self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
-            ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN  # by nohup
-            if not ignored:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number, frame):
@@ -1446,25 +1426,21 @@ class StopVote:
     def start(self) -> None:
         if self._torchrun not in (None, os.getppid()):  # it was killed, and nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
-        flag = torch.full((), float(self.signal), device=self.device)
-        self._vote = torch.stack((flag, self.skipped))
-        self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
+        self._vote = torch.stack((torch.full_like(self.skipped, self.signal), self.skipped))
+        work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
+        self._arrive = work.wait
         if self._copied:
-            self._work.wait()  # orders the streams; the host does not wait
-            self._host.copy_(self._vote, non_blocking=True)
+            work.wait()  # orders the streams; the host does not wait
+            self._vote, self._arrive = self._vote.to("cpu", non_blocking=True), self._copied.synchronize
             self._copied.record()
 
     def read(self) -> int:
         """The signal some rank got before the last `start`, or 0. Raises RunError if training has failed."""
-        if self._work is None:
+        if self._arrive is None:
             return 0
-        if self._copied:
-            self._copied.synchronize()
-            number, skipped = self._host.tolist()
-        else:
-            self._work.wait()
-            number, skipped = self._vote.tolist()
-        self._work = None
+        self._arrive()
+        self._arrive = None
+        number, skipped = self._vote.tolist()
         if skipped >= self.MAX_SKIPPED:
             raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
                            "use --precision bf16 or fp32; the same command then resumes from the newest "
@@ -1487,8 +1463,9 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, world: World, dataset: Dataset, size: dict, out: Path):
         self.args, self.world, self.dataset, self.out = args, world, dataset, out
-        self._lock = lock_run_dir(out, world)
+        self._resources = lock_run_dir(out, world)
         self.log = monitor.RunLog(out, world.is_rank0, world.prefix, args.wandb, args.profile)
+        self._resources.callback(self.log.close)
         self.saved = load_to_resume(out, args.resume, world, self.log.say)
         size = recipe(args, size)
         self._wanted = self.saved["settings"]["global_batch"] if self.saved else size["global_batch"]
@@ -1576,7 +1553,7 @@ class Run:
             use = "--fill" if "fill" in args else "--prompt"
             say(f"this run is complete after {self.step} steps: raise --steps to continue, give another "
                 f"--out to start from scratch, or try {use} or --export")
-            self._close()
+            self._resources.close()
             return False
 
         state.warm_up(*warm_up)
@@ -1775,7 +1752,7 @@ class Run:
             self._evaluations += 1
             due = sample and args.sample_every and self._evaluations % args.sample_every == 0
             if due and not self._at_end:
-                self._show(sample)
+                log.sample(args.sample_prompt + sample(), self.step)
         if self.ends_epoch and not self.stopping:
             log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss {mean_loss:.4f} | "
                     f"validation loss {record['val_loss'] or math.nan:.4f} | "
@@ -1783,9 +1760,6 @@ class Run:
             self.epoch = dict.fromkeys(self.epoch, 0)
             self._epoch_loss.zero_()
             self._epoch_begun = time.perf_counter()
-
-    def _show(self, sample) -> None:
-        self.log.sample(self.args.sample_prompt + sample(), self.step)
 
     def validation_batches(self, masker=None):
         """The batches of this rank in an evaluation, see data.py."""
@@ -1817,7 +1791,7 @@ class Run:
     def finish(self, sample=None) -> None:
         """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""
         if sample and not self.stopping:
-            self._show(sample)
+            self.log.sample(self.args.sample_prompt + sample(), self.step)
         self._checkpoints.close()
         self._vote.close()
         if self.world.is_rank0:
@@ -1828,7 +1802,7 @@ class Run:
         if self.stopping:
             ending = (f"stopped by {signal.Signals(self.stopping).name} after step {self.step}, with a "
                       f"checkpoint of step {self._checkpoints.saved_step}: the same command resumes it")
-        self._close()
+        self._resources.close()
         self.log.say(ending)
         self._say_here(ending)
 
@@ -1842,7 +1816,3 @@ class Run:
         self.log.say(f"{steps} steps in {monitor.human_time(seconds)}, evaluations and saves included: "
                      f"{monitor.human_count(tokens / seconds)} tok/s{best}; peak memory "
                      f"{self._peak_memory:.1f} GB; {sum(sizes.values()) / 1e9:.2g} GB on disk")
-
-    def _close(self) -> None:
-        self.log.close()
-        self._lock.close()
