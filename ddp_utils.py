@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
@@ -878,16 +879,9 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
                                       init_sync=False)
-    if comm == "bf16":
-        wrapped.register_comm_hook(None, send_bf16)
+    if comm == "bf16":  # in a lambda, because by its name DDP refuses this hook without NCCL
+        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return wrapped
-
-
-def send_bf16(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP: the mean of the gradients, computed in bfloat16. torch's needs NCCL."""
-    halved = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
-    work = dist.all_reduce(halved, async_op=True)
-    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def shard_optimizers(optimizers: list, strategy: str) -> list:
