@@ -211,10 +211,8 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
 
 
 def hardware(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "CPU"
-    gpu = torch.cuda.get_device_properties(device)
-    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB"
+    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -449,10 +447,9 @@ def add_flags(parser: argparse.ArgumentParser, title: str, *flags: tuple) -> Non
         text += "" if default in (None, "") else f" ({default})"
         if flag_type is bool:
             group.add_argument(name, action="store_true", help=text)
-        elif isinstance(flag_type, tuple):
-            group.add_argument(name, choices=flag_type, default=default, help=text)
         else:
-            group.add_argument(name, type=flag_type, default=default, help=text)
+            kind = "choices" if isinstance(flag_type, tuple) else "type"
+            group.add_argument(name, default=default, help=text, **{kind: flag_type})
 
 
 def flag_fields(config_class: type) -> list:
@@ -1127,7 +1124,7 @@ class TrainState:
         for optimizer in map(inner_optimizer, self.optimizers):
             for name in changed:
                 optimizer.state.pop(parameters[name], None)
-        if self.scaler.is_enabled() and saved["scaler"]:
+        if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _create_optimizer_state(self) -> None:
@@ -1595,7 +1592,6 @@ class Run:
         hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         args, world, dataset, state = self.args, self.world, self.dataset, self.state
         c = state.model.config
-        name = vars(args).get("preset") or args.size
         rows, tokens = dataset.train.rows, dataset.val.num_tokens if dataset.val else 0
         shape = ", ".join(f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c)))
         scaler, compiled = ("on" if on else "off" for on in (state.scaler.is_enabled(), state.compiled))
@@ -1611,8 +1607,8 @@ class Run:
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
-            f"{self._model_class.__name__} {name}: {num_params(state.model):,} parameters; {shape}; "
-            f"{c.vocab_size} ids in {c.padded_vocab} rows",
+            f"{self._model_class.__name__} {vars(args).get('preset') or args.size}: "
+            f"{num_params(state.model):,} parameters; {shape}; {c.vocab_size} ids in {c.padded_vocab} rows",
             f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
             f"({world.backend_reason}), {hosts}, {torch.get_num_threads()} threads each; "
             f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "
