@@ -324,7 +324,8 @@ class Heartbeat:
         if now < self._next_look:
             return
         self._next_look = now + self.PATIENCE
-        self._seen = {beat: self._seen.get(beat, now) for beat in self.call(self._read)}
+        beats = self.call(lambda: self.store.multi_get(self.keys))
+        self._seen = {beat: self._seen.get(beat, now) for beat in beats}
         if silent := [beat for beat, since in self._seen.items() if now - since > self.timeout]:
             raise RunError(self._lost(silent))
 
@@ -392,9 +393,6 @@ class Heartbeat:
             curves = {f"{tag}/{self._host}": value for tag, value in monitor.machine_curves().items()}
             self.store.set(self._machine_key, json.dumps(curves))
 
-    def _read(self) -> list[bytes]:
-        return self.store.multi_get(self.keys)
-
     def _names(self, beats: list[bytes]) -> str:
         return listed([beat.decode().partition("|")[0] for beat in beats])
 
@@ -403,11 +401,12 @@ class Heartbeat:
                 f"down): {WAY_BACK}.")
 
     def _find_cause(self) -> None:
-        self._state, before, deadline = "failed", self._read(), time.monotonic() + self.PATIENCE
+        self._state, before = "failed", self.store.multi_get(self.keys)
+        deadline = time.monotonic() + self.PATIENCE
         while not self.cause:
             time.sleep(self.BEAT / 4)
             self._beat()
-            now = self._read()
+            now = self.store.multi_get(self.keys)
             silent = [beat for beat in now if beat in before and not beat.endswith(b"|ended")]
             busy = [beat for beat in now if not beat.endswith((b"|failed", b"|ended"))]
             if not silent and not busy:
@@ -1359,9 +1358,8 @@ def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             file = held.enter_context(open(descriptor, "r+"))
         except OSError as error:
-            full = error.errno == errno.ENOSPC
-            raise (NotNow if full else UserError)(f"{run_directory} cannot be written ({error.strerror}): "
-                                                  "choose another --out.")
+            raise (NotNow if error.errno == errno.ENOSPC else UserError)(
+                f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
