@@ -1127,7 +1127,7 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _create_optimizer_state(self) -> None:
-        """By steps with gradients and learning rates of 0; one parameter at a time takes little memory."""
+        """Steps with gradients and learning rates of 0, a parameter at a time so as to hold one gradient."""
         for optimizer in map(inner_optimizer, self.optimizers):
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # which every training step sets
