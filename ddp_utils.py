@@ -8,6 +8,7 @@ One rule holds everywhere: which collectives a rank calls never depends on what 
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import errno
 import fcntl
@@ -25,7 +26,6 @@ import threading
 import time
 import warnings
 import zipfile
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
@@ -80,7 +81,9 @@ def launch(main) -> None:
     except (UserError, RunError) as error:
         code, text, reason = error.exit_code, f"error: {error}", str(error)
     except Exception as error:
-        reason, lost = first_line(error), heartbeat and lost_connection(error)
+        # whether another process is gone or late, rather than a mistake in this one
+        from_backend = isinstance(error, RuntimeError) and "gloo" in str(error)
+        reason, lost = first_line(error), heartbeat and (from_backend or isinstance(error, dist.DistError))
         if lost and (cause := heartbeat.ask()):
             text, reason = f"error: {cause}", ""
         else:
@@ -96,9 +99,8 @@ def launch(main) -> None:
         print(text, file=sys.stderr, flush=True)
     if heartbeat:
         heartbeat.stop(reason)
-    deadline = time.monotonic() + 15  # torchrun kills after 30, of which finding the cause takes some
-    while not all(job.done() for job in unwritten) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a checkpoint from before the failure is worth waiting for
+    # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
+    concurrent.futures.wait(unwritten, timeout=15)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
@@ -131,8 +133,7 @@ class World:
 
     def synchronize(self) -> None:
         """Waits until the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(self.device).synchronize()
 
 
 def start(args: argparse.Namespace) -> World:
@@ -167,7 +168,12 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     if where.type == "cuda":
         torch.cuda.set_device(where)
         if not fast:
-            be_deterministic()
+            # By default attention's backward adds gradients in any order on a GPU, so a resumed run would
+            # differ from an uninterrupted one. warn_only would not do: with it torch takes attention kernels
+            # without a fixed order. This also keeps Inductor from choosing kernels by their time in a trial.
+            env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
     elif "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
         # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
@@ -182,16 +188,6 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
                             device_id=where if where.type == "cuda" else None)
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason)
-
-
-def be_deterministic() -> None:
-    """By default attention's backward adds gradients in any order on a GPU, so a resumed run would differ
-    from an uninterrupted one. warn_only would not do: with it torch takes attention kernels without a fixed
-    order. This also keeps Inductor from choosing kernels by how fast they were in a trial.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
@@ -215,19 +211,15 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
 
 
 def hardware(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "CPU"
-    gpu = torch.cuda.get_device_properties(device)
-    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB"
+    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """auto is bf16 where the hardware computes in it (CUDA from sm80, a CPU with avx512_bf16), else fp32."""
     if precision == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.get_device_capability(device) >= (8, 0)
-        else:
-            fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
+        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
+                else torch.cpu.get_capabilities().get("avx512_bf16", False))
         precision = "bf16" if fast else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
@@ -276,11 +268,6 @@ def first_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split("\n", 1)[0].split())[:300]
 
 
-def lost_connection(error: BaseException) -> bool:
-    """Whether this error means that another process is gone or late, rather than a mistake in this one."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
-
-
 def listed(names: list[str]) -> str:
     """A list for a sentence, of bounded length."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -319,12 +306,11 @@ class Heartbeat:
     def wait_for_all(self) -> None:
         """Raises RunError if a rank does not show up within the timeout."""
         deadline = time.monotonic() + self.timeout
-        self.add("here", 1)
-        while self.add("here", 0) < self.world_size:
+        while not self.call(lambda: self.store.check(self.keys)):
             if time.monotonic() > deadline:
-                here = [self.call(lambda: self.store.check([key])) for key in self.keys]  # noqa: B023
-                missing = listed([f"rank {key}" for key, there in zip(self.keys, here) if not there])
-                raise RunError(f"{missing} of {self.world_size} did not come to {self.where} within "
+                missing = [f"rank {key}" for key in self.keys
+                           if not self.call(lambda: self.store.check([key]))]  # noqa: B023
+                raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
                                f"{self.timeout:g} s: start the same command there, with its own node rank.")
             if self.cause:
                 raise RunError(self.cause)
@@ -338,10 +324,9 @@ class Heartbeat:
         if now < self._next_look:
             return
         self._next_look = now + self.PATIENCE
-        for key, beat in self.call(self._read).items():
-            if self._seen.get(key, ("", 0))[0] != beat:
-                self._seen[key] = beat, now
-        if silent := [beat for beat, since in self._seen.values() if now - since > self.timeout]:
+        beats = self.call(lambda: self.store.multi_get(self.keys))
+        self._seen = {beat: self._seen.get(beat, now) for beat in beats}
+        if silent := [beat for beat, since in self._seen.items() if now - since > self.timeout]:
             raise RunError(self._lost(silent))
 
     def ask(self) -> str:
@@ -408,9 +393,6 @@ class Heartbeat:
             curves = {f"{tag}/{self._host}": value for tag, value in monitor.machine_curves().items()}
             self.store.set(self._machine_key, json.dumps(curves))
 
-    def _read(self) -> dict[str, bytes]:
-        return dict(zip(self.keys, self.store.multi_get(self.keys)))
-
     def _names(self, beats: list[bytes]) -> str:
         return listed([beat.decode().partition("|")[0] for beat in beats])
 
@@ -419,13 +401,14 @@ class Heartbeat:
                 f"down): {WAY_BACK}.")
 
     def _find_cause(self) -> None:
-        self._state, before, deadline = "failed", self._read(), time.monotonic() + self.PATIENCE
+        self._state, before = "failed", self.store.multi_get(self.keys)
+        deadline = time.monotonic() + self.PATIENCE
         while not self.cause:
             time.sleep(self.BEAT / 4)
             self._beat()
-            now = self._read()
-            silent = [v for key, v in now.items() if v == before[key] and not v.endswith(b"|ended")]
-            busy = [v for v in now.values() if not v.endswith((b"|failed", b"|ended"))]
+            now = self.store.multi_get(self.keys)
+            silent = [beat for beat in now if beat in before and not beat.endswith(b"|ended")]
+            busy = [beat for beat in now if not beat.endswith((b"|failed", b"|ended"))]
             if not silent and not busy:
                 return
             if time.monotonic() > deadline:  # the next beat publishes it
@@ -463,10 +446,9 @@ def add_flags(parser: argparse.ArgumentParser, title: str, *flags: tuple) -> Non
         text += "" if default in (None, "") else f" ({default})"
         if flag_type is bool:
             group.add_argument(name, action="store_true", help=text)
-        elif isinstance(flag_type, tuple):
-            group.add_argument(name, choices=flag_type, default=default, help=text)
         else:
-            group.add_argument(name, type=flag_type, default=default, help=text)
+            kind = "choices" if isinstance(flag_type, tuple) else "type"
+            group.add_argument(name, default=default, help=text, **{kind: flag_type})
 
 
 def flag_fields(config_class: type) -> list:
@@ -641,7 +623,7 @@ def on_all(what: str, function):
     """
     if not heartbeat:
         return function()
-    what, store, pause = f"{what} {next(_waits)}", heartbeat.store, 0.001
+    what, store = f"{what} {next(_waits)}", heartbeat.store
     try:
         result = function()
     except BaseException as error:
@@ -655,8 +637,7 @@ def on_all(what: str, function):
             code, _, reason = heartbeat.call(lambda: store.get(f"{what} failed")).decode().partition(" ")
             raise (UserError if code == "2" else NotNow)(reason)
         heartbeat.raise_if_lost()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
+        time.sleep(0.05)
     return result
 
 
@@ -781,11 +762,6 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(tensor: Tensor, world: World) -> Tensor:
-    """All of a sharded tensor, on every rank; other tensors as they are."""
-    return tensor.to(world.device).full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def free_gathered_params(model: nn.Module) -> None:
     """Frees all-gathered parameters of zero2 and zero3, which would be stale after an update."""
     for module in model.modules():
@@ -796,16 +772,13 @@ def free_gathered_params(model: nn.Module) -> None:
 @torch.no_grad()
 def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World) -> None:
     """Copies `source`, an unsharded tensor on rank 0, into a tensor, or its shards, on all ranks."""
-    full = tensor
-    if isinstance(tensor, DTensor) or tensor.device != world.device:
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if world.is_rank0:
         full.copy_(source)
-    dist.broadcast(full.detach(), src=0)
+    dist.broadcast(full, src=0)
     if isinstance(tensor, DTensor):
         full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    if full is not tensor:
-        local_shard(tensor).copy_(local_shard(full))
+    local_shard(tensor).copy_(local_shard(full))
 
 
 def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
@@ -842,8 +815,6 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
         config = on_rank0(world, read_hf)
     else:
         saved = load_checkpoint(source, world, say)
-        if saved is None:
-            raise UserError(f"{source} holds no checkpoint: train first, or name another run.")
         if saved["family"] != model_class.__name__:
             raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
                             f"{model_class.__name__}: use its own trainer.")
@@ -912,19 +883,11 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
     if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
-    wrapped = DistributedDataParallel(
-        model, device_ids=[world.device] if world.device.type == "cuda" else None, broadcast_buffers=False,
-        gradient_as_bucket_view=True, init_sync=False)
-    if comm == "bf16":
-        wrapped.register_comm_hook(None, send_bf16)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
+                                      init_sync=False)
+    if comm == "bf16":  # in a lambda, because by its name DDP refuses this hook without NCCL
+        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return wrapped
-
-
-def send_bf16(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP: the mean of the gradients, computed in bfloat16. torch's needs NCCL."""
-    halved = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
-    work = dist.all_reduce(halved, async_op=True)
-    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def shard_optimizers(optimizers: list, strategy: str) -> list:
@@ -1107,32 +1070,31 @@ class TrainState:
     @contextlib.contextmanager
     def averaged_weights(self):
         """Inside, the model has the averaged weights, if the run keeps any."""
-        if self.ema:
-            self.ema.swap()
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as at_end:
             if self.ema:
                 self.ema.swap()
+                at_end.callback(self.ema.swap)
+            yield
 
     def tensors(self):
         """Yields (group, name, tensor, owner) of all that a checkpoint holds, in the same order on all ranks.
         If `owner` is None, all ranks have the tensor, or a shard of it (DTensor); else only the rank `owner`
         has it, and the others yield one of its shape on the meta device.
         """
-        yield from (("model", name, t, None) for name, t in self.model.state_dict().items())
-        if self.ema:
-            yield from (("ema", name, t, None) for name, t in self.ema.average.items())
-        if self.outer:
-            yield from (("outer", name, t, None) for name, t in self.outer.velocity.items())
-        held = self.optimizer_tensors()
-        if any(inner_optimizer(o) is not o for o in self.optimizers):  # zero1: each rank has some of them
-            yield from (("optimizer", *entry) for entry in self._owned(held))
-        else:
-            yield from (("optimizer", name, t, None) for name, t in held.items())
+        shared = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
+                  "outer": self.outer.velocity if self.outer else {}, "optimizer": {}}
+        owned, held = {}, self.optimizer_tensors()
+        zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has some of them
+        (owned if zero1 else shared)["optimizer"] = held
         if self.outer and self.outer.parted:  # each rank has its own
-            held = {f"{self.world.rank}/optimizer/{name}": t for name, t in held.items()}
-            yield from (("local", *entry) for entry in self._owned(held))
+            owned["local"] = {f"{self.world.rank}/optimizer/{name}": t for name, t in held.items()}
+        for group, named in shared.items():
+            yield from ((group, name, tensor, None) for name, tensor in named.items())
+        for group, named in owned.items():
+            of_ranks = [None] * self.world.world_size
+            dist.all_gather_object(of_ranks, {name: tensor.to("meta") for name, tensor in named.items()})
+            for owner, shapes in enumerate(of_ranks):
+                yield from ((group, name, named.get(name, shape), owner) for name, shape in shapes.items())
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer state on this process by parameter and key, such as `embed.weight/exp_avg`."""
@@ -1140,53 +1102,42 @@ class TrainState:
         return {f"{names[id(p)]}/{key}": tensor for optimizer in self.optimizers
                 for p, state in inner_optimizer(optimizer).state.items() for key, tensor in state.items()}
 
-    def _owned(self, held: dict[str, Tensor]):
-        """Yields (name, tensor, owner) of what single ranks have, rank after rank."""
-        layouts = [None] * self.world.world_size
-        dist.all_gather_object(layouts, {name: (t.shape, t.dtype) for name, t in held.items()})
-        for owner, layout in enumerate(layouts):
-            for name, (shape, dtype) in layout.items():
-                mine = owner == self.world.rank
-                yield name, held[name] if mine else torch.empty(shape, dtype=dtype, device="meta"), owner
-
     @torch.no_grad()
     def restore(self, saved: dict, say) -> None:
         """Copies the tensors of a checkpoint, which rank 0 has read, to all ranks, one by one, so no other
         rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
         another type starts without optimizer state.
         """
-        layout, world = saved["layout"], self.world
+        tensors, world = saved["tensors"], self.world
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
-        ours = {name: tuple(t.shape) for group, name, t, _ in self.tensors() if group == "optimizer"}
-        changed = {parameter_of(name) for name, _ in ours.items() ^ layout["optimizer"].items()}
+        ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
+        theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
+        changed = {parameter_of(name) for name, _ in ours.items() ^ theirs.items()}
         if self.outer:  # a rank that has skipped all updates so far has saved less
             local = {f"{rank}/optimizer/{name}" for rank in range(world.world_size) for name in ours
                      if parameter_of(name) not in changed}
-            self.outer.parted = (bool(layout["local"]) and local <= layout["local"].keys()
+            self.outer.parted = (bool(tensors["local"]) and local <= tensors["local"].keys()
                                  and saved["step"] >= self.outer.start
                                  and saved["settings"]["world_size"] == world.world_size)
-        if layout["local"] and not (self.outer and self.outer.parted):
+        if tensors["local"] and not (self.outer and self.outer.parted):
             say("the optimizer state of each rank cannot be used by this run: all start with that of rank 0")
         for group, name, tensor, owner in self.tensors():
-            if group == "ema" and not layout["ema"]:
+            if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
-            elif layout[group] and parameter_of(name) not in changed:
-                source = saved["tensors"][group][name] if world.is_rank0 else tensor  # else only its shape
+            elif tensors[group] and parameter_of(name) not in changed:
                 if owner is None:
-                    copy_from_rank0(tensor, source, world)
-                elif (received := transfer(source, 0, owner, world)) is not None:
+                    copy_from_rank0(tensor, tensors[group][name], world)
+                elif (received := transfer(tensors[group][name], 0, owner, world)) is not None:
                     tensor.copy_(received)
         for optimizer in map(inner_optimizer, self.optimizers):
             for name in changed:
                 optimizer.state.pop(parameters[name], None)
-        if self.scaler.is_enabled() and saved["scaler"]:
+        if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _create_optimizer_state(self) -> None:
-        """Steps with a gradient and a learning rate of zero, parameter by parameter, so that memory holds one
-        such gradient only. In it optimizers create their state.
-        """
+        """Steps with gradients and learning rates of 0, a parameter at a time so as to hold one gradient."""
         for optimizer in map(inner_optimizer, self.optimizers):
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # which every training step sets
@@ -1219,15 +1170,13 @@ def read_checkpoint(path: Path) -> dict:
         with zipfile.ZipFile(path) as file:
             broken = file.testzip()
         if broken:
-            raise CorruptCheckpoint(f"{broken} has a wrong checksum")
+            raise ValueError(f"{broken} has a wrong checksum")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if saved["format"] != 1 or bit_sums(saved["tensors"]) != saved["sums"]:
-            raise CorruptCheckpoint("its tensors are not those that were saved")
+            raise ValueError("its tensors are not those that were saved")
         if (name := NAME.fullmatch(path.name)) and int(name[1]) != saved["step"]:
-            raise CorruptCheckpoint(f"it is that of step {saved['step']}")
+            raise ValueError(f"it is that of step {saved['step']}")
         return saved
-    except CorruptCheckpoint:
-        raise
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
         raise CorruptCheckpoint(first_line(error)) from None
 
@@ -1243,38 +1192,39 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return [p for _, p in sorted(found, reverse=True)]
 
 
-def load_checkpoint(where: str | Path, world: World, say, set_aside: bool = False) -> dict | None:
-    """A checkpoint file, or the newest intact one of a run directory, None if that has none.
+def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False) -> dict | None:
+    """A checkpoint file, or the newest intact one of a run directory. With `resuming` it sets damaged ones
+    aside, which would else count as some of the newest to keep, and returns None if there are none at all.
 
-    Every rank gets the plain data and `layout`, the shapes of all tensors; rank 0, which reads, also gets
-    the tensors. Raises UserError on all ranks if none can be read.
+    Every rank gets the plain data, but rank 0, which reads, alone the tensors; the others have tensors of the
+    same shapes on the meta device. Raises UserError on all ranks if none can be read.
     """
     saved = None
 
     def choose():
         nonlocal saved
-        if not Path(where).exists():
-            raise UserError(f"{where} does not exist: train first, or name another run directory or file, or "
-                            f"a model of Hugging Face as hf:{where}.")
-        candidates, corrupt = list_checkpoints(where) if Path(where).is_dir() else [Path(where)], []
+        candidates = [Path(where)] if Path(where).is_file() else list_checkpoints(where)
+        if not candidates and not resuming:
+            fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
+            raise UserError(f"{where} {fault}: train first, or name another run directory or file, or a model "
+                            f"of Hugging Face as hf:{where}.")
         for path in candidates:
             try:
                 saved = read_checkpoint(path)
                 break
             except CorruptCheckpoint as error:
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
-                corrupt.append(path)
         if candidates and saved is None:
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
                             "from a copy, or start from scratch in another --out.")
-        for damaged in corrupt if set_aside else ():  # else it would count as one of the newest to keep
+        for damaged in candidates[:candidates.index(path)] if candidates and resuming else ():
             damaged.rename(damaged.with_suffix(".damaged"))
-        return saved and {k: v for k, v in saved.items() if k not in ("tensors", "sums")} | {
-            "path": str(path), "layout": {group: {name: tuple(t.shape) for name, t in named.items()}
-                                          for group, named in saved["tensors"].items()}}
+        return saved and saved | {
+            "path": str(path), "tensors": {group: {name: tensor.to("meta") for name, tensor in named.items()}
+                                           for group, named in saved["tensors"].items()}}
 
     answer = on_rank0(world, choose)
-    return answer and answer | {"tensors": saved and saved["tensors"]}
+    return answer | {"tensors": saved["tensors"]} if saved else answer
 
 
 def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:
@@ -1283,10 +1233,8 @@ def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict 
     if resume == "none" and newest:
         raise UserError(f"{run_directory} holds checkpoints ({newest}): choose another --out, or delete it.")
     if resume in ("none", "auto"):
-        return None if resume == "none" else load_checkpoint(run_directory, world, say, set_aside=True)
+        return None if resume == "none" else load_checkpoint(run_directory, world, say, resuming=True)
     saved = load_checkpoint(resume, world, say)
-    if saved is None:
-        raise UserError(f"{resume} holds no checkpoint: name a run directory that has one, or its file.")
     if newest and int(NAME.fullmatch(newest)[1]) > saved["step"]:
         raise UserError(f"{run_directory} has a later checkpoint ({newest}) than {resume}: give another "
                         "--out to branch off there, or delete the later ones.")
@@ -1317,106 +1265,96 @@ class Checkpoints:
     every file with such a name is complete. Only rank 0 writes, but `save` has collectives.
     """
 
-    unwritten: list[Future] = []  # the jobs of this process, for `launch` to wait for
+    unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None,
                  best: float = math.inf):
         self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
         self.world, self.keep_last, self.say = world, keep_last, say
-        self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._jobs = Checkpoints.unwritten = []
+        self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._best = best  # the validation loss of what best.pt is a link to
         self.saved_step = saved_step  # the newest step that is in a checkpoint, or queued to be written
+        self._newest = next(iter(list_checkpoints(run_directory)), None)  # its file
 
     def save(self, step: int, loss: float, meta: dict, state: TrainState) -> None:
         """Copies the state, tensor by tensor, and has it written, with `meta`, which is plain data."""
-        world, self.saved_step, pause = self.world, step, 0.001
-        # The buffers are in use until the last one is written, which may take longer than --timeout.
-        while reduce_sum([not all(job.done() for job in self._jobs)], world)[0]:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-        copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        world, self.saved_step = self.world, step
+        # The copies are in use until the last one is written, which may take longer than --timeout.
+        while reduce_sum([not all(job.done() for job in self.unwritten)], world)[0]:
+            time.sleep(0.02)
         for group, name, tensor, owner in state.tensors():
-            tensor = full_tensor(tensor, world) if owner is None else transfer(tensor, owner, 0, world)
+            if owner is not None:
+                tensor = transfer(tensor, owner, 0, world)
+            elif isinstance(tensor, DTensor):
+                tensor = tensor.to(world.device).full_tensor()
             if world.is_rank0:
-                copies[group][name] = self._copy(group, name, tensor)
+                copies = self._copies[group]  # made once: there is one state, whose shapes do not change
+                if name not in copies:
+                    copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copies[name].copy_(tensor.detach(), non_blocking=True)
         reduce_sum([0], world)  # raises if one of these collectives has failed, which NCCL reports late
         if not world.is_rank0:
             return
         world.synchronize()  # copies to pinned memory may still be under way
-        scaler = state.scaler.state_dict() if state.scaler.is_enabled() else {}
-        content = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__), "scaler": scaler}
+        content = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__),
+                   "scaler": state.scaler.state_dict()}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
         name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
-        self._submit(self._write, name, content, copies, time.perf_counter())
-
-    def _copy(self, group: str, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get((group, name))
-        if buffer is None or buffer.shape != tensor.shape:
-            on_cuda = self.world.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
-            self._buffers[group, name] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+        self._newest = self.directory / name
+        self._submit(self._write, self._newest, content, time.perf_counter())
 
     def mark_best(self, loss: float) -> None:
         """Makes best.pt a link to the newest checkpoint, once that is written, if no other was better."""
         if self.world.is_rank0:
-            self._submit(self._link_best, "best.pt", self.saved_step, loss)
+            self._submit(self._link_best, self.directory / "best.pt", self._newest, loss)
 
     def close(self) -> None:
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
         self._thread.shutdown()
-        if self.world.is_rank0 and self.saved_step is not None and self._newest_step() != self.saved_step:
+        if self.world.is_rank0 and self._newest and not self._newest.exists():
             raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
                            "same command resumes from the one before.")
 
-    def _newest_step(self) -> int | None:
-        newest = next(iter(list_checkpoints(self.run_directory)), None)
-        return newest and int(NAME.fullmatch(newest.name)[1])
-
-    def _submit(self, function, name: str, *args) -> None:
+    def _submit(self, function, path: Path, *args) -> None:
         def job():
             try:
-                function(name, *args)
+                function(path, path.with_name(f".tmp-{path.name}"), *args)
             except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
-                self.say(f"WARNING: {name} was not written: {first_line(error)}; training continues, and "
-                         "tries again at the next save")
+                self.say(f"WARNING: {path.name} was not written: {first_line(error)}; training continues, "
+                         "and tries again at the next save")
 
-        self._jobs[:] = [*(job for job in self._jobs if not job.done()), self._thread.submit(job)]
+        Checkpoints.unwritten = [self._thread.submit(job)]
 
-    def _write(self, name: str, content: dict, copies: dict, begun: float) -> None:
-        totals = {key: t.sum(dtype=torch.float32) for key, t in copies["model"].items()}
-        bad = next((key for key, total in totals.items() if not total.isfinite()), None)  # inf and NaN add up
-        if bad:
-            raise RuntimeError(f"{bad} is not finite")
-        temporary = self.directory / f".tmp-{name}"
+    def _write(self, path: Path, temporary: Path, content: dict, begun: float) -> None:
+        for key, tensor in self._copies["model"].items():
+            if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN add up
+                raise RuntimeError(f"{key} is not finite")
         try:
             with open(temporary, "wb") as file:
-                torch.save({**content, "tensors": copies, "sums": bit_sums(copies)}, file)
+                torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self.directory / name)
+            os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
         fsync_directory(self.directory)
-        path, removed = self.directory / name, list_checkpoints(self.run_directory)[self.keep_last:]
+        removed = list_checkpoints(self.run_directory)[self.keep_last:]
         for old in removed:
             old.unlink()
         self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
                  f"{time.perf_counter() - begun:.1f} s)"
                  + "".join(f"; removed {old.name}" for old in removed))
 
-    def _link_best(self, name: str, step: int, loss: float) -> None:
-        if not loss < self._best or self._newest_step() != step:
+    def _link_best(self, path: Path, temporary: Path, newest: Path, loss: float) -> None:
+        if not loss < self._best or not newest.exists():
             return  # or that save has failed, and said so
-        newest, temporary = list_checkpoints(self.run_directory)[0], self.directory / f".tmp-{name}"
         temporary.unlink(missing_ok=True)
         try:
             os.link(newest, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(newest, temporary)
-        os.replace(temporary, self.directory / name)
+        os.replace(temporary, path)
         fsync_directory(self.directory)
         self._best = loss
 
@@ -1432,9 +1370,8 @@ def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             file = held.enter_context(open(descriptor, "r+"))
         except OSError as error:
-            full = error.errno == errno.ENOSPC
-            raise (NotNow if full else UserError)(f"{run_directory} cannot be written ({error.strerror}): "
-                                                  "choose another --out.")
+            raise (NotNow if error.errno == errno.ENOSPC else UserError)(
+                f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -1466,15 +1403,12 @@ class StopVote:
     MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
-        self.device, self.signal, self._since, self._work = world.device, 0, 0.0, None
-        on_cuda = self.device.type == "cuda"
-        self.skipped = torch.zeros((), device=self.device)  # updates in a row whose gradient was not finite
-        self._host = torch.zeros(2, pin_memory=on_cuda)
-        self._copied = torch.cuda.Event() if on_cuda else None
+        self.signal, self._since, self._arrive = 0, 0.0, None  # the last waits for the vote under way
+        self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
+        self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
-            ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN  # by nohup
-            if not ignored:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number, frame):
@@ -1493,25 +1427,21 @@ class StopVote:
     def start(self) -> None:
         if self._torchrun not in (None, os.getppid()):  # it was killed, and nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
-        flag = torch.full((), float(self.signal), device=self.device)
-        self._vote = torch.stack((flag, self.skipped))
-        self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
+        self._vote = torch.stack((torch.full_like(self.skipped, self.signal), self.skipped))
+        work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
+        self._arrive = work.wait
         if self._copied:
-            self._work.wait()  # orders the streams; the host does not wait
-            self._host.copy_(self._vote, non_blocking=True)
+            work.wait()  # orders the streams; the host does not wait
+            self._vote, self._arrive = self._vote.to("cpu", non_blocking=True), self._copied.synchronize
             self._copied.record()
 
     def read(self) -> int:
         """The signal some rank got before the last `start`, or 0. Raises RunError if training has failed."""
-        if self._work is None:
+        if self._arrive is None:
             return 0
-        if self._copied:
-            self._copied.synchronize()
-            number, skipped = self._host.tolist()
-        else:
-            self._work.wait()
-            number, skipped = self._vote.tolist()
-        self._work = None
+        self._arrive()
+        self._arrive = None
+        number, skipped = self._vote.tolist()
         if skipped >= self.MAX_SKIPPED:
             raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
                            "use --precision bf16 or fp32; the same command then resumes from the newest "
@@ -1534,8 +1464,9 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, world: World, dataset: Dataset, size: dict, out: Path):
         self.args, self.world, self.dataset, self.out = args, world, dataset, out
-        self._lock = lock_run_dir(out, world)
+        self._resources = lock_run_dir(out, world)
         self.log = monitor.RunLog(out, world.is_rank0, world.prefix, args.wandb, args.profile)
+        self._resources.callback(self.log.close)
         self.saved = load_to_resume(out, args.resume, world, self.log.say)
         size = recipe(args, size)
         self._wanted = self.saved["settings"]["global_batch"] if self.saved else size["global_batch"]
@@ -1627,7 +1558,7 @@ class Run:
             use = "--fill" if "fill" in args else "--prompt"
             say(f"this run is complete after {self.step} steps: raise --steps to continue, give another "
                 f"--out to start from scratch, or try {use} or --export")
-            self._close()
+            self._resources.close()
             return False
 
         state.warm_up(*warm_up)
@@ -1675,7 +1606,6 @@ class Run:
         hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         args, world, dataset, state = self.args, self.world, self.dataset, self.state
         c = state.model.config
-        name = vars(args).get("preset") or args.size
         rows, tokens = dataset.train.rows, dataset.val.num_tokens if dataset.val else 0
         shape = ", ".join(f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c)))
         scaler, compiled = ("on" if on else "off" for on in (state.scaler.is_enabled(), state.compiled))
@@ -1691,8 +1621,8 @@ class Run:
         self._entropy = unigram_entropy(dataset.val or dataset.train)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
-            f"{self._model_class.__name__} {name}: {num_params(state.model):,} parameters; {shape}; "
-            f"{c.vocab_size} ids in {c.padded_vocab} rows",
+            f"{self._model_class.__name__} {vars(args).get('preset') or args.size}: "
+            f"{num_params(state.model):,} parameters; {shape}; {c.vocab_size} ids in {c.padded_vocab} rows",
             f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
             f"({world.backend_reason}), {hosts}, {torch.get_num_threads()} threads each; "
             f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "
@@ -1827,7 +1757,7 @@ class Run:
             self._evaluations += 1
             due = sample and args.sample_every and self._evaluations % args.sample_every == 0
             if due and not self._at_end:
-                self._show(sample)
+                log.sample(args.sample_prompt + sample(), self.step)
         if self.ends_epoch and not self.stopping:
             log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss {mean_loss:.4f} | "
                     f"validation loss {record['val_loss'] or math.nan:.4f} | "
@@ -1835,9 +1765,6 @@ class Run:
             self.epoch = dict.fromkeys(self.epoch, 0)
             self._epoch_loss.zero_()
             self._epoch_begun = time.perf_counter()
-
-    def _show(self, sample) -> None:
-        self.log.sample(self.args.sample_prompt + sample(), self.step)
 
     def validation_batches(self, masker=None):
         """The batches of this rank in an evaluation, see data.py."""
@@ -1869,7 +1796,7 @@ class Run:
     def finish(self, sample=None) -> None:
         """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""
         if sample and not self.stopping:
-            self._show(sample)
+            self.log.sample(self.args.sample_prompt + sample(), self.step)
         self._checkpoints.close()
         self._vote.close()
         if self.world.is_rank0:
@@ -1880,7 +1807,7 @@ class Run:
         if self.stopping:
             ending = (f"stopped by {signal.Signals(self.stopping).name} after step {self.step}, with a "
                       f"checkpoint of step {self._checkpoints.saved_step}: the same command resumes it")
-        self._close()
+        self._resources.close()
         self.log.say(ending)
         self._say_here(f"{ending} on node 0")
 
@@ -1894,7 +1821,3 @@ class Run:
         self.log.say(f"{steps} steps in {monitor.human_time(seconds)}, evaluations and saves included: "
                      f"{monitor.human_count(tokens / seconds)} tok/s{best}; peak memory "
                      f"{self._peak_memory:.1f} GB; {sum(sizes.values()) / 1e9:.2g} GB on disk")
-
-    def _close(self) -> None:
-        self.log.close()
-        self._lock.close()

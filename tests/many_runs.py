@@ -51,7 +51,7 @@ def inf_at(step, rank=None):
 
 def forgetful(restore=TrainState.restore):
     """Like TrainState.restore, but without what each rank has for itself."""
-    return lambda self, saved, say: restore(self, saved | {"layout": saved["layout"] | {"local": {}}}, say)
+    return lambda self, saved, say: restore(self, saved | {"tensors": saved["tensors"] | {"local": {}}}, say)
 
 
 def sabotaged(name: str, *numbers: str):

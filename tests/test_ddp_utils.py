@@ -100,7 +100,8 @@ def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
         state.optimizer_step(1e-2, state.clip_gradients(1.0))  # the fresh ones work
         assert len(state.optimizer_tensors()) > len(restored)
 
-    saved["layout"]["optimizer"]["embed.weight/mu_product"] = ()  # NAdam has what AdamW has, and one more
+    # NAdam has what AdamW has, and one more
+    saved["tensors"]["optimizer"]["embed.weight/mu_product"] = torch.ones(())
     state = make_state(world, 1, "muon")
     state.restore(saved, print)
     assert not [name for name in state.optimizer_tensors() if name.startswith("embed.weight/")]
@@ -123,7 +124,7 @@ def test_optimizers_apart_are_restored_where_all_is_there(tmp_path, world, optim
     for name in saved["tensors"]["local"]:  # so that they differ from those of rank 0 in `optimizer`
         saved["tensors"]["local"][name] = saved["tensors"]["local"][name] + 1
     if missing:
-        del saved["tensors"]["local"][missing], saved["layout"]["local"][missing]
+        del saved["tensors"]["local"][missing]
     state = apart(1, optimizer)
     state.restore(saved, said.append)
     assert state.outer.parted == (not missing) and len(said) == bool(missing)
@@ -203,7 +204,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, said.append)
     checkpoints.save(1, 2.5, {}, state)
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     real = torch.save
 
     def fail(content, file):
@@ -212,16 +213,16 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(2, 2.4, {}, state)
     checkpoints.mark_best(2.0)
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (") and "No space left" in said[1]
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
     assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
     checkpoints.save(3, 2.3, {}, state)
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
     checkpoints.mark_best(2.1)  # worse than that of the lost one, but the best that there is
-    wait(checkpoints._jobs)
+    wait(checkpoints.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(4, 2.2, {}, state)

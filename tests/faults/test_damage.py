@@ -68,7 +68,7 @@ def test_checkpoints(tmp_path, world, capsys, count):  # noqa: F811
         if found["step"] == 3:
             assert not said and kind != "swap" and found["samples"] == 7, f"FAULTS_SEED={SEED}: {kind}"
             assert all(torch.equal(t, found["tensors"][group][name]) for (group, name), t in tensors.items())
-            assert found["layout"].keys() == original["tensors"].keys()
+            assert found["tensors"].keys() == original["tensors"].keys()
             continue
         refused += 1
         assert found["step"] == (1 if kind == "swap" else 2)
