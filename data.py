@@ -18,8 +18,11 @@ torch is imported only by the reader: `prepare` and its worker processes start f
 """
 
 import argparse
+import ast
+import bisect
 import codecs
 import contextlib
+import copy
 import errno
 import fcntl
 import glob
@@ -36,10 +39,12 @@ import signal
 import socket
 import sys
 import sysconfig
+import textwrap
 import threading
 import time
 import urllib.parse
 import urllib.request
+import warnings
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -83,7 +88,10 @@ def cpu_count() -> int:
 # -----------------------------------------------------------------------------------------------------------
 # Tokenizers. tiktoken runs every byte-level BPE; on disk each tokenizer is a Hugging Face tokenizer.json.
 
-EOT, MASK = "<|endoftext|>", "[MASK]"
+EOT, MASK, RESPONSE = "<|endoftext|>", "[MASK]", "<|response|>"
+# What marks the start of a sample, of its response and its end in the tokenizer of HRM-Text. Elsewhere it is
+# <|endoftext|>, <|response|> and the start of the next sample.
+HRM_TEXT_ROLES = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # counted with [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
 # The published patterns. tiktoken's own use possessive quantifiers and "$", which the regex engine of
@@ -99,6 +107,13 @@ LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tikto
 BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
 BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
 CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
+
+
+def roles_of(specials: dict[str, int], eot: int) -> dict[str, int] | None:
+    """The ids that mark the `start` of a sample, of its `response` and `end` (−1: the next start), if any."""
+    if all(name in specials for name in HRM_TEXT_ROLES):
+        return dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
+    return {"start": eot, "response": specials[RESPONSE], "end": -1} if RESPONSE in specials else None
 
 
 def without_surrogates(text: str) -> str:
@@ -121,7 +136,7 @@ class Tokenizer:
         self.num_ids = max(self.mask, last) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         self.specials = specials | {MASK: self.mask}
-        self.special_ids = list(self.specials.values())
+        self.roles = roles_of(self.specials, self.eot)
         self._bytes = self.spellings() | {i: s.encode() for s, i in self.specials.items()}
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
@@ -161,7 +176,7 @@ class Tokenizer:
         added = [{"id": i, "content": s, "single_word": False, "lstrip": s == MASK, "rstrip": False,
                   "normalized": False, "special": True}
                  for s, i in sorted(self.specials.items(), key=lambda item: item[1])
-                 if with_mask or s != MASK]
+                 if with_mask or s != MASK or self.roles]  # ids after [MASK] must not move
         decoder = stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                            "use_regex": False}
         if self.pattern is not None:
@@ -182,7 +197,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.encode_special_tokens = True  # "</s>" inside a text is text like any other
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        eot = next((s for s in (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]") if s in vocab), EOT)
+        ends = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
+        eot = next((s for s in ends if s in vocab), EOT)
         mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
         self._tokenizer.add_special_tokens([eot, mask])
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -190,7 +206,8 @@ class HuggingFaceTokenizer:
         self.num_ids = max(vocab.values()) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = [i for i, token in added.items() if token.special]
+        self.specials = {token.content: i for i, token in added.items() if token.special}
+        self.roles = roles_of(self.specials, self.eot)
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
@@ -204,7 +221,7 @@ class HuggingFaceTokenizer:
 
     def spellings(self) -> dict[int, bytes]:
         """The bytes of each ordinary id, with a blank in front where a word begins."""
-        special, vocab = set(self.special_ids), self._tokenizer.get_vocab()
+        special, vocab = set(self.specials.values()), self._tokenizer.get_vocab()
         word_piece = any(word.startswith("##") for word in vocab)  # it marks what continues a word
 
         def spell(word: str) -> bytes:
@@ -294,6 +311,28 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
     raise UserError(f"unknown tokenizer {name!r}: use {TOKENIZERS}.")
 
 
+def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | HuggingFaceTokenizer:
+    """The tokenizer with ids that mark a response: its own, or else <|response|> as one more id."""
+    if tokenizer.roles:
+        return tokenizer
+    spec = json.loads(tokenizer.to_json())
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"].append({"id": tokenizer.num_ids, "content": RESPONSE, "special": True} | plain)
+    return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
+
+
+def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
+    """Ids (n,) of a sample up to where its response begins. The condition is text, unless a special token has
+    its name; UserError if it looks like one that the tokenizer lacks.
+    """
+    roles, ids = tokenizer.roles, tokenizer.specials.get(condition)
+    if ids is None and re.fullmatch(r"<\|.*\|>", condition):
+        known = ", ".join(name for name in tokenizer.specials if name.startswith("<|"))
+        raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
+    ids = tokenizer.encode(condition) if ids is None else [ids]
+    return np.concatenate([[roles["start"]], ids, tokenizer.encode(prompt), [roles["response"]]])
+
+
 def stream_text(tokenizer, ids):
     """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character."""
     context, pending = [], []  # with some tokenizers the text of an id depends on the ids before it
@@ -318,21 +357,23 @@ SHORT_NAMES = {  # repository, configuration
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = f"stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}"
+SOURCES = ("stdlib, pairs:stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
+           + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
 
 
 class Source:
-    """Documents in a fixed order, readable from any document number on.
+    """Documents in a fixed order, readable from any document number on. `fields` are those that hold the
+    text, or of pairs the prompt, the response and perhaps the condition.
 
     A resumed `prepare` must find the same `identity`. The progress bar shows `done` of `total` bytes.
     """
 
-    def __init__(self, dataset: str, text_field: str, val_split: str):
-        self.text_field, self.done, self.total, self.files = text_field, 0, None, []
+    def __init__(self, dataset: str, fields: list[str], val_split: str):
+        self.fields, self.done, self.total, self.files = fields, 0, None, []
         prefix, _, where = dataset.partition(":")
-        if dataset == "stdlib":
+        if where == "stdlib" or dataset == "stdlib":
             root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
         elif prefix in FILE_PREFIXES and where:
@@ -356,7 +397,9 @@ class Source:
             raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
 
     def documents(self, start: int):
-        """Yields (blocks of text, split) from document `start` on; split None means by a hash of the text."""
+        """Yields (document, split) from document `start` on. A document is blocks of text, or a tuple: the
+        fields of a pair. split None means by a hash of the text, or of the prompt.
+        """
         return itertools.islice(self._read(), start, None)  # the blocks of text files are not read
 
     def _stdlib(self):
@@ -367,6 +410,23 @@ class Source:
                 yield [raw.decode("utf-8")], None
             except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
                 yield [], None
+
+    def _pairs(self):
+        """Of each function of Python's own source: head and docstring, and the rest as the response."""
+        for path in self.files:
+            raw = path.read_bytes()
+            self.done += len(raw)
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    tree = ast.parse(raw)
+                lines = raw.decode("utf-8").splitlines(keepends=True)
+            except (SyntaxError, UnicodeDecodeError, ValueError):  # Python's own tests include such files
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
+                    first, end = node.lineno - 1, node.body[0].end_lineno
+                    yield tuple(textwrap.dedent("".join(lines[a:b])) for a, b in (
+                        (first, end), (end, node.end_lineno))), None
 
     def _text(self):
         """A document per file; with tail:F, the file that contains the boundary gives two."""
@@ -409,17 +469,17 @@ class Source:
             with self._open(path) as raw:
                 for number, line in enumerate(gzip.open(raw) if path.suffix == ".gz" else raw, 1):
                     self.done = before + raw.tell()
-                    yield self._json_text(f"{path}, line {number},", line), None
+                    yield self._document(self._json_texts(f"{path}, line {number},", line)), None
 
-    def _json_text(self, where, line):
+    def _json_texts(self, where, line):
         try:
             row = json.loads(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):
             raise UserError(f"{where} is not JSON: each line must be one JSON object.")
-        self._check_field(where, row)
-        yield str(row[self.text_field] or "")
+        self._check_fields(where, row)
+        yield from (str(row[field] or "") for field in self.fields)
 
     def _parquet(self):
         import datasets  # takes 1.2 s
@@ -443,19 +503,26 @@ class Source:
         try:
             rows = open_rows(*arguments, **options)
             if rows.column_names:
-                self._check_field(name, rows.column_names)
-            batches = rows.select_columns(self.text_field).iter(batch_size=1000)  # row by row is far slower
-            texts = (str(text or "") for batch in batches for text in batch[self.text_field])
-            for text in wikitext_articles(texts) if name == SHORT_NAMES["wikitext"][0] else texts:
-                yield [text], None
+                self._check_fields(name, rows.column_names)
+            batches = rows.select_columns(self.fields).iter(batch_size=1000)  # row by row is far slower
+            found = ([str(text or "") for text in texts] for batch in batches
+                     for texts in zip(*(batch[field] for field in self.fields)))
+            if name == SHORT_NAMES["wikitext"][0]:
+                found = ([article] for article in wikitext_articles(text for text, in found))
+            for texts in found:
+                yield self._document(texts), None
         except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
             raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
 
-    def _check_field(self, where, fields):
-        if self.text_field not in fields:
-            raise UserError(f"{where} has no field {self.text_field!r} but {', '.join(fields)}: name one "
-                            "with --text-field.")
+    def _document(self, texts):
+        return texts if len(self.fields) == 1 else tuple(texts)
+
+    def _check_fields(self, where, there):
+        if missing := [field for field in self.fields if field not in there]:
+            flag = "--text-field" if len(self.fields) == 1 else "--prompt-field and --response-field"
+            raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: name one with "
+                            f"{flag}.")
 
     @contextlib.contextmanager
     def _open(self, path):
@@ -497,7 +564,12 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
 
 
 def pieces(blocks):
-    """Re-cuts a document into pieces of about BLOCK characters that end with a line, or at least a word."""
+    """Re-cuts a document into pieces of about BLOCK characters that end with a line, or at least a word. A
+    tuple, which is a pair, stays whole.
+    """
+    if isinstance(blocks, tuple):
+        yield blocks
+        return
     rest = ""
     for block in blocks:
         for i in range(0, len(block), BLOCK):
@@ -586,6 +658,9 @@ def read_manifest(directory: Path) -> dict | None:
                   (manifest["tokenizer"], {"name": str, "sha256": str, "vocab_size": int, "mask": int}),
                   *((shard, {"tokens": int, "documents": int, "sha256": str, "end": list})
                     for shard in manifest["shards"])]
+        if "roles" in manifest:
+            checks += [(manifest, {"row": int, "roles": dict}),
+                       (manifest["roles"], dict.fromkeys(("start", "response", "end"), int))]
         if manifest["format"] != 1 or not all(isinstance(part[key], expected) for part, types in checks
                                               for key, expected in types.items()):
             raise ValueError("a field of the wrong type")
@@ -649,13 +724,13 @@ def parse_val_split(text: str) -> str:
 
 
 def default_tokenizer(dataset: str) -> str:
-    return "bpe:4096" if dataset == "stdlib" else "gpt2"
+    return "bpe:4096" if dataset in ("stdlib", "pairs:stdlib") else "gpt2"
 
 
 def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     prefix, _, where = dataset.partition(":")
-    source = where or prefix
+    source = dataset if prefix == "pairs" else where or prefix
     if prefix in FILE_PREFIXES:  # of books/*.txt only the directory has a name
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
@@ -667,8 +742,58 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
     return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
 
 
+class Packer:
+    """Packs whole samples into rows of `row` tokens: each into the open row that it fills best, of at most
+    WINDOW. What is left of a row becomes start tokens.
+
+    Where the start of the next sample ends one, it has to be in the row, too. A response that is too long is
+    cut, so that it has no end, or dropped unless `truncate`, as too long prompts and empty responses are.
+    """
+
+    WINDOW = 1000
+
+    def __init__(self, row: int, roles: dict[str, int], truncate: bool, counts: Counter):
+        self.row, self.roles, self.truncate, self.counts = row, roles, truncate, counts
+        self.space = row - (roles["end"] < 0)
+        self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
+
+    def add(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """Takes a sample; returns the rows that are closed for it."""
+        prompt = 1 + int((tokens == self.roles["response"]).argmax())
+        if len(tokens) - (self.roles["end"] >= 0) == prompt:
+            return self._drop("empty responses")
+        if prompt >= self.row:
+            return self._drop("too long prompts")
+        if len(tokens) > self.space:
+            if not self.truncate:
+                return self._drop("too long responses")
+            self.counts["truncated responses"] += 1
+            tokens = tokens[:self.row]
+        self.counts["samples"] += 1
+        self.counts["tokens"] += len(tokens)
+        at = bisect.bisect_left(self.open, (len(tokens),))
+        free, number, samples = self.open.pop(at) if at < len(self.open) else (
+            self.space, self.counts["samples"], [])
+        bisect.insort(self.open, (free - len(tokens), number, [*samples, tokens]))
+        return self.close(1) if len(self.open) > self.WINDOW else []
+
+    def _drop(self, why: str) -> list:
+        self.counts[why] += 1
+        return []
+
+    def close(self, count: int) -> list[np.ndarray]:
+        """The fullest `count` open rows, which are then closed."""
+        closed, self.open = self.open[:count], self.open[count:]
+        rows = [np.full(self.row, self.roles["start"], samples[0].dtype) for _, _, samples in closed]
+        for row, (_, _, samples) in zip(rows, closed):
+            used = np.concatenate(samples)
+            row[:len(used)] = used
+        return rows
+
+
 class ShardWriter:
-    """Collects tokens and writes them as shards in a thread, so that tokenizing continues meanwhile.
+    """Collects tokens and writes them as shards in a thread, so that tokenizing continues meanwhile. It packs
+    pairs into rows, and ends their shard with one more start token, because a row is read with what follows.
 
     A training shard and the validation tokens collected so far are committed together, so a resumed run needs
     only one position in the source: where the newest shard ends.
@@ -682,9 +807,14 @@ class ShardWriter:
         self.train_tokens = sum(s["tokens"] for s in shards if s["split"] == "train")
         self.arrays, self.tokens, self.documents = {"train": [], "val": []}, Counter(), Counter()
         self.writing = thread.submit(lambda: None)  # the last write, a Future
+        self.counts, self.packers = Counter(manifest.get("pairs")), {}
+        if "roles" in manifest:
+            truncate = manifest["settings"]["long"] == "truncate"
+            self.packers = {split: Packer(manifest["row"], manifest["roles"], truncate, self.counts)
+                            for split in self.arrays}
 
     def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
-        self.arrays[split].append(tokens)
+        self.arrays[split] += self.packers[split].add(tokens) if self.packers else [tokens]
         self.tokens[split] += len(tokens)
         self.documents[split] += piece == 0
         self.train_tokens += len(tokens) * (split == "train")
@@ -695,6 +825,11 @@ class ShardWriter:
     def commit(self, complete: bool = False) -> None:
         """Starts writing what was collected. Raises UserError if the write before it failed."""
         self.writing.result()
+        for split, packer in self.packers.items():
+            if rows := self.arrays[split] + packer.close(Packer.WINDOW):
+                self.arrays[split] = [*rows, rows[0][:1]]
+        if self.packers:
+            self.manifest["pairs"] = dict(self.counts)
         self.writing = self._thread.submit(self._write, self.arrays, self.documents, self.position, complete)
         self.arrays, self.tokens, self.documents = {"train": [], "val": []}, Counter(), Counter()
 
@@ -714,7 +849,8 @@ class ShardWriter:
 def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None, *,
             val_split: str | None = None, max_samples: int | None = None, max_tokens: int | None = None,
             min_words: int = 0, text_field: str = "text", shard_tokens: int = 10**8,
-            workers: int | None = None) -> Path:
+            workers: int | None = None, prompt_field: str | None = None, response_field: str | None = None,
+            condition_field: str | None = None, row: int | None = None, long: str | None = None) -> Path:
     """Tokenizes `dataset` into shards under `out`; returns that directory. Arguments as on the command line.
 
     Kill it and run it again: it resumes after the last finished shard. The bytes are those of an
@@ -731,10 +867,24 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
     if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
         raise UserError("--shard-tokens must be between 1 and 1B; --workers and limits must be 1 or more.")
-    source = Source(dataset, text_field, val_split)
-    settings = {"source": source.identity, "tokenizer": tokenizer_name, "val_split": val_split,
+    pairs = dataset == "pairs:stdlib" or any((prompt_field, response_field, condition_field))
+    if pairs and not (prompt_field and response_field or dataset == "pairs:stdlib"):
+        raise UserError("--prompt-field and --response-field go together: name both.")
+    if pairs and dataset.partition(":")[0] in ("text", "stdlib"):
+        raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
+    if not pairs and (row or long):
+        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
+    row, long = (row or 1024, long or "truncate") if pairs else (None, None)
+    if pairs and row < 4:
+        raise UserError("--row must be 4 or more.")
+    settings = {"tokenizer": tokenizer_name, "val_split": val_split,
                 "max_samples": max_samples, "max_tokens": max_tokens, "min_words": min_words,
                 "text_field": text_field, "shard_tokens": shard_tokens}
+    if pairs:
+        settings |= {"prompt_field": prompt_field, "response_field": response_field,
+                     "condition_field": condition_field, "row": row, "long": long}
+    source = Source(dataset, fields_of(settings), val_split)
+    settings = {"source": source.identity, **settings}
     try:
         out.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
@@ -756,7 +906,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
-        for key, value in settings.items():
+        for key, value in (dict.fromkeys(manifest["settings"]) | settings).items():
             if value != (before := manifest["settings"].get(key)):
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {value}): choose "
                                 "another --out, or delete it.")
@@ -767,13 +917,19 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             print(f"{out} resumes after {len(manifest['shards'])} shards", flush=True)
         writer = ShardWriter(out, manifest, thread)
         tokenize(writer, source, read_tokenizer_json(out, manifest), workers or cpu_count())
-        if not writer.train_tokens:
-            raise UserError(f"{dataset} holds no text to train on: it is empty, or shorter than --min-words, "
-                            "or all of it fell into the validation split.")
+        if not writer.train_tokens or writer.packers and not writer.counts["samples"]:
+            raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
+                            "longer than --row, or all of it fell into the validation split.")
         writer.commit(complete=True)
         writer.writing.result()
     print(f"{out} is ready: {describe(manifest)}", flush=True)
     return out
+
+
+def fields_of(settings: dict) -> list[str]:
+    """The fields of a row that hold the text, or prompt, response and perhaps condition of pairs."""
+    fields = [settings.get(f"{name}_field") for name in ("prompt", "response", "condition")]
+    return [field for field in fields if field] or [settings["text_field"]]
 
 
 def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> dict:
@@ -786,20 +942,23 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
         texts, budget = [], BPE_TRAIN_CHARS
         for _, _, split, text in read_pieces(source, settings):
             if split == "train":
-                texts.append(text)
-                budget -= len(text)
+                texts += [text] if isinstance(text, str) else text
+                budget -= characters(text)
                 if budget <= 0:
                     break
         source.done = 0
         tokenizer = train_bpe(texts, int(bpe[1]))
     else:
         tokenizer = load_tokenizer(name)
+    pairs = "row" in settings
+    tokenizer = with_roles(tokenizer) if pairs else tokenizer
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
                 "dtype": shard_dtype(tokenizer.vocab_size),
                 "tokenizer": {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
                               "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
                               "mask": tokenizer.mask}}
+    manifest |= {"row": settings["row"], "roles": tokenizer.roles} if pairs else {}
     write_manifest(out, manifest)  # before the first shard: a directory with shards alone is not ours
     return manifest
 
@@ -832,24 +991,29 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
     for document, (blocks, split) in enumerate(source.documents(first), first):
         for piece, text in enumerate(pieces(blocks)):
             if piece == 0:
-                if text.isspace() or settings["min_words"] and len(text.split()) < settings["min_words"]:
+                whole, hashed = (text, text) if isinstance(text, str) else ("\n".join(text), text[0])
+                if whole.isspace() or settings["min_words"] and len(whole.split()) < settings["min_words"]:
                     break
                 if settings["max_samples"] and samples >= settings["max_samples"]:
                     return
                 samples += 1
                 if split is None:
-                    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+                    digest = hashlib.blake2b(hashed.encode("utf-8", "replace"), digest_size=8).digest()
                     split = "val" if int.from_bytes(digest, "little") < fraction * 2**64 else "train"
             if document > first or piece >= skip:
                 yield document, piece, split, text
 
 
+def characters(text: str | tuple) -> int:
+    return len(text) if isinstance(text, str) else sum(map(len, text))
+
+
 def in_batches(items, chars: int = BLOCK // 2):
-    """Groups pieces into lists of about `chars` characters, the unit of work for a process."""
+    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work for a process."""
     batch, size = [], 0
     for item in items:
         batch.append(item)
-        size += len(item[-1])
+        size += characters(item[-1])
         if size >= chars:
             yield batch
             batch, size = [], 0
@@ -897,22 +1061,33 @@ def _start_worker(name: str, tokenizer_json: str) -> None:
 
 
 def _encode(batch) -> list[np.ndarray]:
-    """Token ids of each piece; end-of-text goes in front of the first piece of a document."""
+    """Token ids of each piece; end-of-text goes in front of the first piece of a document. Those of a pair:
+    start, condition, prompt, <|response|>, response, and end if the tokenizer has one.
+    """
     arrays = []
     for _, piece, _, text in batch:
-        ids = _tokenizer.encode(text)
-        tokens = np.empty(len(ids) + (piece == 0), dtype=shard_dtype(_tokenizer.vocab_size))
-        tokens[:1] = _tokenizer.eot
-        tokens[piece == 0:] = ids
-        arrays.append(tokens)
+        if isinstance(text, tuple):
+            prompt, response, *condition = text
+            end = _tokenizer.roles["end"]
+            parts = [prompt_ids(_tokenizer, prompt, *condition), _tokenizer.encode(response)]
+            parts += [[end]] * (end >= 0)
+        else:
+            parts = [[_tokenizer.eot][:piece == 0], _tokenizer.encode(text)]
+        dtype = shard_dtype(_tokenizer.vocab_size)
+        arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
     return arrays
 
 
 def describe(manifest: dict) -> str:
     shards = manifest["shards"]
     train, val = (sum(s["tokens"] for s in shards if s["split"] == split) for split in ("train", "val"))
-    return (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
+    text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{sum(s['documents'] for s in shards):,} documents")
+    if counts := dict(manifest.get("pairs", {})):
+        fill = counts.pop("tokens", 0) / max(train + val, 1)
+        text += f" in rows of {manifest['row']}, {fill:.1%} full: " + ", ".join(
+            f"{n:,} {what}" for what, n in sorted(counts.items()))
+    return text
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -953,12 +1128,17 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return x.astype(np.int64)
 
 
+def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
+    """Rows, int64, of samples at these positions (int64) in endless shuffled epochs."""
+    epochs, found = positions // rows, np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        found[epochs == epoch] = permute(positions[epochs == epoch] % rows, rows, seed, int(epoch))
+    return found
+
+
 def sample_rows(position: int, count: int, rows: int, seed: int) -> np.ndarray:
     """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
-    positions = np.arange(position, position + count)
-    epochs = positions // rows
-    return np.concatenate([permute(positions[epochs == epoch] % rows, rows, seed, int(epoch))
-                           for epoch in np.unique(epochs)])
+    return shuffled(np.arange(position, position + count), rows, seed)
 
 
 class Masker:
@@ -975,7 +1155,7 @@ class Masker:
         self.positions = np.arange(seq_len, dtype=np.uint64)
         self.seed = splitmix64(np.array([seed], np.uint64) ^ np.uint64(0x6D61736B))
         self.special = np.zeros(tokenizer.num_ids, dtype=bool)
-        self.special[tokenizer.special_ids] = True
+        self.special[list(tokenizer.specials.values())] = True
         self.ordinary = np.flatnonzero(~self.special)
         self.starts_word = None
         if whole_words:  # a token that does not begin with a letter or digit begins a word
@@ -1057,10 +1237,14 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 class Shards:
     """The shards of one split as rows of `seq_len` tokens, and the same rows shifted by one token.
 
-    A row lies within one shard; the rest at the end of a shard that does not fill a row is not used.
+    A row lies within one shard; the rest at the end of a shard that does not fill a row is not used. In a
+    mix, `parts` has the first row, the rows and the share of each source.
     """
 
+    MIX = 1000  # in so many samples, each source has its share exactly
+
     def __init__(self, paths: list[Path], seq_len: int):
+        self.paths, self.parts = paths, []
         self.tokens = [open_shard(path) for path in paths]
         self.seq_len, self.dtype = seq_len, self.tokens[0].dtype
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
@@ -1072,6 +1256,18 @@ class Shards:
         for tokens, n, end in zip(self.tokens, counts, self.ends):
             x, y = (tokens[shift:shift + n * seq_len].reshape(n, seq_len) for shift in (0, 1))
             self.grids.append((int(end) - n, x, y))
+
+    def order(self, position: int, count: int, seed: int) -> np.ndarray:
+        """Rows (count,), int64, of the samples [position, position + count), as sample_rows."""
+        if not self.parts:
+            return sample_rows(position, count, self.rows, seed)
+        positions, rows = np.arange(position, position + count), np.empty(count, np.int64)
+        places, begin = shuffled(positions, self.MIX, seed + 1), 0
+        for first, n, share in self.parts:
+            mine = (begin <= places) & (places < begin + share)
+            rows[mine] = first + shuffled(positions[mine] // self.MIX * share + places[mine] - begin, n, seed)
+            begin += share
+        return rows
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         """Copies rows (B,), int64 and ascending, into x (B, T), and shifted by one token into y (B, T)."""
@@ -1086,9 +1282,16 @@ class Shards:
             raise IndexError(f"row {rows[-1]} of {self.rows}")
 
 
-def unigram_entropy(shards: Shards, limit: int = 16_000_000) -> float:
-    """Entropy of the token frequencies in nats: the loss of the best model that ignores all context."""
-    some = np.concatenate([tokens[:max(limit // len(shards.tokens), 1)] for tokens in shards.tokens])
+def unigram_entropy(shards: Shards, counted=None, limit: int = 16_000_000) -> float:
+    """Entropy of the token frequencies in nats: the loss of the best model that ignores all context. Of pairs
+    that of the labels that count: counted(x) says which, for int64 rows x (n, T).
+    """
+    limit = max(limit // len(shards.tokens), 1)
+    some = np.concatenate([tokens[:limit] for tokens in shards.tokens])
+    if counted:
+        import torch
+        rows = [(x[:limit // x.shape[1]], y[:limit // x.shape[1]]) for _, x, y in shards.grids]
+        some = np.concatenate([y[counted(torch.from_numpy(x.astype(np.int64))).numpy()] for x, y in rows])
     p = np.bincount(some) / len(some)
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
@@ -1103,6 +1306,9 @@ class Dataset:
     def __init__(self, directory: str | Path, seq_len: int, tokenizer_name: str | None = None):
         directory = Path(directory)
         manifest = read_manifest(directory)
+        if manifest and "roles" in manifest and seq_len not in (1, manifest["row"]):  # 1: only to look at it
+            raise UserError(f"{directory} has rows of {manifest['row']} tokens: use --seq-len "
+                            f"{manifest['row']}, or prepare it with --row {seq_len}.")
         if manifest:
             if not manifest["complete"]:
                 raise UserError(f"{directory} is not complete: run its prepare command again.")
@@ -1135,6 +1341,8 @@ class Dataset:
         if largest >= self.tokenizer.num_ids:
             raise UserError(f"{directory} holds the id {largest}, but {self.tokenizer.name} has "
                             f"{self.tokenizer.num_ids} ids: name the right one with --tokenizer.")
+        plain = {"start": self.tokenizer.eot, "response": -1, "end": -1}
+        self.roles = manifest.get("roles", plain) if manifest else plain  # see roles_of
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @staticmethod
@@ -1147,6 +1355,26 @@ class Dataset:
                 file.seek(offset)
                 digest.update(file.read(65536))
         return digest.hexdigest()
+
+
+def mix(datasets: list[Dataset], weights: list[float]) -> Dataset:
+    """One data set, whose training samples come from several with these weights, each again and again."""
+    mixed, split = copy.copy(datasets[0]), {}
+    for other in datasets[1:]:
+        if (other.tokenizer.to_json(), other.roles) != (mixed.tokenizer.to_json(), mixed.roles):
+            raise UserError(f"{other.name} and {mixed.name} have unlike tokenizers, or only one has pairs: "
+                            "prepare one with the --tokenizer and fields of the other.")
+    for name in ("train", "val"):
+        shards = [shards for dataset in datasets if (shards := getattr(dataset, name))]
+        paths = [path for one in shards for path in one.paths]
+        split[name] = Shards(paths, mixed.train.seq_len) if paths else None
+    shares = np.diff(np.round(np.cumsum([0, *weights]) * Shards.MIX)).astype(int).tolist()
+    firsts = np.cumsum([0, *(dataset.train.rows for dataset in datasets)]).tolist()
+    split["train"].parts = list(zip(firsts, (dataset.train.rows for dataset in datasets), shares))
+    identity = [[dataset.fingerprint for dataset in datasets], shares]
+    vars(mixed).update(split, name="+".join(dataset.name for dataset in datasets),
+                       fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest())
+    return mixed
 
 
 class Loader:
@@ -1181,7 +1409,7 @@ class Loader:
                 buffers, copied = item
                 if copied is not None:
                     copied.synchronize()  # the device may still be reading these buffers
-                rows = sample_rows(self.position, self.batch, self.shards.rows, self.seed)
+                rows = self.shards.order(self.position, self.batch, self.seed)
                 epochs = np.arange(self.position, self.position + self.batch) // self.shards.rows
                 order = np.argsort(rows)
                 x, y = buffers[0].numpy()
@@ -1228,6 +1456,23 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
         yield tuple(torch.from_numpy(array).to(device) for array in (x.astype(np.int64), *positions, labels))
 
 
+def parse_mix(text: str) -> list[float]:
+    """A type for argparse: '0.7,0.3' → [0.7, 0.3]."""
+    weights = [float(part) for part in text.split(",")]
+    if min(weights) <= 0 or abs(sum(weights) - 1) > 1e-6 or len(weights) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two or more weights that add up to 1")
+    return weights
+
+
+def sources_of(data: str, weights: list[float] | None) -> list[str]:
+    """The sources of a trainer's --data and --mix."""
+    sources = data.split(",") if weights else [data]
+    if weights and len(weights) != len(sources):
+        raise UserError(f"--mix has {len(weights)} weights for the {len(sources)} sources of --data: give "
+                        "one for each.")
+    return sources
+
+
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
     """The directory of a trainer's --data: itself, or the one that this source is prepared in."""
     if Path(data).is_dir() or (":" not in data and os.sep in data):
@@ -1246,7 +1491,7 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
 
 
 def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
-           max_tokens: int | None = None, max_samples: int | None = None) -> Path:
+           max_tokens: int | None = None, max_samples: int | None = None, row: int | None = None) -> Path:
     """directory_of(data), prepared if necessary, up to these limits; without `max_tokens`, from the hub only
     up to `useful` tokens. Raises UserError if it has been prepared with other limits.
 
@@ -1263,17 +1508,19 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     if out == Path(data):
         return out
     if local_rank == 0:
-        local = data.partition(":")[0] in ("stdlib", *FILE_PREFIXES)
+        local = data.partition(":")[0] in ("stdlib", "pairs", *FILE_PREFIXES)
         settings = manifest["settings"] if manifest else {
             "max_tokens": max_tokens or (None if local else useful), "max_samples": max_samples}
+        if not manifest and data.startswith("pairs:"):
+            settings["row"] = row
         if manifest and manifest["complete"]:
             check_source(data, out, settings)
         else:
             if not (local or max_tokens):
                 print(f"{data} is prepared up to {settings['max_tokens']:,} tokens, 20 for each parameter: "
                       "--max-tokens chooses another number", flush=True)
-            options = ("val_split", "max_samples", "max_tokens", "min_words", "text_field", "shard_tokens")
-            prepare(data, out, tokenizer_name, **{k: settings[k] for k in options if k in settings})
+            options = {k: v for k, v in settings.items() if k not in ("source", "tokenizer")}
+            prepare(data, out, tokenizer_name, **options)
         if not (local or max_tokens) and (settings["max_tokens"] or useful) < useful / 2:
             print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
                   f"{useful:,}: python data.py prepare --max-tokens makes a larger one in another --out",
@@ -1289,7 +1536,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
 def check_source(data: str, out: Path, settings: dict) -> None:
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
-        identity = Source(data, settings["text_field"], settings["val_split"]).identity
+        identity = Source(data, fields_of(settings), settings["val_split"]).identity
     except UserError as error:  # the source is gone; the shards suffice
         return print(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used", flush=True)
     if identity != settings["source"]:
@@ -1358,6 +1605,14 @@ def main() -> None:
     p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
     p.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+    p.add_argument("--prompt-field", help="field that holds the prompt of a pair, to be answered by …")
+    p.add_argument("--response-field", help="… the field that holds its response")
+    p.add_argument("--condition-field", help="field that goes in front of the prompt: text, or the name of a "
+                   "special token of the tokenizer")
+    p.add_argument("--row", type=int, help="tokens in a row into which whole pairs are packed, the --seq-len "
+                   "of the trainer (default: 1024)")
+    p.add_argument("--long", choices=("truncate", "drop"), help="what to do with a response that does not "
+                   "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
     p.add_argument("--workers", type=int, help="processes that tokenize (default: one per core)")
     p.set_defaults(run=prepare)

@@ -42,10 +42,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
-                  load_tokenizer, locate, parse_count, plan_batch, unigram_entropy, validation_batches,
-                  write_atomically)
-from model import Block, continue_text, fill_masks, from_hf, make_optimizers, num_params, pad_vocab, to_hf
+from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
+                  fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
+                  sources_of, unigram_entropy, validation_batches, write_atomically)
+from model import (GPT2, VOCAB_TENSORS, Block, continue_text, fill_masks, from_hf, make_optimizers,
+                   num_params, pad_vocab, to_hf)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -476,6 +477,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
             if field.default:
                 group.add_argument(f"--un{name}", action="store_false", dest=field.name,
                                    help=f"the opposite of --{name}")
+        elif choices := field.metadata["choices"]:
+            group.add_argument(f"--{name}", choices=choices, help=text)
         else:  # the default comes in set_defaults, because sizes have defaults of their own
             text += "" if field.name in keys else f" ({field.default})"
             group.add_argument(f"--{name}", type=positive_int if field.type is int else fraction, help=text)
@@ -489,6 +492,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
          "which is prepared first if necessary, from the hub 20 tokens for each parameter"),
         ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, else gpt2)"),
+        ("--mix", parse_mix, None, "train on several sources, --data A,B, with weights such as 0.7,0.3"),
         ("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B"),
         ("--max-samples", parse_count, None, "prepare only so many documents"),
         ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
@@ -558,7 +562,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser, "sampling",
-        ("--prompt", str, None, "continue this text with the newest checkpoint, without training"),
+        ("--prompt", str, None, "continue or answer this text with the newest checkpoint, without training"),
+        ("--chat", bool, None, "answer prompts that are typed in, one after another"),
+        ("--condition", str, "", "in front of the prompt of a pair: text, or the name of a special token"),
         ("--sample-prompt", str, "", "the sample at the end of training continues this"),
         ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
         ("--max-new-tokens", positive_int, 200, "length of a sample"),
@@ -589,6 +595,7 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
     sharded = args.strategy in ("zero2", "zero3")
     for wrong, sentence in (
             (args.steps and args.epochs, "--epochs is not allowed with --steps: leave one of them out"),
+            (args.mix and args.epochs, "--mix has no epochs: give --steps"),
             (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1"),
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
             (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
@@ -711,9 +718,11 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
 
     def read():
         watch = heartbeat.raise_if_lost if heartbeat else lambda: None
-        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples}
-        directory = locate(args.data, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
-        return Dataset(directory, args.seq_len, args.tokenizer)
+        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len}
+        directories = [locate(source, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
+                       for source in sources_of(args.data, args.mix)]
+        datasets = [Dataset(directory, args.seq_len, args.tokenizer) for directory in directories]
+        return mix(datasets, args.mix) if args.mix else datasets[0]
 
     dataset = on_all("data", read)
     assert_same(world, "the data", dataset.fingerprint,
@@ -799,10 +808,12 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World) -> 
 
 
 def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
-               strategy: str = "ddp", cpu_offload: bool = False, **changes) -> tuple[nn.Module, dict | None]:
+               strategy: str = "ddp", cpu_offload: bool = False, ids: int = 0,
+               **changes) -> tuple[nn.Module, dict | None]:
     """A trained model, with averaged weights if there are any, and its checkpoint; from a run directory, a
     file or hf:DIR_OR_ID (no checkpoint). `changes` replaces fields of the configuration that do not change
-    the parameters; the context is extended to `seq_len` if the positional encoding allows that.
+    the parameters; the context is extended to `seq_len` if the positional encoding allows that, and the
+    vocabulary to `ids`, of which new ones begin as the mean of the others.
     """
     saved, weights = None, {}
 
@@ -821,6 +832,16 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
         config = saved["model_config"]
         if world.is_rank0:
             weights = saved["tensors"]["model"] | saved["tensors"]["ema"]
+    if config.get("attention") == "prefix" != changes.get("attention", "prefix"):
+        say(f"WARNING: {source} answers prompts of which it sees all at once; this run has --attention "
+            f"{changes['attention']}")
+    if ids > (known := config["vocab_size"]):
+        say(f"{source} knows {known} of {ids} ids: the others begin as the mean of these")
+        config |= {"vocab_size": ids, "padded_vocab": max(pad_vocab(ids), config["padded_vocab"])}
+        for name in VOCAB_TENSORS & weights.keys():
+            mean = weights[name][:known].mean(0, keepdim=True)
+            new = mean.expand(config["padded_vocab"] - known, *mean.shape[1:])
+            weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
     model = build_model(model_class, model_class.Config(**config | changes), world, strategy, cpu_offload)
     if seq_len > config["seq_len"] and "positions.weight" in model.state_dict():
@@ -835,7 +856,8 @@ def tokenizer_id(tokenizer) -> str:
 
 
 def run_directory(args: argparse.Namespace, name: str) -> Path:
-    return args.out or Path("runs", f"{name}-{directory_of(args.data, args.tokenizer).name}")
+    names = [directory_of(source, args.tokenizer).name for source in sources_of(args.data, args.mix)]
+    return args.out or Path("runs", "-".join([name, *names]))
 
 
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
@@ -863,13 +885,24 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
         to_hf(model, out / "hf", tokenizer)
         auto_class = "AutoModelForMaskedLM" if "fill" in args else "AutoModelForCausalLM"
         print(f"{out / 'hf'} is ready for {auto_class}.from_pretrained", flush=True)
+        if model_class is GPT2 and model.config.attention == "prefix":
+            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
-    if vars(args).get("prompt") is not None:
-        print(args.prompt, end="")
-        for piece in continue_text(model, tokenizer, world.device, args.prompt, args, stop=tokenizer.eot):
+    chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
+    for prompt in typed() if chat else [] if prompt is None else [prompt]:
+        pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
+        print("" if chat else prompt, end="")
+        for piece in pieces:
             print(piece, end="", flush=True)
         print()
+
+
+def typed():
+    """Yields lines from the terminal, up to Ctrl-C or Ctrl-D."""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("> ")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -909,8 +942,10 @@ def parameter_of(name: str) -> str:
     return name.rpartition("/")[0].rpartition("/")[2]
 
 
-def clip_gradients(parameters, max_norm: float) -> Tensor:
-    """Scales gradients down to a total norm of max_norm (0: leaves them). Returns the norm before."""
+def clip_gradients(parameters, max_norm: float, scale: float | Tensor = 1.0) -> Tensor:
+    """Multiplies gradients with `scale`, and then down to a total norm of max_norm (0: any). Returns the norm
+    before that.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]  # others may be frozen
     here = [local_shard(g) for g in gradients]
     norm = nn.utils.get_total_norm(here)
@@ -918,8 +953,9 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
         squared = norm.to(gradients[0].device_mesh.device_type) ** 2
         dist.all_reduce(squared)
         norm = squared.sqrt()
-    if max_norm > 0:
-        torch._foreach_mul_(here, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(here[0].device))
+    norm = norm * scale
+    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+    torch._foreach_mul_(here, (clip * scale).to(here[0].device))
     return norm
 
 
@@ -1006,6 +1042,8 @@ class TrainState:
         self.outer = Outer(model, args.outer_every, args.outer_start, args.outer_lr,
                            args.outer_momentum) if args.outer_every else None
         self.apart = False  # whether the ranks' parameters differ now, with DiLoCo
+        self.sums, self.unit, self._counting = {}, 1.0, None  # see `backward`
+        self._labels = torch.tensor(float(world.world_size), dtype=torch.float64, device=world.device)
         on_cuda = world.device.type == "cuda"
         can_compile = on_cuda and torch.cuda.get_device_capability(world.device) >= (7, 0)  # as Triton needs
         self.compiled = can_compile if args.compile is None else args.compile
@@ -1039,19 +1077,47 @@ class TrainState:
                                    "--bp-steps.")
             self.wrapped.zero_grad(set_to_none=True)
 
+    def backward(self, objective: Tensor, statistics: dict[str, Tensor], last: bool) -> None:
+        """Back-propagates the objective of a micro-batch, a mean over its `labels`, times their number; in
+        the `last` of a step the ranks also begin to add up how many there are in the step.
+
+        So a step has the mean over all its labels, however they are spread over micro-batches and ranks.
+        `unit` keeps the product near 1; as a power of two it changes no digit.
+        """
+        labels = statistics["labels"]
+        for name, value in statistics.items():
+            total = value if name == "labels" else value * labels
+            self.sums[name] = self.sums.get(name, 0) + total
+        if last:
+            self._labels = self.sums["labels"].double()
+            self._counting = None if self.apart else dist.all_reduce(self._labels, async_op=True)
+        self.scaler.scale(objective * (labels / self.unit)).backward()
+
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Undoes the loss scale after the backward passes of a step, and clips. Returns the norm before."""
+        """Makes the gradients those of the mean over all labels of a step; clips. Returns the norm before."""
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        return clip_gradients(self.model.parameters(), max_norm)
+        if self._counting:
+            self._counting.wait()
+        averaged = 1 if self.apart else self.world.world_size
+        scale = torch.where(self._labels > 0, averaged * self.unit / self._labels, 0.0).float()
+        return clip_gradients(self.model.parameters(), max_norm, scale)
+
+    def take_means(self) -> dict[str, Tensor]:
+        """This rank's part of the means of the statistics over the labels of the step: the parts of all ranks
+        add up to them. `labels` is how many this rank had. Begins the next step.
+        """
+        sums, self.sums = self.sums, {}
+        labels = self._labels.clamp(min=1) * (self.world.world_size if self.apart else 1)
+        return {name: total if name == "labels" else total / labels for name, total in sums.items()}
 
     def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
         """Steps the optimizers unless the gradient norm, the same on all ranks (except between DiLoCo's
-        meetings), is not finite; zeroes the gradients; updates the average. Fused optimizers skip on the
-        device, so the host never waits for the norm; Muon has no such switch.
+        meetings), is not finite, or the step has no labels; zeroes the gradients; updates the average. Fused
+        optimizers skip on the device, so the host never waits for the norm; Muon has no such switch.
         """
-        skip = 1.0 - grad_norm.isfinite().float()
+        skip = 1.0 - (grad_norm.isfinite() & (self._labels > 0)).float()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -1206,8 +1272,8 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
         candidates = [Path(where)] if Path(where).is_file() else list_checkpoints(where)
         if not candidates and not resuming:
             fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
-            raise UserError(f"{where} {fault}: train first, or name another run directory or file, or a model "
-                            f"of Hugging Face as hf:{where}.")
+            raise UserError(f"{where} {fault}: train first, or name another run directory or file, or a "
+                            f"model of Hugging Face as hf:{where}.")
         for path in candidates:
             try:
                 saved = read_checkpoint(path)
@@ -1475,7 +1541,7 @@ class Run:
         steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / self.global_batch)
         self.total_steps = self.log.total_steps = steps or args.steps
         # shorter ones end unnoticed: with a small text every step could evaluate and save
-        self._long_epochs = dataset.train.rows > args.eval_every * self.global_batch
+        self._long_epochs = dataset.train.rows > args.eval_every * self.global_batch and not args.mix
         self.step = self.samples = 0  # how many are done
         self.ends_epoch = False  # whether the last step reached into the next pass over the data
         self.stopping = 0  # the signal at which all ranks have agreed to stop
@@ -1489,10 +1555,16 @@ class Run:
         args, tokenizer, self._model_class = self.args, self.dataset.tokenizer, model_class
         config = model_class.Config(padded_vocab=args.vocab_size or pad_vocab(config["vocab_size"]),
                                     **flags_of_model(model_class.Config, args), **config)
-        changes = {key: getattr(config, key) for key in ("dropout", "eot") if hasattr(config, key)}
+        if config.__dict__.get("attention") == "prefix" and (config.response < 0 or config.loss == "all"):
+            raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
+                            "they are to learn: use isolated or causal, or prepare the data with "
+                            "--prompt-field and --response-field.")
+        changes = {key: getattr(config, key) for key in (
+            "dropout", "eot", "attention", "loss", "start", "response", "end") if hasattr(config, key)}
         if args.init_from and not self.saved:
+            ids = config.vocab_size if changes.get("response", -1) >= 0 else 0
             model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
-                                       args.strategy, args.cpu_offload, **changes)
+                                       args.strategy, args.cpu_offload, ids, **changes)
             if source and source["tokenizer"].split()[-1] != tokenizer_id(tokenizer).split()[-1]:  # digests
                 raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
                                 f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
@@ -1523,6 +1595,7 @@ class Run:
         """
         args, world, say = self.args, self.world, self.log.say
         self.state, self._flops_per_token = state, flops_per_token
+        state.unit = 2.0 ** round(math.log2(self.micro_batch * args.seq_len))
         if args.checkpoint_activations is None:
             gpu = world.device.type == "cuda" and torch.cuda.get_device_properties(world.device)
             args.checkpoint_activations = (
@@ -1614,11 +1687,14 @@ class Run:
         if not chosen and abs(self.global_batch / self._wanted - 1) > 0.05:
             self.log.say(f"WARNING: {self.global_batch} sequences a step, not {self._wanted}, may need "
                          "another --lr: --global-batch chooses another number")
-        passes = self.total_steps * self.global_batch / rows
+        samples = self.total_steps * self.global_batch
+        passes = max(samples * share / Shards.MIX / n
+                     for _, n, share in dataset.train.parts or [(0, rows, Shards.MIX)])
         if passes > 20 and not args.epochs:
             self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give "
                          "--epochs 3 and a smaller --global-batch, or start with --init-from")
-        self._entropy = unigram_entropy(dataset.val or dataset.train)
+        model, pairs = state.model, dataset.roles["response"] >= 0 and hasattr(state.model, "counted")
+        self._entropy = unigram_entropy(dataset.val or dataset.train, pairs and model.counted)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
             f"{self._model_class.__name__} {vars(args).get('preset') or args.size}: "
@@ -1659,18 +1735,17 @@ class Run:
         due = self.step == 1 or self.step % self.args.log_every == 0 or self.ends_epoch or self._at_end
         return due or self._evaluation_due
 
-    def end_step(self, metrics: dict, grad_norm: Tensor, lr: float) -> None:
-        """Ends a training step: counts it, votes, and makes its record if something is due.
-
-        `metrics`, `loss` among them, are means over this rank's micro-batches: scalar tensors, which the
-        record has as means over the ranks, or plain numbers that are the same on all ranks.
+    def end_step(self, grad_norm: Tensor, lr: float, **numbers) -> None:
+        """Ends a training step: counts it, votes, and makes its record if something is due: of the statistics
+        of its micro-batches, and of `numbers` that are the same on all ranks.
         """
         rows, state = self.dataset.train.rows, self.state
+        means = state.take_means()
         self.ends_epoch = self._long_epochs and (
             (self.samples + self.global_batch) // rows > self.samples // rows)
         self.step, self.samples = self.step + 1, self.samples + self.global_batch
         # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
-        self._epoch_loss += metrics["loss"].float() / self.world.world_size
+        self._epoch_loss += means["loss"].float()
         self.epoch["steps"] += 1
         self._vote.count(grad_norm, state.scaler)
         self.stopping = self._vote.read()
@@ -1681,14 +1756,13 @@ class Run:
             state.apart = False
         self.log.tick(self.step)
         if self._log_due or self._save_due:
-            self._record = self._record_of(metrics, grad_norm, lr)
+            self._record = self._record_of(means, grad_norm, lr, numbers)
 
-    def _record_of(self, metrics: dict, grad_norm: Tensor, lr: float) -> dict:
+    def _record_of(self, means: dict[str, Tensor], grad_norm: Tensor, lr: float, numbers: dict) -> dict:
         args, world = self.args, self.world
-        names = [name for name, value in metrics.items() if isinstance(value, Tensor)]
         *sums, self.epoch["loss"], skipped = reduce_sum(
-            [*(metrics[name] for name in names), self._epoch_loss, ~grad_norm.isfinite()], world)
-        metrics = metrics | {name: total / world.world_size for name, total in zip(names, sums)}
+            [*means.values(), self._epoch_loss, ~grad_norm.isfinite()], world)
+        metrics = numbers | dict(zip(means, sums))
         self._peak_memory = round(largest(monitor.memory_gb(world.device), world), 3)
         now = time.perf_counter()
         self.epoch["seconds"] = now - self._epoch_begun
@@ -1772,26 +1846,35 @@ class Run:
         return validation_batches(self.dataset.val, self.micro_batch, world.rank, world.world_size,
                                   world.device, limit, masker)
 
+    def evaluate(self) -> dict[str, float]:
+        """What an evaluation of a CausalLM adds to the record."""
+        means = self.mean_statistics(self.validation_batches())
+        found = {"val_loss": means["loss"]}
+        if "exact" in means:
+            exact = means["exact"] / max(means["samples"], 1e-9)
+            found |= {"val_accuracy": means["correct"], "val_exact": exact}
+        return found
+
     @torch.no_grad()
     def mean_statistics(self, batches) -> dict[str, float]:
-        """Means of the model's statistics over batches (inputs …, labels) of all ranks, each weighted by its
-        labels from 0 on. Every rank has as many batches. A stop signal ends it early and sets `stopping`.
+        """Means of the model's statistics over batches of all ranks, each weighted by its labels that count.
+        Every rank has as many batches. A stop signal ends it early and sets `stopping`.
         """
         model, names, sums = self.state.model, [], 0
         with self.state.averaged_weights():
             model.eval()
             for batch in batches:
                 _, statistics = model(*batch)
-                names, count = [*statistics, "count"], (batch[-1] >= 0).sum()
-                values = torch.stack([*statistics.values(), torch.ones_like(statistics["loss"])])
-                sums = sums + values.double() * count
+                labels, statistics["labels"] = statistics["labels"], torch.ones(())
+                names, values = [*statistics], [value.to(labels.device) for value in statistics.values()]
+                sums = sums + torch.stack(values).double() * labels
                 if stopping := self._vote.read():
                     self.stopping = stopping
                     break
                 self._vote.start()
             model.train()
             means = dict(zip(names, reduce_sum([*sums], self.world)))  # waits for the device
-        return {name: total / means["count"] for name, total in means.items()}
+        return {name: total / max(means["labels"], 1) for name, total in means.items()}
 
     def finish(self, sample=None) -> None:
         """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from data import UserError, stream_text
+from data import UserError, prompt_ids, stream_text
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -102,6 +102,21 @@ _KEPT = _PRODUCTS + [torch.ops.higher_order.flex_attention, *(
         "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))]
 
 
+def masks_of(functions: list[Callable], idx: Tensor, flex: bool) -> list:
+    """Masks for tokens idx (B, T), from functions that say whether in row b position i sees position j:
+    BlockMasks for FlexAttention, else boolean (B, 1, T, T).
+    """
+    B, T = idx.shape
+    if flex:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        if Block.flex_attention is None:
+            Block.flex_attention = staticmethod(compiled_once(flex_attention))
+        return [compiled_once(create_block_mask)(f, B, None, T, T, device=idx.device) for f in functions]
+    t = torch.arange(T, device=idx.device)
+    b = torch.arange(B, device=idx.device)[:, None, None, None]
+    return [f(b, 0, t[:, None], t) for f in functions]
+
+
 class Block(nn.Module):
     """A residual block that can recompute its activations in the backward pass; subclasses define `block`."""
 
@@ -111,14 +126,18 @@ class Block(nn.Module):
     # again, and the dropout that follows would use another mask than in the forward pass.
     drops_attention = False
     plain_attention = False  # for CPUs: attention in bfloat16 as two matrix products, see attend
+    flex_attention = None  # compiled when a GPU first needs it
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False,
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal: bool = False,
                dropout: float = 0.0) -> Tensor:
-        """Attention of q, k, v (B, H, T, D); `mask` is boolean, True where attention is allowed.
+        """Attention of q, k, v (B, H, T, D); `mask` is boolean, True where attention is allowed, or a
+        BlockMask of FlexAttention.
 
         torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few thousand tokens,
         two bfloat16 products with the scores (B, H, T, T) in between are faster.
         """
+        if mask is not None and not isinstance(mask, Tensor):
+            return self.flex_attention(q, k, v, block_mask=mask)
         if not self.plain_attention or q.dtype != torch.bfloat16 or dropout:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
                                                   is_causal=is_causal)
@@ -144,17 +163,17 @@ LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits at a time, for fast m
 
 
 def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
-               count: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+               hits: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `_LinearCrossEntropy` does between its matrix products, on some rows of logits (rows, V) with
-    targets y (rows, 1). Returns the summed loss, with `count` how many targets have the largest logit, and
-    the gradient of the bias. If `needs_grad`, the gradient replaces the products.
+    targets y (rows, 1). Returns the summed loss, with `hits` which targets have the largest logit, and the
+    gradient of the bias. If `needs_grad`, the gradient replaces the products.
     """
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float()
     if bias is not None:
         logits += bias
     logits[:, vocab_size:] = -torch.inf  # padding
-    correct = ((logits.argmax(-1, keepdim=True) == y) & counted).sum() if count else None
+    correct = (logits.argmax(-1, keepdim=True) == y) & counted if hits else None
     log_p = torch.log_softmax(logits, dim=-1)
     loss = -(log_p.gather(1, y) * counted).sum()
     if not needs_grad:
@@ -165,13 +184,13 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
 
 
 def _rows_loss_to_compile(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
-                          count: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+                          hits: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """_rows_loss in operations that Inductor fuses: they read the products twice and write them once."""
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float() if bias is None else products.float() + bias
     column = torch.arange(products.size(1), device=products.device)
     logits = torch.where(column < vocab_size, logits, -torch.inf)
-    correct = ((logits.argmax(-1, keepdim=True) == y) & counted).sum() if count else None
+    correct = (logits.argmax(-1, keepdim=True) == y) & counted if hits else None
     log_sum = logits.logsumexp(-1, keepdim=True)
     loss = ((log_sum - logits.gather(1, y)) * counted).sum()
     if not needs_grad:
@@ -183,12 +202,12 @@ def _rows_loss_to_compile(products: Tensor, y: Tensor, bias: Tensor | None, voca
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Σ cross-entropy of softmax(hidden · weightᵀ + bias), in chunks of rows, so memory does not grow with
-    N · V. With `count`, also how many targets have the largest logit of their row. The forward pass computes
-    the gradients, while it has a chunk's probabilities: three vocabulary products instead of four.
+    N · V. With `hits`, also which targets have the largest logit of their row. The forward pass computes the
+    gradients, while it has a chunk's probabilities: three vocabulary products instead of four.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, count, compiled):
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, hits, compiled):
         chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
         if compiled:  # no small rest, for which another graph would be compiled
             chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
@@ -202,16 +221,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad and bias is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
-        correct = torch.zeros_like(total)
+        correct = torch.empty_like(targets, dtype=torch.bool)
         space = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
         for start in range(0, hidden.size(0), chunk):
             h = hidden[start:start + chunk]
             products = torch.mm(h, w.T, out=space[:h.size(0)])
-            for some, y in zip(products.split(few), targets[start:start + chunk, None].split(few)):
-                loss, hits, bias_part = rows_loss(some, y, bias, vocab_size, needs_grad, count)
+            rows = slice(start, start + chunk)
+            for some, y, right in zip(*(t.split(few) for t in (products, targets[rows], correct[rows]))):
+                loss, found, bias_part = rows_loss(some, y[:, None], bias, vocab_size, needs_grad, hits)
                 total += loss
-                if count:
-                    correct += hits
+                if hits:
+                    right.copy_(found[:, 0])
                 if bias_part is not None:
                     grad_bias += bias_part
             if needs_grad:  # by now in `products`
@@ -232,17 +252,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
-                         bias: Tensor | None = None, accuracy: bool = False, compiled: bool = False):
+                         bias: Tensor | None = None, hits: bool = False, compiled: bool = False):
     """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) + bias (V),
-    targets (…). With `accuracy`, a tuple of that loss and the fraction of targets with the largest logit.
+    targets (…). With `hits`, a tuple of that loss and which targets have the largest logit, bool (…).
     Targets below 0 are ignored. Rows of `weight` from `vocab_size` on are padding and have probability 0.
     `compiled` fuses what lies between the matrix products.
     """
-    targets = targets.reshape(-1)
-    total, correct = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, bias, targets,
-                                               vocab_size, torch.is_grad_enabled(), accuracy, compiled)
-    count = (targets >= 0).sum().clamp(min=1)
-    return (total / count, correct / count) if accuracy else total / count
+    total, correct = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, bias,
+                                               targets.reshape(-1), vocab_size, torch.is_grad_enabled(), hits,
+                                               compiled)
+    loss = total / (targets >= 0).sum().clamp(min=1)
+    return (loss, correct.view(targets.shape)) if hits else loss
 
 
 def init_normal(weight: Tensor, std: float) -> None:
@@ -251,9 +271,9 @@ def init_normal(weight: Tensor, std: float) -> None:
     weight.data.mul_(std / 0.98658)
 
 
-def flag(default, help: str):
+def flag(default, help: str, choices: tuple[str, ...] | None = None):
     """A field of a configuration that is also a command-line flag of the trainer, with default and help."""
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass
@@ -274,13 +294,114 @@ class ModelConfig:
     def head_dim(self) -> int:
         return self.d_model // self.n_head
 
+    def uses_flex(self, device: torch.device) -> bool:
+        """FlexAttention skips what a mask leaves out, but needs Triton and head_dim ≥ 16."""
+        return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+                and self.head_dim >= 16)
+
+
+@dataclass
+class CausalConfig(ModelConfig):
+    """Of a model that continues text; or answers prompts, with the ids of data.roles_of, all −1 otherwise."""
+
+    attention: str | None = flag(None, "causal: a token sees what comes before it in its row; isolated: "
+                                 "in its document; prefix: also, all of a prompt sees all of it (with pairs "
+                                 "prefix, else causal)", ("prefix", "isolated", "causal"))
+    loss: str | None = flag(None, "which tokens are to be learned (with pairs response, else all)",
+                            ("response", "all"))
+    start: int = -1
+    response: int = -1
+    end: int = -1
+
+    def __post_init__(self):
+        super().__post_init__()
+        pairs = self.response >= 0
+        self.attention = self.attention or ("prefix" if pairs else "causal")
+        self.loss = self.loss or ("response" if pairs else "all")
+
+
+class CausalLM(nn.Module):
+    """What HRM and GPT2 share: which tokens see which others, and which are to be learned."""
+
+    compute_dtype = torch.float32  # of activations; parameters are float32 always
+    compile_loss = False
+
+    def documents(self, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of tokens idx (B, T), int64 (B, T) each: the number of their document in the row, its first
+        position, and the position of its <|response|>, or −1. A document runs from one `start` to the next.
+        """
+        c, T = self.config, idx.size(1)
+        t = torch.arange(T, device=idx.device).expand_as(idx)
+        number = (idx == c.start).cumsum(1)
+        first = torch.where(idx == c.start, t, 0).cummax(1).values
+        # the last <|response|> up to each position, and the first from there on; ordinary text has none
+        before = torch.where(idx == c.response, t, -1).cummax(1).values
+        after = torch.where(idx == c.response, t, T - 1).flip(1).cummin(1).values.flip(1)
+        follows = (idx.gather(1, after) == c.response) & (number.gather(1, after) == number)
+        return number, first, torch.where(before >= first, before, torch.where(follows, after, -1))
+
+    def counted(self, idx: Tensor) -> Tensor:
+        """Which positions of rows of pairs idx (B, T) have a label that counts, bool (B, T): with the loss
+        `response` those from <|response|> on, with `all` whole samples. Never the last position of a row, an
+        `end` token, after which nothing is said, or padding: documents that are a `start` token alone.
+        """
+        c, t = self.config, torch.arange(idx.size(1), device=idx.device)
+        _, _, response = self.documents(idx)
+        some = (response >= 0) & (idx != c.end) & (t < idx.size(1) - 1)
+        return some & (t >= response) if c.loss == "response" else some
+
+    def mask(self, idx: Tensor, cache: KVCache | None, flex: bool = True):
+        """What tokens of idx (B, T) see, for Block.attend. With `isolated` those before them in their
+        document; with `prefix` those of a prompt, from the start through <|response|>, also all of that.
+        """
+        c = self.config
+        if c.attention == "causal" or cache and cache.length:  # what is generated sees all that is cached
+            return None
+        number, _, response = self.documents(idx)
+        last = response if c.attention == "prefix" else torch.full_like(response, -1)
+
+        def sees(b, h, i, j):
+            return (number[b, i] == number[b, j]) & ((j <= i) | (i <= last[b, i]) & (j <= last[b, j]))
+
+        return masks_of([sees], idx, flex and cache is None and c.uses_flex(idx.device))[0]
+
+    def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The mean loss of those of the targets (B, T) that count; detached scalars: `labels`, how many these
+        are, the mean `loss` in nats, and of pairs, in evaluation, for each label on average `correct` ones,
+        `samples`, and `exact` samples, all of whose labels are correct; and which targets count, bool (B, T).
+        """
+        c, B, pairs = self.config, len(idx), self.config.response >= 0
+        those = self.counted(idx) if pairs else targets >= 0
+        found = linear_cross_entropy(hidden, self.head_weight, targets.masked_fill(~those, -1), c.vocab_size,
+                                     hits=pairs and not self.training, compiled=self.compile_loss)
+        loss, hits = found if isinstance(found, tuple) else (found, None)
+        statistics = {"loss": loss.detach(), "labels": those.sum()}
+        if hits is not None:
+            sample = self.documents(idx)[0] + torch.arange(B, device=idx.device)[:, None] * (idx.size(1) + 1)
+            labels, correct = (torch.zeros(B * (idx.size(1) + 1), device=idx.device).index_add_(
+                0, sample.flatten(), t.flatten().float()) for t in (those, hits))
+            there = labels > 0
+            sums = torch.stack((correct.sum(), there.sum(), (there & (labels == correct)).sum()))
+            statistics |= zip(("correct", "samples", "exact"), sums / statistics["labels"].clamp(min=1))
+        return loss, statistics, those
+
+    def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
+        """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
+        x = self.hidden(idx, cache)[:, -1]
+        return F.linear(x, self.head_weight.to(x.dtype)).float()
+
+    def example(self, batch: int, device, **more) -> dict[str, Any]:
+        """Arguments of `forward` for a batch in which every parameter gets a gradient."""
+        x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
+        return {"idx": x, "targets": x, **more}
+
 
 # -----------------------------------------------------------------------------------------------------------
 # HRM: the Hierarchical Reasoning Model for text (arXiv 2605.20613, github sapientinc/HRM-Text)
 
 
 @dataclass
-class HRMConfig(ModelConfig):
+class HRMConfig(CausalConfig):
     n_layer: int = flag(16, "blocks in each of the two stacks")
     n_head: int = flag(12, "attention heads")
     d_model: int = flag(1536, "channels")
@@ -323,14 +444,14 @@ class HRMBlock(Block):
         for layer in (self.gqkv, self.attn_out, self.gate_up, self.down):
             init_normal(layer.weight, layer.in_features ** -0.5)  # LeCun normal
 
-    def block(self, x: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
+    def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = self.attend(q, k, v, is_causal=T > 1)  # (B, H, T, D)
+        y = self.attend(q, k, v, mask, is_causal=T > 1 and mask is None)  # (B, H, T, D)
         y = self.attn_out(gate.sigmoid() * y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
         gate, up = self.gate_up(rms_norm(x, self.eps)).chunk(2, dim=-1)  # (B, T, F) each
@@ -345,13 +466,13 @@ class Stack(nn.Module):
         self.eps = c.norm_eps
         self.blocks = nn.ModuleList(HRMBlock(c) for _ in range(c.n_layer))
 
-    def forward(self, x: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         for block in self.blocks:
-            x = block(x, rope, cache)
+            x = block(x, rope, mask, cache)
         return rms_norm(x, self.eps)
 
 
-class HRM(nn.Module):
+class HRM(CausalLM):
     """A slow stack H and a fast stack L that are applied again and again to the embedded input x:
 
         z_H = x;  z_L = a frozen random vector
@@ -368,8 +489,6 @@ class HRM(nn.Module):
     def __init__(self, config: HRMConfig):
         super().__init__()
         self.config = c = config
-        self.compute_dtype = torch.float32  # of activations; parameters are float32 always
-        self.compile_loss = False
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         init_normal(self.embed.weight, c.d_model ** -0.5)
         self.H, self.L = Stack(c), Stack(c)
@@ -393,26 +512,27 @@ class HRM(nn.Module):
                 ponder_weight: float = 0.0, fixed_depth: bool = False):
         """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
 
-        The objective is what backward is called on. The statistics are detached scalars: `loss`, the mean
-        cross-entropy in nats, `cycles`, the H-cycles that ran, and `ponder`. bp_steps None: no truncation.
+        The objective is what backward is called on. The statistics are those of CausalLM.loss, `cycles`, the
+        H-cycles that ran, and `ponder`. bp_steps None: no truncation.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth)
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
-        loss = linear_cross_entropy(z, self.head_weight, targets, self.config.vocab_size,
-                                    compiled=self.compile_loss)
-        objective = loss + ponder_weight * ponder if self.config.halt else loss
-        statistics = {"loss": loss.detach(), "cycles": z.new_tensor(cycles, dtype=torch.float32)}
-        return objective, statistics | ({"ponder": ponder.detach()} if self.config.halt else {})
+        objective, statistics, counted = self.loss(z, idx, targets)
+        statistics["cycles"] = z.new_tensor(cycles, dtype=torch.float32)
+        if self.config.halt:
+            ponder = (ponder * counted).sum() / statistics["labels"].clamp(min=1)
+            objective, statistics["ponder"] = objective + ponder_weight * ponder, ponder.detach()
+        return objective, statistics
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False) -> tuple[Tensor, Tensor, int]:
-        """The recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost (scalar, mean over
-        tokens) and how many H-cycles ran; with `fixed_depth` all of them, without asking other ranks.
+        """The recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost of tokens (B, T),
+        and how many H-cycles ran; with `fixed_depth` all of them, without asking other ranks.
         """
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
-        rope = self.rope[:, begin:begin + T]
+        rope, mask = self.rope[:, begin:begin + T], self.mask(idx, cache)
         x = self.embed(idx).to(self.compute_dtype) * c.embed_scale  # (B, T, C)
         bp_steps = min(bp_steps or c.max_bp_steps, c.max_bp_steps)
         grad = torch.is_grad_enabled()
@@ -421,20 +541,20 @@ class HRM(nn.Module):
             """One H-cycle. The last `l_kept` calls of L keep a graph, and the call of H if `h_kept`."""
             for i in range(c.l_cycles):
                 with torch.set_grad_enabled(grad and i >= c.l_cycles - l_kept):
-                    z_l = self.L(z_l + z_h + x if c.inject_input else z_l + z_h, rope, cache)
+                    z_l = self.L(z_l + z_h + x if c.inject_input else z_l + z_h, rope, mask, cache)
             with torch.set_grad_enabled(grad and h_kept):
-                return self.H(z_h + z_l, rope, cache), z_l
+                return self.H(z_h + z_l, rope, mask, cache), z_l
 
         z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
-        out, ponder = 0.0, remaining.new_zeros(())
+        out, ponder = 0.0, torch.zeros_like(remaining)
         if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
             for cycle in range(1, c.max_cycles + 1):
                 last = cycle == c.max_cycles
                 z_h, z_l = recur(z_h, z_l, min(c.l_cycles, bp_steps - 1), True)
                 weight, remaining = self.halting_weight(z_h, remaining, last)
                 out = out + weight.unsqueeze(-1) * z_h
-                ponder = ponder + remaining.mean()
+                ponder = ponder + remaining
                 if last or not fixed_depth and self.everyone_halted(remaining):
                     break
             out = out.to(z_h.dtype)
@@ -472,15 +592,11 @@ class HRM(nn.Module):
         slots = c.n_layer * c.cycles * (c.l_cycles + 1)
         return KVCache(slots, batch, c.n_head, c.seq_len, c.head_dim, device, self.compute_dtype)
 
-    def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
-        """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
-        z, _, _ = self.think(idx, cache=cache, fixed_depth=True)
-        return F.linear(z[:, -1], self.head_weight.to(z.dtype)).float()
+    def hidden(self, idx: Tensor, cache: KVCache) -> Tensor:
+        return self.think(idx, cache=cache, fixed_depth=True)[0]
 
     def example(self, batch: int, device, bp_steps: int = 5) -> dict[str, Any]:
-        """Arguments of `forward` for a batch in which every parameter gets a gradient, at full depth."""
-        x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
-        return {"idx": x, "targets": x, "bp_steps": bp_steps, "ponder_weight": 1.0, "fixed_depth": True}
+        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True)
 
     def flops_per_token(self, bp_steps: int = 5, cycles: float | None = None) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T: each stack call
@@ -499,7 +615,7 @@ class HRM(nn.Module):
 
 
 @dataclass
-class GPT2Config(ModelConfig):
+class GPT2Config(CausalConfig):
     n_layer: int = flag(12, "blocks")
     n_head: int = flag(12, "attention heads")
     d_model: int = flag(768, "channels; the MLP has four times as many")
@@ -533,7 +649,7 @@ class GPT2Block(Block):
             for layer in (self.qkv, self.attn_out, self.up, self.down):
                 nn.init.zeros_(layer.bias)
 
-    def block(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def block(self, x: Tensor, rope: Tensor | None = None, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(rms_norm(x, self.eps) if self.modern else self.attn_norm(x)).chunk(3, dim=-1)
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
@@ -542,7 +658,7 @@ class GPT2Block(Block):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, is_causal=T > 1, dropout=dropout)  # (B, H, T, D)
+        y = self.attend(q, k, v, mask, is_causal=T > 1 and mask is None, dropout=dropout)  # (B, H, T, D)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.up(rms_norm(x, self.eps) if self.modern else self.mlp_norm(x))  # (B, T, 4 C)
@@ -550,7 +666,7 @@ class GPT2Block(Block):
         return x + F.dropout(y, self.dropout, self.training)
 
 
-class GPT2(nn.Module):
+class GPT2(CausalLM):
     """GPT-2: learned positions and a head tied to the embedding. `modern` has neither, see GPT2Block."""
 
     Config = GPT2Config
@@ -558,8 +674,6 @@ class GPT2(nn.Module):
     def __init__(self, config: GPT2Config):
         super().__init__()
         self.config = c = config
-        self.compute_dtype = torch.float32  # of activations; parameters are float32 always
-        self.compile_loss = False
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(GPT2Block(c) for _ in range(c.n_layer))})
@@ -578,27 +692,28 @@ class GPT2(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None):
         """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead: what
-        backward is called on, and detached scalars, here `loss`, the mean cross-entropy in nats.
+        backward is called on, and the statistics of CausalLM.loss.
         """
         x = self.hidden(idx)
         if targets is None:
             return F.linear(x, self.head_weight.to(x.dtype))
-        loss = linear_cross_entropy(x, self.head_weight, targets, self.config.vocab_size,
-                                    compiled=self.compile_loss)
-        return loss, {"loss": loss.detach()}
+        return self.loss(x, idx, targets)[:2]
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
+        mask = self.mask(idx, cache, flex=not c.dropout)  # which FlexAttention has not
         rope, x = None, self.embed(idx)  # (B, T, C)
         if c.modern:
             rope = self.rope[:, begin:begin + T]
-        else:
+        elif mask is None:
             x = x + self.positions.weight[begin:begin + T]
+        else:  # each document begins at 0
+            x = x + self.positions(torch.arange(T, device=idx.device) - self.documents(idx)[1])
         x = F.dropout(x.to(self.compute_dtype), c.dropout, self.training)
         for block in self.transformer["blocks"]:
-            x = block(x, rope, cache)
+            x = block(x, rope, mask, cache)
         if cache:
             cache.advance(T)
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
@@ -606,16 +721,6 @@ class GPT2(nn.Module):
     def new_cache(self, batch: int, device) -> KVCache:
         c = self.config
         return KVCache(c.n_layer, batch, c.n_head, c.seq_len, c.head_dim, device, self.compute_dtype)
-
-    def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
-        """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
-        x = self.hidden(idx, cache)[:, -1]
-        return F.linear(x, self.head_weight.to(x.dtype)).float()
-
-    def example(self, batch: int, device) -> dict[str, Any]:
-        """Arguments of `forward` for a batch in which every parameter gets a gradient."""
-        x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
-        return {"idx": x, "targets": x}
 
     def flops_per_token(self) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T."""
@@ -648,8 +753,6 @@ class MLMBlock(Block):
     is where Hugging Face has it, except in attention, because FlexAttention has none.
     """
 
-    flex_attention = None  # compiled when a GPU first needs it
-
     def __init__(self, c: MLMConfig, index: int):
         super().__init__()
         self.n_head, self.dropout = c.n_head, c.dropout
@@ -672,10 +775,7 @@ class MLMBlock(Block):
         q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        if isinstance(mask, Tensor):
-            y = self.attend(q, k, v, mask)  # (B, H, T, D)
-        else:
-            y = self.flex_attention(q, k, v, block_mask=mask)
+        y = self.attend(q, k, v, mask)  # (B, H, T, D)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (B, T, F) each
@@ -709,8 +809,8 @@ class MLM(nn.Module):
         """Logits (B, T, V) of idx (B, T); given the masked positions (B, K), int64, and labels (B, K), a
         tuple (objective, statistics) instead, computed at these positions only. Labels below 0 are ignored.
 
-        The statistics are detached scalars: `loss`, the mean cross-entropy in nats, and in evaluation
-        `correct`, the fraction of labels that have the largest logit.
+        The statistics are detached scalars: `labels`, how many count, `loss`, the mean cross-entropy in nats,
+        and in evaluation `correct`, the fraction of labels that have the largest logit.
         """
         c, x = self.config, self.hidden(idx)
         if positions is not None:  # whole rows are picked: backward sorts B · K indices, not B · K · C
@@ -720,11 +820,12 @@ class MLM(nn.Module):
         if positions is None:
             return F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
         found = linear_cross_entropy(x, self.embed.weight, labels, c.vocab_size, self.head_bias,
-                                     accuracy=not self.training, compiled=self.compile_loss)
+                                     hits=not self.training, compiled=self.compile_loss)
+        count = (labels >= 0).sum()
         if self.training:
-            return found, {"loss": found.detach()}
-        loss, correct = found
-        return loss, {"loss": loss.detach(), "correct": correct}
+            return found, {"loss": found.detach(), "labels": count}
+        loss, hits = found
+        return loss, {"loss": loss.detach(), "labels": count, "correct": hits.sum() / count.clamp(min=1)}
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
@@ -737,7 +838,7 @@ class MLM(nn.Module):
 
     def masks(self, idx: Tensor) -> list:
         """What tokens of idx (B, T) see in global and in local layers; see MLMBlock.block."""
-        c, (B, T) = self.config, idx.shape
+        c = self.config
         document = (idx == c.eot).cumsum(dim=1)  # (B, T)
 
         def together(b, h, i, j):
@@ -746,20 +847,7 @@ class MLM(nn.Module):
         def nearby(b, h, i, j):
             return (document[b, i] == document[b, j]) & ((i - j).abs() <= c.window // 2)
 
-        if self.uses_flex(idx.device):
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-            if MLMBlock.flex_attention is None:
-                MLMBlock.flex_attention = staticmethod(compiled_once(flex_attention))
-            return [compiled_once(create_block_mask)(mask, B, None, T, T, device=idx.device)
-                    for mask in (together, nearby)]
-        t = torch.arange(T, device=idx.device)
-        b = torch.arange(B, device=idx.device)[:, None, None, None]
-        return [mask(b, 0, t[:, None], t) for mask in (together, nearby)]  # (B, 1, T, T) each
-
-    def uses_flex(self, device: torch.device) -> bool:
-        """FlexAttention skips what lies outside the window, but needs Triton and head_dim ≥ 16."""
-        return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
-                and self.config.head_dim >= 16)
+        return masks_of([together, nearby], idx, c.uses_flex(idx.device))
 
     def example(self, batch: int, device, mask_rate: float = 0.3) -> dict[str, Any]:
         """Arguments of `forward` for a batch in which every parameter gets a gradient."""
@@ -809,15 +897,17 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
              top_p: float | None = None, seed: int = 0, stop: int | None = None):
     """Yields the next id, int64 (B,), `max_new_tokens` times or until a single sequence yields `stop`. idx
     (B, T) is the prompt, with T up to seq_len. When the context is full, its later half becomes the new
-    prompt. Padding ids are never sampled.
+    prompt, or if the model answers prompts, its answer ends. Padding ids are never sampled.
     """
-    training, seq_len = model.training, model.config.seq_len
+    training, seq_len, answers = model.training, model.config.seq_len, model.config.response >= 0
     model.eval()
     generator = torch.Generator(device=idx.device).manual_seed(seed)
     cache, new = model.new_cache(idx.size(0), idx.device), idx
     try:
         for _ in range(max_new_tokens):
             if cache.length + new.size(1) > seq_len:
+                if answers:
+                    break
                 cache.length, new = 0, idx[:, -max(seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
@@ -830,14 +920,22 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
         model.train(training)
 
 
-def continue_text(model, tokenizer, device, prompt: str, sampling, stop: int | None = None):
-    """Yields pieces of text that follow a prompt, which may be empty, up to the id `stop`. `sampling` has the
-    flags of a trainer: max_new_tokens, temperature, top_k, top_p and seed.
+def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
+    """Pieces of text, one after another, that follow a prompt, which may be empty, with `stop` up to the end
+    of the document; or that answer it, if the model was trained on pairs. `sampling` has the flags of a trainer:
+    max_new_tokens, temperature, top_k, top_p, seed and condition.
     """
-    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-model.config.seq_len:]
+    c, end = model.config, tokenizer.eot if stop else None
+    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-c.seq_len:]
+    if c.response >= 0:
+        ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
+        end = c.end if c.end >= 0 else c.start
+        if len(ids) >= c.seq_len:
+            raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
+                            "shorten it.")
     new = generate(model, torch.tensor([ids], device=device), sampling.max_new_tokens, sampling.temperature,
-                   sampling.top_k, sampling.top_p, sampling.seed, stop)
-    yield from stream_text(tokenizer, (int(i) for i in new if int(i) != stop))
+                   sampling.top_k, sampling.top_p, sampling.seed, end)
+    return stream_text(tokenizer, (int(i) for i in new if int(i) != end))
 
 
 @torch.no_grad()
@@ -934,7 +1032,8 @@ def hrm_to_hf(c: HRMConfig) -> dict:
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             "num_hidden_layers": c.n_layer * c.max_bp_steps,  # a layer of their cache for each attention call
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-            "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale, "prefix_lm": False}
+            "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
+            "prefix_lm": c.attention == "prefix"}
 
 
 def hrm_from_hf(config: dict) -> dict:
@@ -943,7 +1042,7 @@ def hrm_from_hf(config: dict) -> dict:
            "head_dim": config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]}
     refuse_import(config, odd, "train_hrm.py", hidden_act="silu", attention_bias=False, mlp_bias=False)
     return {"n_layer": config.get("num_layers_per_stack") or config["num_hidden_layers"],
-            "rope_theta": rope["rope_theta"],
+            "rope_theta": rope["rope_theta"], "attention": "prefix" if config.get("prefix_lm") else "causal",
             "embed_scale": config.get("embedding_scale") or 1.0 / config["initializer_range"]}
 
 
@@ -1055,19 +1154,30 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     family, c, masked = HF_FAMILIES[type(model)], model.config, isinstance(model, MLM)
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32",
               **{theirs: getattr(c, ours) for ours, theirs in family.fields.items()}, **family.to_hf(c)}
-    ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
-    eot = tokenizer.decode([tokenizer.eot])
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": eot,
-               "eos_token": eot, "pad_token": eot, "clean_up_tokenization_spaces": False}
+    pairs = not masked and c.response >= 0
+    first, last = (c.start, c.end if c.end >= 0 else c.start) if pairs else (tokenizer.eot, tokenizer.eot)
+    ends = {"bos_token_id": first, "eos_token_id": last}
+    bos, eos = tokenizer.decode([first]), tokenizer.decode([last])
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": bos,
+               "eos_token": eos, "pad_token": eos, "clean_up_tokenization_spaces": False}
     if masked:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
                                  "lstrip": True, "rstrip": False, "normalized": False, "single_word": False,
                                  "special": True}
-    # as in --prompt and --fill, a text begins with <|endoftext|>; data.py reads no post-processor
-    start, a, b = [{kind: {"id": which, "type_id": 0}} for kind, which in (
-        ("SpecialToken", eot), ("Sequence", "A"), ("Sequence", "B"))]
-    begin = {"type": "TemplateProcessing", "single": [start, a], "pair": [start, a, start, b],
-             "special_tokens": {eot: {"id": eot, "ids": [tokenizer.eot], "tokens": [eot]}}}
+    # As in --prompt and --fill, a text begins with <|endoftext|>. A prompt also ends with <|response|>, and
+    # type 1 says that its tokens see all of it. data.py reads no post-processor.
+    prefix = isinstance(model, HRM) and c.attention == "prefix"
+    around = {bos: first} | ({tokenizer.decode([c.response]): c.response} if pairs else {})
+    start, a, b, *answer = [{kind: {"id": which, "type_id": int(prefix)}} for kind, which in (
+        ("SpecialToken", bos), ("Sequence", "A"), ("Sequence", "B"), *(
+            ("SpecialToken", token) for token in list(around)[1:]))]
+    known = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in around.items()}
+    begin = {"type": "TemplateProcessing", "single": [start, a, *answer], "pair": [start, a, start, b],
+             "special_tokens": known}
+    if pairs:
+        special["chat_template"] = "{{ messages[-1]['content'] }}"
+    if prefix:
+        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     words = json.loads(tokenizer.to_json(with_mask=masked)) | {"post_processor": begin}
     contents = {"config.json": config | ends, "tokenizer_config.json": special, "tokenizer.json": words}
     if not masked:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ddp_utils
-from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch
+from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, sources_of
 from ddp_utils import (RunError, World, blocks_of, compute_dtype, first_line, flags_of_model, hardware, init,
                        largest, launch, number, on_all, recipe)
 from model import GPT2, HRM, LOSS_ROWS, MLM, num_params, pad_vocab
@@ -361,7 +361,7 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     size = recipe(args, size)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum,
                              size["global_batch"], size["batch"])
-    ids = args.vocab_size or pad_vocab(expected_ids(args.data, args.tokenizer))
+    ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data, args.mix)[0], args.tokenizer))
     config = model_class.Config(vocab_size=ids, padded_vocab=ids, **flags_of_model(model_class.Config, args))
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))

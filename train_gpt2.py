@@ -17,8 +17,6 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 
 import argparse
 
-import torch
-
 import data
 from ddp_utils import (Run, TrainState, add_sampling_flags, launch, load_data, make_parser, run_directory,
                        seed_step, set_defaults, size_of, start, use_model)
@@ -56,13 +54,13 @@ def main() -> None:
         return dry_run(GPT2, args, SIZES[args.size])
     world = start(args)
     out = run_directory(args, "gpt2-tiny" if args.size == "tiny" else args.size)
-    if args.export or args.prompt is not None:
+    if args.export or args.chat or args.prompt is not None:
         return use_model(GPT2, args, world, out)
 
     # ------------------------------------------------------------------------------ data, model, optimizer
     dataset = load_data(GPT2, args, world)
     run = Run(args, world, dataset, SIZES[args.size], out)
-    model = run.make_model(GPT2, vocab_size=dataset.tokenizer.vocab_size)
+    model = run.make_model(GPT2, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     state = TrainState(model, args, world)
     example = model.example(run.micro_batch, world.device)
     if not run.begin(state, (example, example), lambda record: model.flops_per_token()):
@@ -70,33 +68,29 @@ def main() -> None:
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples)
 
-    def evaluate() -> dict:
-        return {"val_loss": run.mean_statistics(run.validation_batches())["loss"]}
-
     def sample() -> str:  # on all ranks, each of which may hold a shard
         with state.averaged_weights():
             return "".join(continue_text(model, dataset.tokenizer, world.device, args.sample_prompt, args))
 
     # -------------------------------------------------------------------------------------------- training
-    run.report(evaluate, sample)  # what a resumed run still has to do after its last step
+    run.report(run.evaluate, sample)  # what a resumed run still has to do after its last step
     while not run.done:
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         seed_step(args.seed, run.step, world.rank)
-        loss_sum = torch.zeros((), device=world.device)
         for micro_step in range(run.grad_accum_steps):
             run.log.phase("data")
             x, y = next(loader)  # (B, T) each
             run.log.phase("forward")
-            with state.no_sync(micro_step < run.grad_accum_steps - 1):
-                loss, _ = state.wrapped(x, y)
+            last = micro_step == run.grad_accum_steps - 1
+            with state.no_sync(not last):
+                objective, statistics = state.wrapped(x, y)
                 run.log.phase("backward")
-                state.scaler.scale(loss / run.grad_accum_steps).backward()
-            loss_sum += loss.detach()
+                state.backward(objective, statistics, last)
         run.log.phase("optimizer")
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        run.end_step({"loss": loss_sum / run.grad_accum_steps}, grad_norm, lr)
-        run.report(evaluate, sample)
+        run.end_step(grad_norm, lr)
+        run.report(run.evaluate, sample)
     loader.close()
     run.finish(sample)
 

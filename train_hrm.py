@@ -78,13 +78,13 @@ def main() -> None:
         return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
     world = start(args)
     out = run_directory(args, f"hrm-{args.size}")
-    if args.export or args.prompt is not None:
+    if args.export or args.chat or args.prompt is not None:
         return use_model(HRM, args, world, out)
 
     # ------------------------------------------------------------------------------ data, model, optimizer
     dataset = load_data(HRM, args, world)
     run = Run(args, world, dataset, SIZES[args.size], out)
-    model = run.make_model(HRM, vocab_size=dataset.tokenizer.vocab_size)
+    model = run.make_model(HRM, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     state = TrainState(model, args, world)
     examples = [model.example(run.micro_batch, world.device, bp_steps) for bp_steps in args.bp_steps]
     if not run.begin(state, examples,
@@ -93,36 +93,31 @@ def main() -> None:
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples)
 
-    def evaluate() -> dict:
-        return {"val_loss": run.mean_statistics(run.validation_batches())["loss"]}
-
     def sample() -> str:  # on all ranks, each of which may hold a shard
         with state.averaged_weights():
             return "".join(continue_text(model, dataset.tokenizer, world.device, args.sample_prompt, args))
 
     # -------------------------------------------------------------------------------------------- training
-    run.report(evaluate, sample)  # what a resumed run still has to do after its last step
+    run.report(run.evaluate, sample)  # what a resumed run still has to do after its last step
     while not run.done:
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         ramp = min(1.0, run.step / (RAMP * run.total_steps))
         bp_steps, ponder_weight = low + int(ramp * (high - low)), ramp * args.ponder_cost
         seed_step(args.seed, run.step, world.rank)
-        sums = {}
         for micro_step in range(run.grad_accum_steps):
             run.log.phase("data")
             x, y = next(loader)  # (B, T) each
             run.log.phase("forward")
-            with state.no_sync(micro_step < run.grad_accum_steps - 1):
-                objective, stats = state.wrapped(x, y, bp_steps=bp_steps, ponder_weight=ponder_weight)
+            last = micro_step == run.grad_accum_steps - 1
+            with state.no_sync(not last):
+                objective, statistics = state.wrapped(x, y, bp_steps=bp_steps, ponder_weight=ponder_weight)
                 run.log.phase("backward")
-                state.scaler.scale(objective / run.grad_accum_steps).backward()
-            sums = {name: sums.get(name, 0) + value for name, value in stats.items()}
+                state.backward(objective, statistics, last)
         run.log.phase("optimizer")
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        means = {name: total / run.grad_accum_steps for name, total in sums.items()}
-        run.end_step({"bp_steps": bp_steps, **means}, grad_norm, lr)
-        run.report(evaluate, sample)
+        run.end_step(grad_norm, lr, bp_steps=bp_steps)
+        run.report(run.evaluate, sample)
     loader.close()
     run.finish(sample)
 

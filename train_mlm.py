@@ -142,20 +142,19 @@ def main() -> None:
     while not run.done:
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         seed_step(args.seed, run.step, world.rank)
-        loss_sum = torch.zeros((), device=world.device)
         for micro_step in range(run.grad_accum_steps):
             run.log.phase("data")
             x, positions, labels = next(loader)  # (B, T), (B, K), (B, K)
             run.log.phase("forward")
-            with state.no_sync(micro_step < run.grad_accum_steps - 1):
-                loss, _ = state.wrapped(x, positions, labels)
+            last = micro_step == run.grad_accum_steps - 1
+            with state.no_sync(not last):
+                objective, statistics = state.wrapped(x, positions, labels)
                 run.log.phase("backward")
-                state.scaler.scale(loss / run.grad_accum_steps).backward()
-            loss_sum += loss.detach()
+                state.backward(objective, statistics, last)
         run.log.phase("optimizer")
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        run.end_step({"loss": loss_sum / run.grad_accum_steps}, grad_norm, lr)
+        run.end_step(grad_norm, lr)
         run.report(evaluate)
     loader.close()
     run.finish()

@@ -41,7 +41,7 @@ import model as models
 import train_gpt2
 import train_hrm
 import train_mlm
-from model import GPT2, HRM, MLM, Block, MLMBlock, num_params
+from model import GPT2, HRM, MLM, Block, num_params
 
 # Assumed: what an H200 does at best, times the fraction of it that kernels of this size reach.
 PRODUCTS = 0.60 * 989e12  # FLOP/s of matrix products in bfloat16
@@ -272,8 +272,8 @@ def rehearse(case: Case, attention) -> tuple[Rehearsal, nn.Module, list[str]]:
           # without a device torch cannot choose what a GPU would, and FlexAttention takes no CPU
           mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attention),
           mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None),
-          mock.patch.object(MLM, "uses_flex", lambda self, device: True),
-          mock.patch.object(MLMBlock, "flex_attention", None),
+          mock.patch.object(models.MLMConfig, "uses_flex", lambda self, device: True),
+          mock.patch.object(Block, "flex_attention", None),
           mock.patch.dict(models.LOSS_ROWS, cpu=models.LOSS_ROWS["cuda"]),
           mock.patch.object(models, "compiled_once", functools.cache(compiled_once))):
         model.to_empty(device="cpu")

@@ -372,7 +372,7 @@ def test_tail_split_never_cuts_a_character(alphabet, tmp_path):
     for length in range(1, 40):
         text = "".join(itertools.islice(itertools.cycle(alphabet), length))
         (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-        source = data.Source(f"text:{tmp_path}/text.txt", "text", "tail:0.1")
+        source = data.Source(f"text:{tmp_path}/text.txt", ["text"], "tail:0.1")
         parts = [("".join(blocks), split) for blocks, split in source.documents(0)]
         assert "".join(part for part, _ in parts) == text
         val = "".join(part for part, split in parts if split == "val").encode()
@@ -419,11 +419,11 @@ def test_every_source_gives_the_same_documents(tmp_path):
     for form, source in every_form(texts, tmp_path).items():
         out = data.prepare(source, tmp_path / "out" / form, "bytes", val_split="hash:0.2", workers=1)
         shards[form] = bins(out)
-        found = data.Source(source, "text", "hash:0.2")
+        found = data.Source(source, ["text"], "hash:0.2")
         everything = [("".join(blocks), split) for blocks, split in found.documents(0)]
         assert [text for text, _ in everything] == texts
         for skip in (1, 22, 23, 44, 45):  # as a resumed prepare does
-            rest = data.Source(source, "text", "hash:0.2").documents(skip)
+            rest = data.Source(source, ["text"], "hash:0.2").documents(skip)
             assert [("".join(blocks), split) for blocks, split in rest] == everything[skip:], (form, skip)
     assert read_documents(out, "train") == [t for t in texts if t in read_documents(out, "train")]
     assert all(content == shards["text"] for content in shards.values())
@@ -447,7 +447,7 @@ def test_wikitext_lines_become_articles(tmp_path, monkeypatch):
     monkeypatch.setitem(data.SHORT_NAMES, "wikitext", (str(tmp_path / "wiki"), None))
     articles = ["".join(lines[:1]), "".join(lines[1:4]), "".join(lines[4:])]
     for skip in range(3):
-        found = data.Source("wikitext", "text", "hash:0.1").documents(skip)
+        found = data.Source("wikitext", ["text"], "hash:0.1").documents(skip)
         assert ["".join(blocks) for blocks, _ in found] == articles[skip:]
 
 

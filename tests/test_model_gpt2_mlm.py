@@ -259,7 +259,7 @@ def test_mlm_loss_is_the_cross_entropy_at_the_masked_positions(training):
     expected = F.cross_entropy(picked.flatten(0, 1), labels.clamp(min=-1).flatten(), ignore_index=-1)
     loss, statistics = model(documents(), positions, labels)
     assert largest_error(loss, expected) <= 1e-5
-    assert statistics.keys() == ({"loss"} if training else {"loss", "correct"})
+    assert statistics.keys() == ({"loss", "labels"} if training else {"loss", "labels", "correct"})
     assert training or largest_error(statistics["correct"], right) <= 1e-6
     # control: one position further on is noticed
     assert largest_error(model(documents(), (positions + 1) % SEQ_LEN, labels)[0], expected) > 1e-3
@@ -280,10 +280,11 @@ def test_linear_cross_entropy_with_a_bias_and_accuracy(n):
     targets[1::3] = -1
     logits = F.linear(hidden, weight, bias)[:, :VOCAB]
     expected = F.cross_entropy(logits, targets, ignore_index=-1)
-    found, accuracy = linear_cross_entropy(hidden, weight, targets, VOCAB, bias, accuracy=True)
+    found, hits = linear_cross_entropy(hidden, weight, targets, VOCAB, bias, hits=True)
+    accuracy = hits.sum() / (targets >= 0).sum()
     assert largest_error(found, expected) <= 1e-5
     right = (logits.argmax(-1) == targets)[targets >= 0].float().mean()
-    assert largest_error(accuracy, right) <= 1e-6 and not accuracy.requires_grad
+    assert largest_error(accuracy, right) <= 1e-6 and not hits.requires_grad
     inputs = (hidden, weight, bias)
     for a, b in zip(torch.autograd.grad(3 * found, inputs), torch.autograd.grad(3 * expected, inputs),
                     strict=True):
@@ -397,8 +398,8 @@ def test_flex_attention_computes_the_same(length, monkeypatch):
     idx = tokens(length=length)
     idx[0, [0, length // 3, length // 2]] = EOT
     dense = model.hidden(idx)
-    monkeypatch.setattr(MLM, "uses_flex", lambda self, device: True)
-    monkeypatch.setattr(MLMBlock, "flex_attention", staticmethod(flex_attention.flex_attention))
+    monkeypatch.setattr(MLMConfig, "uses_flex", lambda self, device: True)
+    monkeypatch.setattr(Block, "flex_attention", staticmethod(flex_attention.flex_attention))
     assert largest_error(model.hidden(idx), dense) <= 1e-5
     idx[0, length // 2] = EOT + 1  # control: one boundary less is noticed
     idx[0, length // 2 + 1] = EOT
@@ -410,7 +411,7 @@ def test_flex_attention_computes_the_same(length, monkeypatch):
     ("cuda", (7, 0), 2, True)])
 def test_flex_attention_is_for_triton_and_heads_of_16_channels(monkeypatch, device, capability, n_head, flex):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert mlm(d_model=32, n_head=n_head).uses_flex(torch.device(device)) == flex
+    assert mlm(d_model=32, n_head=n_head).config.uses_flex(torch.device(device)) == flex
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -72,6 +72,17 @@ MISTAKES = {
     "data.py prepare --workers 0": "limits must be 1 or more",
     "data.py prepare --max-tokens 5": "tail:F, also the default for a few text files, reads the text",
     "data.py prepare --dataset jsonl:bad.jsonl --val-split tail:0.1": "tail:F needs a text: source",
+    "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q": "go together: name both",
+    "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field answer":
+        "no field 'answer' but q, a, kind: name one with --prompt-field and --response-field",
+    "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --condition-field kind":
+        "has no condition <|deep|>, but <|endoftext|>, <|response|>",
+    "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --row 3": "4 or more",
+    "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --row 4":
+        "no text to train on: .* longer than --row",
+    "data.py prepare --prompt-field q --response-field a": "has no fields for pairs",
+    "data.py prepare --row 64": "--row and --long are for pairs",
+    "data.py prepare --long cut": "--long: invalid choice",
     "data.py prepare --out ready --tokenizer bpe:300": "another tokenizer (bytes, now bpe:300)",
     "data.py prepare --dataset text:changed.txt --out ready": "ready was prepared with another source",
     "data.py prepare --out ready --shard-tokens 9": "another shard_tokens",
@@ -121,6 +132,21 @@ MISTAKES = {
     "train_hrm.py --data changed": "tokenizer.json is missing or has changed",
     "train_hrm.py --tokenizer cl100k_base": "tokenizer|vocabulary",
     "train_hrm.py --seq-len 10000000": "too small",
+    "train_hrm.py --data pairs --seq-len 64": "pairs has rows of 32 tokens: use --seq-len 32, or prepare",
+    "train_hrm.py --attention prefix": "--attention prefix needs pairs and --loss response",
+    "train_gpt2.py --data pairs --loss all": "--attention prefix needs pairs and --loss response",
+    "train_mlm.py --attention prefix": "unrecognized arguments",
+    "train_gpt2.py --attention all": "--attention: invalid choice",
+    "train_hrm.py --data pairs --out run-hrm": "another (tokenizer|data|vocab_size)",
+    "train_hrm.py --mix 0.5,0.6 --data ready,ready": "'0.5,0.6' is not two or more weights that add up to 1",
+    "train_hrm.py --mix 1": "is not two or more weights",
+    "train_hrm.py --mix a,b": "--mix",
+    "train_hrm.py --mix 0.5,0.5": "--mix has 2 weights for the 1 sources of --data",
+    "train_hrm.py --mix 0.5,0.5 --data ready,other-text": "have unlike tokenizers, or only one has pairs",
+    "train_hrm.py --mix 0.5,0.5 --data ready,pairs": "have unlike tokenizers, or only one has pairs",
+    "train_hrm.py --mix 0.5,0.5 --data ready,nowhere/at/all": "holds no data",
+    "train_gpt2.py --out run-pairs --data pairs --prompt " + "long" * 9: "the prompt has 38 tokens, but",
+    "train_gpt2.py --out run-pairs --data pairs --prompt x --condition <|deep|>": "has no condition <|deep|>",
     "train_hrm.py --max-tokens 500": "ready was prepared with another max_tokens (None, now 500)",
     "train_hrm.py --max-samples 5": "another max_samples (None, now 5): leave the flag out",
     "train_hrm.py --max-tokens many": "--max-tokens: 'many' is not a count",
@@ -262,7 +288,8 @@ def scene(tmp_path_factory) -> Path:
         "cut.jsonl.gz": gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "fake.parquet": b"PAR1 not at all",
         "strangers/notes.txt": b"mine", "bare/nothing.txt": b"", "short/train_000000.bin": b"\x08\x00",
         "other/train_000000.bin": bytes(5000), "model/tokenizer.json": b'{"model": 5}',
-        "list/tokenizer.json": b"[]", "changed.txt": good + b"more"}
+        "list/tokenizer.json": b"[]", "changed.txt": good + b"more",
+        "pairs.jsonl": b"".join(b'{"q": "why %d", "a": "so", "kind": "<|deep|>"}\n' % i for i in range(300))}
     files |= {f"hf-{name}/config.json": json.dumps(config).encode() if config else b"{"
               for name, config in hf.items()}
     files |= {f"hf-{name}/model.safetensors": b"\x08" * 100 for name in hf if name not in ("pickle", "empty")}
@@ -280,6 +307,8 @@ def scene(tmp_path_factory) -> Path:
 
     ready = data.prepare(f"text:{root}/good.txt", root / "ready", "bytes", workers=1)
     data.prepare(f"text:{root}/good.txt", root / "other-text", "bpe:300", workers=1)
+    data.prepare(f"jsonl:{root}/pairs.jsonl", root / "pairs", "bytes", workers=1, prompt_field="q",
+                 response_field="a", row=32)
     for name in ("truncated", "header", "first", "last", "damaged", "elsewhere", "absolute", "pattern",
                  "unfinished", "missing", "changed", "nomanifest", "noshard", "exchanged"):
         shutil.copytree(ready, root / name)
@@ -304,6 +333,9 @@ def scene(tmp_path_factory) -> Path:
         out = root / f"run-{script[6:-3]}"
         done = trainer.here(*trainer.flags(ready, out, steps=8, eval_every=8))
         assert done.code == 0, done.out
+    trainer = TRAINERS["train_gpt2.py"]
+    done = trainer.here(*trainer.flags(root / "pairs", root / "run-pairs", steps=2))
+    assert done.code == 0, done.out
     shutil.copytree(root / "run-hrm", root / "run-broken")
     for path in (root / "run-broken" / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-50])

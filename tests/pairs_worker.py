@@ -1,0 +1,42 @@
+"""The gradients of a step on eight rows of pairs, in one micro-batch or two on each rank; for test_pairs.py."""
+
+import sys
+
+import torch
+from states import train_state
+from test_pairs import START, gpt2, packed
+
+import ddp_utils
+
+
+def gradients(world: ddp_utils.World, micro_steps: int) -> dict[str, torch.Tensor]:
+    idx = packed(8)
+    idx[2] = idx[4] = idx[5] = START  # rows without labels; with two micro-batches on two ranks one has nothing else
+    labels = torch.cat((idx[:, 1:], idx[:, :1]), dim=1)
+    model = gpt2().train()
+    state = train_state(model, world)
+    state.unit = 64.0
+    batches = [part.chunk(world.world_size)[world.rank].chunk(micro_steps) for part in (idx, labels)]
+    for i, (x, y) in enumerate(zip(*batches)):
+        last = i == micro_steps - 1
+        with state.no_sync(not last):
+            state.backward(*state.wrapped(x, y), last)
+    state.clip_gradients(0)
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for x, y in zip(*batches):  # control: the mean of the means of micro-batches
+        (model(x, y)[0] / micro_steps).backward()
+    mean = model.embed.weight.grad / world.world_size
+    torch.distributed.all_reduce(mean)
+    return found | {"mean of means": mean}
+
+
+def main() -> None:
+    world = ddp_utils.init("gloo", "cpu")
+    found = {micro_steps: gradients(world, micro_steps) for micro_steps in (1, 2)}
+    if world.is_rank0:
+        torch.save(found, sys.argv[1])
+
+
+if __name__ == "__main__":
+    ddp_utils.launch(main)

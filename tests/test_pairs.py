@@ -1,0 +1,464 @@
+"""Prompts and responses: packed rows, who sees whom, what counts, the mean over labels, answers."""
+
+import json
+import random
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, finish, kill, run, start
+from runs import SMALL, Trainer, tensors_of
+
+import data
+from model import GPT2, HRM, Block, GPT2Config, HRMConfig, generate
+
+START, RESPONSE, END = 256, 258, 259
+ROLES = {"start": START, "response": RESPONSE, "end": -1}
+T = 48
+
+
+def samples(n: int, seed: int = 0, longest: int = 20) -> list[dict]:
+    some = random.Random(seed)
+    words = ["one", "two", "three", "yes", "no", "ñandú", "\n", "x = 1"]
+    return [{"q": f"{i} " + " ".join(some.choices(words, k=some.randint(0, longest) + 40 * (i % 99 == 0))),
+             "a": " ".join(some.choices(words, k=some.randint(1, longest))), "kind": some.choice(["easy", "hard"])}
+            for i in range(n)]
+
+
+def write(path, rows: list[dict]):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+def prepare(source, out, **options):
+    return data.prepare(source, out, "bytes", **{  # q and a are its fields
+        "prompt_field": "q", "response_field": "a", "row": 128, "workers": 1, "val_split": "hash:0.1"} | options)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pairs")
+    return prepare(write(root / "some.jsonl", samples(2000)), root / "pairs")
+
+
+def split_rows(out, split: str) -> list[np.ndarray]:
+    shards = getattr(data.Dataset(out, json.loads((out / "manifest.json").read_text())["row"]), split)
+    return [row for _, x, _ in shards.grids for row in x] if shards else []
+
+
+def documents_of(row) -> list[list[int]]:
+    """The documents of a row, without padding."""
+    found = []
+    for token in row.tolist():
+        if token == START:
+            found.append([])
+        found[-1].append(token)
+    return [document for document in found if len(document) > 1]
+
+
+# ---------------------------------------------------------------------------------------------------- the data
+
+
+def encoded(row: dict) -> list[int]:
+    return [START, *row["q"].encode(), RESPONSE, *row["a"].encode()]
+
+
+def test_every_sample_is_there_once_and_whole(pairs):
+    found = [d for split in ("train", "val") for row in split_rows(pairs, split) for d in documents_of(row)]
+    expected = [encoded(row) for row in samples(2000)]
+    fitting = [ids for ids in expected if len(ids) <= 127]
+    cut = [ids[:128] for ids in expected if len(ids) > 127 and ids.index(RESPONSE) < 127]
+    assert len(cut) > 20 and len(fitting) + len(cut) < 2000
+    assert sorted(found) == sorted(fitting + cut)
+    manifest = json.loads((pairs / "manifest.json").read_text())
+    assert manifest["roles"] == ROLES and manifest["row"] == 128
+    assert manifest["pairs"] == {
+        "samples": len(found), "tokens": sum(map(len, found)), "truncated responses": len(cut),
+        "too long prompts": 2000 - len(found)}
+    assert all(row[0] == START for split in ("train", "val") for row in split_rows(pairs, split))
+
+
+def test_rows_are_full(tmp_path):
+    """Of very uneven lengths, from 4 to 440 tokens, and of pairs that are a tenth of a row."""
+    some = random.Random(0)
+    uneven = [{"q": f"{i}" + "x" * some.choice([1, 5, 40]), "a": "y" * some.choice([1, 9, 90, 90, 90, 400])}
+              for i in range(3000)]
+    for name, rows, row in (("uneven", uneven, 512), ("small", samples(2000), 1024)):
+        out = prepare(write(tmp_path / f"{name}.jsonl", rows), tmp_path / name, row=row)
+        counts = json.loads((out / "manifest.json").read_text())["pairs"]
+        assert counts["tokens"] / (row * sum(len(split_rows(out, split)) for split in ("train", "val"))) >= 0.95
+
+
+def test_a_condition_is_text_or_a_special_token(tmp_path):
+    rows = [{"q": "b", "a": "c", "kind": "easy"}, {"q": "b", "a": "d", "kind": data.MASK}] * 5
+    out = prepare(write(tmp_path / "c.jsonl", rows), tmp_path / "c", condition_field="kind", row=32)
+    found = [d for split in ("train", "val") for row in split_rows(out, split) for d in documents_of(row)]
+    assert sorted(found)[0] == [START, *b"easyb", RESPONSE, *b"c"]
+    assert sorted(found)[-1] == [START, 257, *b"b", RESPONSE, *b"d"]
+    with pytest.raises(data.UserError, match="has no condition <.deep.>, but <.endoftext.>, <.response.>"):
+        prepare(write(tmp_path / "d.jsonl", [{"q": "b", "a": "c", "kind": "<|deep|>"}]), tmp_path / "d",
+                condition_field="kind")
+
+
+def test_long_responses_are_dropped_and_empty_ones_too(tmp_path):
+    rows = [{"q": "b", "a": "c" * 40}, {"q": "b", "a": ""}, {"q": "b" * 40, "a": "c"}, {"q": "b", "a": "c"}] * 20
+    out = prepare(write(tmp_path / "d.jsonl", rows), tmp_path / "d", row=32, long="drop", val_split="hash:0.0001")
+    counts = json.loads((out / "manifest.json").read_text())["pairs"]
+    assert counts == {"samples": 20, "tokens": 80, "too long responses": 20, "empty responses": 20,
+                      "too long prompts": 20}
+
+
+def own_roles(tmp_path):
+    """A tokenizer that has, like that of HRM-Text, ids of its own for start, response and end."""
+    spec = json.loads(data.load_tokenizer("bytes").to_json())
+    for i, name in enumerate(data.HRM_TEXT_ROLES + ("<|quick|>",), 258):
+        spec["added_tokens"].append(spec["added_tokens"][0] | {"id": i, "content": name})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    return str(tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
+    name = own_roles(tmp_path)
+    source = write(tmp_path / "o.jsonl", [{"q": "b", "a": "c", "kind": "<|quick|>"}] * 9)
+    out = data.prepare(source, tmp_path / "o", name, prompt_field="q", response_field="a", condition_field="kind",
+                       row=6, workers=1, val_split="hash:0.0001")
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes() or \
+        json.loads((out / "tokenizer.json").read_text())["added_tokens"][-1]["content"] == "<|quick|>"
+    row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
+    assert row == [258, 261, ord("b"), 259, ord("c"), 260]
+    model = gpt2(start=258, response=259, end=260)
+    assert model.counted(torch.tensor([row])).tolist() == [[False, False, False, True, True, False]]
+
+
+def test_any_number_of_workers_and_two_kills_give_the_same_bytes(tmp_path):
+    source = write(tmp_path / "some.jsonl", samples(3000, longest=40))
+    whole = prepare(source, tmp_path / "whole", shard_tokens=30_000)
+    names = sorted(p.name for p in whole.glob("*.bin"))
+    assert len(names) > 4
+    command = [ROOT / "data.py", "prepare", "--dataset", source, "--tokenizer", "bytes", "--out", tmp_path / "killed",
+               *"--prompt-field q --response-field a --row 128 --val-split hash:0.1 --shard-tokens 30000".split()]
+    for shards, workers in ((1, 1), (3, 2), (None, 2)):
+        process = start([sys.executable, *command, "--workers", workers])
+        while shards and len(list((tmp_path / "killed").glob("train*.bin"))) < shards and process.poll() is None:
+            time.sleep(0.002)
+        if shards and process.poll() is None:
+            kill(process)
+        else:
+            assert finish(process).code == 0
+    for name in [*names, "manifest.json", "tokenizer.json"]:
+        assert (whole / name).read_bytes() == (tmp_path / "killed" / name).read_bytes(), name
+
+
+def test_functions_of_the_standard_library(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = data.prepare("pairs:stdlib", tokenizer_name="bytes", max_samples=40, row=1024, workers=1)
+    assert out.name == "pairs-stdlib-bytes"
+    tokenizer = data.Dataset(out, 1024).tokenizer
+    texts = [tokenizer.decode(d) for row in split_rows(out, "train") for d in documents_of(row)]
+    assert len(texts) > 20
+    for text in texts:
+        prompt, response = text.removeprefix(data.EOT).split(data.RESPONSE)
+        assert "def " in prompt and prompt.count('"') + prompt.count("'") > 1 and response.strip(), text
+
+
+@pytest.mark.parametrize("count", [1, 7, 64])
+def test_a_mix_takes_each_source_by_its_weight_and_once_in_each_of_its_rounds(pairs, tmp_path, count):
+    other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
+    one, two = (data.Dataset(directory, 128) for directory in (pairs, other))
+    shards = data.mix([one, two], [0.75, 0.25]).train
+    n = 10 * data.Shards.MIX
+    rows = np.concatenate([shards.order(at, min(count, n - at), 3) for at in range(0, n, count)])
+    first = rows < one.train.rows
+    assert np.array_equal(np.add.reduceat(first, range(0, n, data.Shards.MIX)), [750] * 10)
+    for mine, size in ((rows[first], one.train.rows), (rows[~first] - one.train.rows, two.train.rows)):
+        rounds = len(mine) // size  # within a block the order is free, so a round ends somewhere in it
+        counts = np.bincount(mine, minlength=size)
+        assert rounds > 1 and set(counts) <= {rounds, rounds + 1}
+    assert np.array_equal(rows, shards.order(0, n, 3)) and not np.array_equal(rows, shards.order(0, n, 4))
+    x, y = np.empty((2, n, 128), shards.dtype)
+    shards.take(np.sort(rows), x, y)
+    assert np.array_equal(x[-1], two.train.grids[0][1][np.sort(rows)[-1] - one.train.rows])
+
+
+def test_a_mix_is_the_same_on_any_number_of_ranks(pairs, tmp_path):
+    shards = data.mix([data.Dataset(pairs, 128)] * 2, [0.4, 0.6]).train
+    seen = []
+    for ranks in (1, 2, 4):
+        loaders = [data.Loader(shards, 8 // ranks, rank, ranks, 0, "cpu", samples=16) for rank in range(ranks)]
+        steps = [torch.cat([next(loader)[0] for loader in loaders]) for _ in range(5)]
+        seen.append([sorted(map(tuple, step.tolist())) for step in steps])
+        for loader in loaders:
+            loader.close()
+    assert seen[0] == seen[1] == seen[2]
+
+
+# --------------------------------------------------------------------------------------------------- the model
+
+
+def gpt2(**changes) -> GPT2:
+    torch.manual_seed(1)
+    model = GPT2(GPT2Config(**{"vocab_size": 262, "padded_vocab": 320, "seq_len": T, "n_layer": 2, "n_head": 2,
+                               "d_model": 32, **ROLES} | changes))
+    for p in model.parameters():  # also what starts at zero
+        torch.nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
+    return model.eval()
+
+
+def hrm(**changes) -> HRM:
+    torch.manual_seed(1)
+    return HRM(HRMConfig(**{"vocab_size": 262, "padded_vocab": 320, "seq_len": T, "n_layer": 1, "n_head": 2,
+                            "d_model": 32, "ff": 48, **ROLES} | changes)).eval()
+
+
+MODELS = {"gpt2": gpt2, "modern": lambda **changes: gpt2(modern=True, **changes), "hrm": hrm,
+          "halt": lambda **changes: hrm(halt=True, **changes)}
+each_model = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+
+
+def packed(batch: int, seed: int = 0) -> torch.Tensor:
+    """Rows of samples of random lengths and padding, some of them cut at the end."""
+    some, rows = random.Random(seed), []
+    for _ in range(batch):
+        row = []
+        while len(row) < T and some.random() < 0.9:
+            prompt, response = ([some.randrange(256) for _ in range(some.randint(low, 9))] for low in (0, 1))
+            row += [START, *prompt, RESPONSE, *response]
+        row = row[:T] + [START] * (T - len(row))
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def brute_force(row: list[int], attention: str, loss: str, end: int = -1) -> tuple[np.ndarray, np.ndarray]:
+    """The mask (T, T) and the positions that count (T,), by the words of the definition."""
+    document, of = [], -1
+    for token in row:
+        of += token == START
+        document.append(of)
+    response = {}
+    for i, token in enumerate(row):
+        if token == RESPONSE:
+            response[document[i]] = i
+    sees, counts = np.zeros((len(row), len(row)), bool), np.zeros(len(row), bool)
+    for i in range(len(row)):
+        last = response.get(document[i], -1)
+        for j in range(len(row)):
+            prompt = attention == "prefix" and i <= last and j <= last
+            sees[i, j] = document[i] == document[j] and (j <= i or prompt)
+        counts[i] = (last >= 0 and (loss == "all" or i >= last) and i < len(row) - 1 and row[i] != end)
+    return sees, counts
+
+
+@pytest.mark.parametrize("attention", ["prefix", "isolated"])
+@pytest.mark.parametrize("loss", ["response", "all"])
+def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
+    model, idx = gpt2(attention=attention, loss=loss), packed(64)
+    idx[0, 5:] = START  # a row of padding, and one that is cut inside a prompt
+    idx[1] = torch.tensor([START] + [7] * (T - 1))
+    sees, counts = zip(*(brute_force(row.tolist(), attention, loss) for row in idx))
+    assert np.array_equal(model.mask(idx, None)[:, 0].numpy(), np.stack(sees))
+    assert np.array_equal(model.counted(idx).numpy(), np.stack(counts))
+    assert model.mask(idx, None).any(-1).all()  # no row of the mask is empty
+    assert 0 < model.counted(idx).sum() < idx.numel()
+
+
+@torch.no_grad()
+@each_model
+@pytest.mark.parametrize("dtype, plain", [(torch.float32, False), (torch.bfloat16, True)])
+def test_packed_samples_are_computed_as_if_alone(build, dtype, plain):
+    model, idx = build(), packed(4)
+    model.compute_dtype = dtype
+    for block in (m for m in model.modules() if isinstance(m, Block)):
+        block.plain_attention = plain
+    logits, largest = model(idx).float(), model(idx).float().abs().max()
+    compared = 0
+    for row, found in zip(idx, logits):
+        number = model.documents(row[None])[0][0]
+        for document in number.unique():
+            here = number == document
+            alone = model(row[here][None]).float()[0]
+            if here.sum() > 1 and not model.config.__dict__.get("halt"):  # which depends on all tokens
+                assert (alone - found[here]).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05) * largest
+                compared += 1
+    assert compared > 4 or model.config.__dict__.get("halt")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("build", [gpt2, hrm])
+@pytest.mark.parametrize("attention", ["prefix", "causal"])
+def test_who_can_see_what(build, attention):
+    """A response changes nothing before it; the end of a prompt changes its beginning, if it is a prefix."""
+    model = build(attention=attention)
+    idx = torch.tensor([[START, 1, 2, 3, RESPONSE, 4, 5, START, 6, RESPONSE, 7] + [START] * (T - 11)])
+    changed, logits = idx.clone(), model(idx)
+    changed[0, 6] = 9
+    assert torch.equal(model(changed)[0, :6], logits[0, :6])
+    changed = idx.clone()
+    changed[0, 3] = 9
+    assert torch.equal(model(changed)[0, 0], logits[0, 0]) == (attention == "causal")
+    assert torch.equal(model(changed)[0, 7:], logits[0, 7:]) == (attention == "prefix")
+
+
+@torch.no_grad()
+def test_control_a_label_inside_the_next_prefix(monkeypatch):
+    """If the start of the next sample were part of this one, a response would see its own label."""
+    idx = torch.tensor([[START, 1, RESPONSE, 4, START, 6, RESPONSE, 7] + [START] * (T - 8)])
+    model, documents = gpt2(), GPT2.documents
+    logits = model(idx)
+    idx[0, 5] = 9  # a token of the next prompt
+    assert torch.equal(model(idx)[0, 3], logits[0, 3])
+
+    def wrong(self, idx):  # a document ends with the start of the next
+        number, first, response = documents(self, idx)
+        return number - (idx == START).long(), first, response
+    monkeypatch.setattr(GPT2, "documents", wrong)
+    mask = model.mask(idx, None)[0, 0]
+    assert mask[4, 3] and not mask[4, 5]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("build", [gpt2, hrm])
+def test_flex_attention_computes_the_same(build, monkeypatch):
+    from torch.nn.attention import flex_attention
+
+    import model as models
+    model, idx = build(), packed(3)
+    dense = model(idx)
+    monkeypatch.setattr(models.ModelConfig, "uses_flex", lambda self, device: True)
+    monkeypatch.setattr(models, "compiled_once", lambda function: function)
+    monkeypatch.setattr(Block, "flex_attention", None)
+    assert (model(idx) - dense).abs().max() <= 1e-5 * dense.abs().max()
+    assert Block.flex_attention is flex_attention.flex_attention
+    monkeypatch.setattr(Block, "flex_attention", None)
+
+
+@torch.no_grad()
+@each_model
+def test_answers_are_exact_where_teacher_forcing_says_so(build):
+    """A sample counts as exact if and only if greedy decoding, with the cache, writes its response. Half of the
+    responses are what the model writes, half have another last token.
+    """
+    model = build(attention="prefix")
+    expected, rows = [], []
+    for i in range(12):
+        prompt = torch.tensor([[START, *(torch.arange(i % 5) + 3 * i).tolist(), RESPONSE]])
+        answer = torch.cat(list(generate(model, prompt, 6, temperature=0, stop=START)))
+        if answer[-1] == START:
+            answer = answer[:-1]
+        if len(answer) == 6 or not len(answer):
+            answer = answer.new_tensor([5, 6])  # which it would not end, or not begin, there
+        if i % 2 and len(answer):
+            answer[-1] = (answer[-1] + 1) % 256
+        rows.append(torch.cat((prompt[0], answer, torch.full((T - prompt.size(1) - len(answer),), START))))
+        again = torch.cat(list(generate(model, prompt, len(answer) + 1, temperature=0)))
+        expected.append(torch.equal(again, torch.cat((answer, answer.new_tensor([START])))))
+    idx = torch.stack(rows)
+    for row, exact in zip(idx, expected):
+        _, statistics = model(row[None], torch.cat((row[1:], row[:1]))[None])
+        assert round((statistics["samples"] * statistics["labels"]).item()) == 1
+        assert round((statistics["exact"] * statistics["labels"]).item()) == exact
+        full, cache = model(row[None]), model.new_cache(1, "cpu")
+        prompt = row.tolist().index(RESPONSE) + 1
+        for end, part in enumerate([row[None, :prompt], *row[None, prompt:prompt + 4].split(1, 1)], prompt):
+            if row[end - 1] != START:
+                assert (model.decode(part, cache) - full[:, end - 1]).abs().max() <= 1e-4 * full.abs().max()
+
+
+# ------------------------------------------------------------------------------------- the mean over the labels
+
+
+def test_gradients_do_not_depend_on_how_the_rows_are_spread(tmp_path):
+    """8 rows of unlike numbers of labels, two of them without any: 1 x 8, 1 x 4 x 2, 2 x 4, 2 x 2 x 2."""
+    for ranks in (1, 2):
+        done = run(ranks, "tests/pairs_worker.py", tmp_path / f"{ranks}.pt")
+        assert done.code == 0, done.out
+    one, two = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 2))
+    whole = one[1]
+    for other in (one[2], two[1], two[2]):
+        control = other.pop("mean of means")
+        for name, gradient in other.items():
+            assert (whole[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+        assert (control - whole["embed.weight"]).norm() > 1e-2 * control.norm()
+
+
+def test_a_step_without_labels_changes_nothing(tmp_path):
+    rows = [{"q": f"{i} why", "a": "so"} for i in range(200)]
+    out = prepare(write(tmp_path / "s.jsonl", rows), tmp_path / "s", row=SMALL["seq_len"])
+    for path in out.glob("train*.bin"):  # all padding: no labels anywhere
+        tokens = data.open_shard(path)
+        digest = data.write_shard(path, [np.full(len(tokens), START, tokens.dtype)], "uint16")
+        manifest = data.read_manifest(out)
+        next(s for s in manifest["shards"] if s["file"] == path.name)["sha256"] = digest
+        data.write_manifest(out, manifest)
+    saved = []
+    for steps in (1, 14):  # more than the ten updates in a row that may be skipped for a gradient not finite
+        done = Trainer("train_gpt2.py", steps=steps, eval_every=100).train(0, out, tmp_path / f"run{steps}")
+        assert done.code == 0, done.out
+        saved.append(tensors_of(tmp_path / f"run{steps}"))
+    assert all(torch.equal(saved[0][name], tensor) for name, tensor in saved[1].items() if name[:5] == "model")
+
+
+# ------------------------------------------------------------------------------------------------- the trainers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_killed_and_resumed_bit_for_bit(script, ranks, pairs, tmp_path):
+    Trainer(script, seq_len=128, max_new_tokens=5).check_killed_run(tmp_path, ranks, pairs)
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
+def test_killed_and_resumed_bit_for_bit_with_a_mix(ranks, pairs, tmp_path):
+    other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
+    Trainer("train_hrm.py", seq_len=128, max_new_tokens=5, mix="0.3,0.7").check_killed_run(
+        tmp_path, ranks, f"{pairs},{other}")
+
+
+@pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py"])
+def test_train_answer_export(script, pairs, tmp_path):
+    trainer, out = Trainer(script, seq_len=128, max_new_tokens=20), tmp_path / "run"
+    done = trainer.train(0, pairs, out, steps=30)
+    assert done.code == 0 and "exact match" in done.out and "accuracy" in done.out, done.out
+    record = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][-1]
+    assert 0 <= record["val_exact"] <= record["val_accuracy"] <= 1 and record["labels"] > 0
+    flags = trainer.flags(pairs, out)
+    used = trainer.here(*flags, "--prompt", "7 yes no", "--temperature", "0")
+    assert used.code == 0, used.out
+    done = trainer.here(*flags, "--export")
+    assert done.code == 0 and ("no prefix mask" in done.out) == (script == "train_gpt2.py"), done.out
+    if script == "train_hrm.py":
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
+        inputs = tokenizer("7 yes no", return_tensors="pt")
+        assert inputs["token_type_ids"].all() and inputs["input_ids"][0, -1] == RESPONSE
+        ids = theirs.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
+        written = tokenizer.decode(ids[inputs["input_ids"].size(1):]).removesuffix(data.EOT)
+        assert used.out.endswith(f"7 yes no{written}\n")
+
+
+def test_logits_and_tokens_of_transformers_with_a_prefix(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from model import from_hf, to_hf
+    ours, tokenizer = hrm(), data.with_roles(data.load_tokenizer("bytes"))
+    ours.config.vocab_size = tokenizer.vocab_size
+    to_hf(ours, tmp_path / "hf", tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert theirs.config.prefix_lm is True
+    prompt = torch.tensor([[START, 1, 2, 3, 4, RESPONSE]])
+    with torch.no_grad():
+        logits = theirs(prompt, token_type_ids=torch.ones_like(prompt)).logits
+        assert (ours(prompt)[..., :259] - logits).abs().max() <= 1e-5 * logits.abs().max()
+        causal = theirs(prompt).logits  # control: without types it is causal
+        assert (causal - logits).abs().max() > 1e-2 * logits.abs().max()
+    written = theirs.generate(prompt, token_type_ids=torch.ones_like(prompt), max_new_tokens=32, do_sample=False,
+                              eos_token_id=None)[0, 6:]
+    assert torch.equal(torch.cat(list(generate(ours, prompt, 32, temperature=0))), written)
+    back = from_hf(HRM, str(tmp_path / "hf"))
+    assert back.config.attention == "prefix"
+    for name, tensor in ours.state_dict().items():
+        same = back.state_dict()[name]
+        assert torch.equal(same[:259], tensor[:259]) if name == "embed.weight" else torch.equal(same, tensor)
