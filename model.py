@@ -922,8 +922,8 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
 
 def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
     """Pieces of text, one after another, that follow a prompt, which may be empty, with `stop` up to the end
-    of the document; or that answer it, if the model was trained on pairs. `sampling` has the flags of a trainer:
-    max_new_tokens, temperature, top_k, top_p, seed and condition.
+    of the document; or that answer it, if the model was trained on pairs. `sampling` has the flags of a
+    trainer: max_new_tokens, temperature, top_k, top_p, seed and condition. Raises UserError at once.
     """
     c, end = model.config, tokenizer.eot if stop else None
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-c.seq_len:]

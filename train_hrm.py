@@ -19,7 +19,7 @@ from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, l
                        number, run_directory, seed_step, set_defaults, size_of, start, use_model)
 from model import HRM, HRMConfig, continue_text, learning_rate
 
-# Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate and batch of the paper.
+# Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate of the paper and 4 times its batch.
 WEB = dict(seq_len=1024, data="fineweb-edu")
 SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=3e-3,

@@ -1,4 +1,4 @@
-"""The gradients of a step on eight rows of pairs, in one micro-batch or two on each rank; for test_pairs.py."""
+"""The gradients of a step on eight rows of pairs, in one or two micro-batches a rank; for test_pairs.py."""
 
 import sys
 
@@ -11,7 +11,7 @@ import ddp_utils
 
 def gradients(world: ddp_utils.World, micro_steps: int) -> dict[str, torch.Tensor]:
     idx = packed(8)
-    idx[2] = idx[4] = idx[5] = START  # rows without labels; with two micro-batches on two ranks one has nothing else
+    idx[2] = idx[4] = idx[5] = START  # no labels; on two ranks, a micro-batch has nothing else
     labels = torch.cat((idx[:, 1:], idx[:, :1]), dim=1)
     model = gpt2().train()
     state = train_state(model, world)
