@@ -1643,6 +1643,7 @@ if __name__ == "__main__":
     except BrokenPipeError:  # of `peek … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
+        sys.unraisablehook = lambda _: None  # of what it has left half made, such as a progress bar
         code = 130
         print("\nstopped: finished shards are kept; run the same command again to resume", file=sys.stderr)
     sys.stdout.flush()

@@ -1316,8 +1316,8 @@ def check_resumable(saved: dict, now: dict, say) -> None:
 
     was, is_ = fixed(saved), fixed(now)
     for what in is_:
-        if was.get(what) != is_[what]:
-            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was.get(what)}, now "
+        if was.get(what, is_[what]) != is_[what]:  # checkpoints of older versions lack some
+            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was[what]}, now "
                             f"{is_[what]}): give that run's flags, or start a new one with another --out.")
     for flag, value in now["settings"].items():
         if (before := saved["settings"].get(flag, value)) != value:
@@ -1865,9 +1865,8 @@ class Run:
             model.eval()
             for batch in batches:
                 _, statistics = model(*batch)
-                labels, statistics["labels"] = statistics["labels"], torch.ones(())
-                names, values = [*statistics], [value.to(labels.device) for value in statistics.values()]
-                sums = sums + torch.stack(values).double() * labels
+                labels, statistics["labels"] = statistics["labels"], torch.ones_like(statistics["loss"])
+                names, sums = [*statistics], sums + torch.stack([*statistics.values()]).double() * labels
                 if stopping := self._vote.read():
                     self.stopping = stopping
                     break

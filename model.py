@@ -371,7 +371,7 @@ class CausalLM(nn.Module):
         `samples`, and `exact` samples, all of whose labels are correct; and which targets count, bool (B, T).
         """
         c, B, pairs = self.config, len(idx), self.config.response >= 0
-        those = self.counted(idx) if pairs else targets >= 0
+        those = (targets >= 0) & self.counted(idx) if pairs else targets >= 0
         found = linear_cross_entropy(hidden, self.head_weight, targets.masked_fill(~those, -1), c.vocab_size,
                                      hits=pairs and not self.training, compiled=self.compile_loss)
         loss, hits = found if isinstance(found, tuple) else (found, None)

@@ -19,11 +19,11 @@ import ddp_utils  # noqa: E402
 from ddp_utils import EMA, TrainState, local_shard  # noqa: E402
 
 
-def clip_alone(parameters, max_norm):
+def clip_alone(parameters, max_norm, scale):
     """Like clip_gradients, but each rank looks at its own shards only."""
     gradients = [local_shard(p.grad) for p in parameters]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norm = torch.nn.utils.get_total_norm(gradients) * scale
+    torch._foreach_mul_(gradients, scale * (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -40,11 +40,11 @@ def inf_at(step, rank=None):
     """Like clip_gradients, but the gradient of one step is not finite, on one rank or on all."""
     steps, plain = itertools.count(1), ddp_utils.clip_gradients
 
-    def clip_gradients(parameters, max_norm):
+    def clip_gradients(parameters, max_norm, scale):
         parameters = list(parameters)
         if next(steps) == int(step) and rank in (None, str(dist.get_rank())):
             parameters[0].grad.fill_(torch.inf)
-        return plain(parameters, max_norm)
+        return plain(parameters, max_norm, scale)
 
     return clip_gradients
 

@@ -303,6 +303,17 @@ def test_who_can_see_what(build, attention):
 
 
 @torch.no_grad()
+def test_rows_beyond_the_last_do_not_count():
+    """An evaluation fills its last batch up, with targets of −1."""
+    model, idx = gpt2(), packed(4)
+    targets = torch.cat((idx[:, 1:], idx[:, :1]), dim=1)
+    _, two = model(idx[:2], targets[:2])
+    targets[2:] = -1
+    _, four = model(idx, targets)
+    assert four.keys() == two.keys() and all(torch.allclose(four[name], two[name]) for name in two)
+
+
+@torch.no_grad()
 def test_control_a_label_inside_the_next_prefix(monkeypatch):
     """If the start of the next sample were part of this one, a response would see its own label."""
     idx = torch.tensor([[START, 1, RESPONSE, 4, START, 6, RESPONSE, 7] + [START] * (T - 8)])

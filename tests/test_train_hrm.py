@@ -101,7 +101,7 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     assert len(list_checkpoints(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
     record = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert list(record) == ["step", "loss", "val_loss", "lr", "grad_norm", "skipped", "tokens",
-                            "tokens_per_sec", "mfu", "mem_gb", "bp_steps", "cycles", "time",
+                            "tokens_per_sec", "mfu", "mem_gb", "bp_steps", "labels", "cycles", "time",
                             "epoch_loss", "epoch_seconds"]
 
     used = here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
