@@ -111,6 +111,14 @@ def test_long_responses_are_dropped_and_empty_ones_too(tmp_path):
                       "too long prompts": 20}
 
 
+def test_pairs_with_the_same_prompt_are_on_one_side(tmp_path):
+    rows = [{"q": f"{i % 100}", "a": f"{i}"} for i in range(1000)]
+    out = prepare(write(tmp_path / "h.jsonl", rows), tmp_path / "h", val_split="hash:0.3")
+    prompts = [{tuple(d[:d.index(RESPONSE)]) for row in split_rows(out, split) for d in documents_of(row)}
+               for split in ("train", "val")]
+    assert all(prompts) and not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 100
+
+
 def own_roles(tmp_path):
     """A tokenizer that has, like that of HRM-Text, ids of its own for start, response and end."""
     spec = json.loads(data.load_tokenizer("bytes").to_json())
@@ -379,6 +387,17 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
                 assert (model.decode(part, cache) - full[:, end - 1]).abs().max() <= 1e-4 * full.abs().max()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("build", [gpt2, hrm])
+def test_an_answer_ends_with_the_context(build):
+    """Another context would not begin with its prompt; a model of plain text goes on."""
+    prompt = torch.tensor([[START, *range(T - 6), RESPONSE]])
+    for response, written in ((RESPONSE, 5), (-1, 9)):
+        model = build(response=response)
+        model.config.response = response
+        assert len(list(generate(model, prompt, 9, temperature=0))) == written
+
+
 # ----------------------------------------------------------------------------------- the mean over the labels
 
 
@@ -451,6 +470,23 @@ def test_train_answer_export(script, pairs, tmp_path):
         ids = theirs.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
         written = tokenizer.decode(ids[inputs["input_ids"].size(1):]).removesuffix(data.EOT)
         assert used.out.endswith(f"7 yes no{written}\n")
+
+
+@pytest.mark.parametrize("script, build", [("train_gpt2.py", gpt2), ("train_hrm.py", hrm)])
+def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
+    """Weights that know the 257 ids of plain bytes learn to answer: [MASK] and <|response|> are new."""
+    from model import to_hf
+    model = build(vocab_size=257, response=-1)
+    to_hf(model, tmp_path / "hf", data.load_tokenizer("bytes"))
+    out = prepare(write(tmp_path / "p.jsonl", samples(300)), tmp_path / "p", row=T)
+    trainer = Trainer(script, seq_len=T, steps=1, lr=0, max_new_tokens=3, n_layer=None, size="tiny",
+                      init_from=f"hf:{tmp_path / 'hf'}")
+    done = trainer.train(0, out, tmp_path / "run")
+    assert done.code == 0 and "knows 257 of 259 ids" in done.out, done.out
+    found = tensors_of(tmp_path / "run")["model/embed.weight"]
+    known = model.embed.weight[:257]
+    assert torch.equal(found[:257], known) and torch.allclose(found[257:259], known.mean(0).expand(2, -1))
+    assert "attention prefix, loss response" in done.out
 
 
 def test_logits_and_tokens_of_transformers_with_a_prefix(tmp_path):
