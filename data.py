@@ -373,7 +373,7 @@ class Source:
     def __init__(self, dataset: str, fields: list[str], val_split: str):
         self.fields, self.done, self.total, self.files = fields, 0, None, []
         prefix, _, where = dataset.partition(":")
-        if where == "stdlib" or dataset == "stdlib":
+        if dataset in ("stdlib", "pairs:stdlib"):
             root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
         elif prefix in FILE_PREFIXES and where:
@@ -809,11 +809,13 @@ class ShardWriter:
         self.writing = thread.submit(lambda: None)  # the last write, a Future
         self.counts, self.packers = Counter(manifest.get("pairs")), {}
         if "roles" in manifest:
-            truncate = manifest["settings"]["long"] == "truncate"
+            self.train_tokens, truncate = self.counts["read"], manifest["settings"]["long"] == "truncate"
             self.packers = {split: Packer(manifest["row"], manifest["roles"], truncate, self.counts)
                             for split in self.arrays}
 
     def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
+        if self.packers:
+            self.counts["read"] += len(tokens) * (split == "train")  # before packing, for --max-tokens
         self.arrays[split] += self.packers[split].add(tokens) if self.packers else [tokens]
         self.tokens[split] += len(tokens)
         self.documents[split] += piece == 0
@@ -1084,6 +1086,7 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{sum(s['documents'] for s in shards):,} documents")
     if counts := dict(manifest.get("pairs", {})):
+        counts.pop("read", 0)
         fill = counts.pop("tokens", 0) / max(train + val, 1)
         text += f" in rows of {manifest['row']}, {fill:.1%} full: " + ", ".join(
             f"{n:,} {what}" for what, n in sorted(counts.items()))
@@ -1290,7 +1293,8 @@ def unigram_entropy(shards: Shards, counted=None, limit: int = 16_000_000) -> fl
     some = np.concatenate([tokens[:limit] for tokens in shards.tokens])
     if counted:
         import torch
-        rows = [(x[:limit // x.shape[1]], y[:limit // x.shape[1]]) for _, x, y in shards.grids]
+        few = limit // 8 // shards.seq_len + 1
+        rows = [(x[:few], y[:few]) for _, x, y in shards.grids]
         some = np.concatenate([y[counted(torch.from_numpy(x.astype(np.int64))).numpy()] for x, y in rows])
     p = np.bincount(some) / len(some)
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())

@@ -77,6 +77,7 @@ def test_every_sample_is_there_once_and_whole(pairs):
     assert sorted(found) == sorted(fitting + cut)
     manifest = json.loads((pairs / "manifest.json").read_text())
     assert manifest["roles"] == ROLES and manifest["row"] == 128
+    assert 0.8 < manifest["pairs"].pop("read") / sum(map(len, expected)) < 1  # those for training
     assert manifest["pairs"] == {
         "samples": len(found), "tokens": sum(map(len, found)), "truncated responses": len(cut),
         "too long prompts": 2000 - len(found)}
@@ -105,8 +106,9 @@ def test_a_condition_is_text_or_a_special_token(tmp_path):
 def test_long_responses_are_dropped_and_empty_ones_too(tmp_path):
     rows = [{"q": "b", "a": "c" * 40}, {"q": "b", "a": ""}, {"q": "b" * 40, "a": "c"}, {"q": "b", "a": "c"}]
     source = write(tmp_path / "d.jsonl", rows * 20)
-    out = prepare(source, tmp_path / "d", row=32, long="drop", val_split="hash:0.0001")
+    out = prepare(source, tmp_path / "d", row=32, long="drop", val_split="hash:0.001")
     counts = json.loads((out / "manifest.json").read_text())["pairs"]
+    assert counts.pop("read")
     assert counts == {"samples": 20, "tokens": 80, "too long responses": 20, "empty responses": 20,
                       "too long prompts": 20}
 
@@ -142,12 +144,12 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
 
 def test_any_number_of_workers_and_two_kills_give_the_same_bytes(tmp_path):
     source = write(tmp_path / "some.jsonl", samples(3000, longest=40))
-    whole = prepare(source, tmp_path / "whole", shard_tokens=30_000)
+    whole = prepare(source, tmp_path / "whole", shard_tokens=30_000, max_tokens=200_000)
     names = sorted(p.name for p in whole.glob("*.bin"))
     assert len(names) > 4
     command = [ROOT / "data.py", "prepare", "--dataset", source, "--out", tmp_path / "killed", *(
         "--tokenizer bytes --prompt-field q --response-field a --row 128 --val-split hash:0.1 "
-        "--shard-tokens 30000").split()]
+        "--shard-tokens 30000 --max-tokens 200k").split()]
     for shards, workers in ((1, 1), (3, 2), (None, 2)):
         process = start([sys.executable, *command, "--workers", workers])
         while shards and len([*(tmp_path / "killed").glob("train*.bin")]) < shards and process.poll() is None:
