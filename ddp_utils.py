@@ -892,7 +892,7 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
     chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
     for prompt in typed() if chat else [] if prompt is None else [prompt]:
         pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
-        print("" if chat else prompt, end="")
+        print("" if chat else prompt, end="\n" * (not chat and model.config.response >= 0))
         for piece in pieces:
             print(piece, end="", flush=True)
         print()

@@ -139,7 +139,7 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
     assert row == [258, 261, ord("b"), 259, ord("c"), 260]
     model = gpt2(start=258, response=259, end=260)
-    assert model.counted(torch.tensor([row])).tolist() == [[False, False, False, True, True, False]]
+    assert model.counted(torch.tensor([row + [258]])).tolist() == [[False] * 3 + [True] * 2 + [False] * 2]
 
 
 def test_any_number_of_workers_and_two_kills_give_the_same_bytes(tmp_path):
@@ -471,7 +471,7 @@ def test_train_answer_export(script, pairs, tmp_path):
         assert inputs["token_type_ids"].all() and inputs["input_ids"][0, -1] == RESPONSE
         ids = theirs.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
         written = tokenizer.decode(ids[inputs["input_ids"].size(1):]).removesuffix(data.EOT)
-        assert used.out.endswith(f"7 yes no{written}\n")
+        assert used.out.endswith(f"7 yes no\n{written}\n")
 
 
 @pytest.mark.parametrize("script, build", [("train_gpt2.py", gpt2), ("train_hrm.py", hrm)])
