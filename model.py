@@ -361,7 +361,7 @@ class CausalLM(nn.Module):
         last = response if c.attention == "prefix" else torch.full_like(response, -1)
 
         def sees(b, h, i, j):
-            return (number[b, i] == number[b, j]) & ((j <= i) | (i <= last[b, i]) & (j <= last[b, j]))
+            return (number[b, i] == number[b, j]) & ((j <= i) | (j <= last[b, j]))
 
         return masks_of([sees], idx, flex and cache is None and c.uses_flex(idx.device))[0]
 
