@@ -132,10 +132,12 @@ def own_roles(tmp_path):
 
 def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     name = own_roles(tmp_path)
-    source = write(tmp_path / "o.jsonl", [{"q": "b", "a": "c", "kind": "<|quick|>"}] * 9)
+    rows = [{"q": "b", "a": answer, "kind": "<|quick|>"} for answer in ("c", "") for _ in range(9)]
+    source = write(tmp_path / "o.jsonl", rows)
     out = data.prepare(source, tmp_path / "o", name, prompt_field="q", response_field="a",
                        condition_field="kind", row=6, workers=1, val_split="hash:0.0001")
     assert json.loads((out / "tokenizer.json").read_text())["added_tokens"][-1]["content"] == "<|quick|>"
+    assert json.loads((out / "manifest.json").read_text())["pairs"]["empty responses"] == 9
     row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
     assert row == [258, 261, ord("b"), 259, ord("c"), 260]
     model = gpt2(start=258, response=259, end=260)
@@ -183,6 +185,7 @@ def test_a_mix_takes_each_source_by_its_weight_and_once_in_each_of_its_rounds(pa
     rows = np.concatenate([shards.order(at, min(count, n - at), 3) for at in range(0, n, count)])
     first = rows < one.train.rows
     assert np.array_equal(np.add.reduceat(first, range(0, n, data.Shards.MIX)), [750] * 10)
+    assert first[:50].any() and not first[:50].all() and first[-50:].any() and not first[-50:].all()
     for mine, size in ((rows[first], one.train.rows), (rows[~first] - one.train.rows, two.train.rows)):
         rounds = len(mine) // size  # within a block the order is free, so a round ends somewhere in it
         counts = np.bincount(mine, minlength=size)
