@@ -447,10 +447,11 @@ def test_killed_and_resumed_bit_for_bit(script, ranks, pairs, tmp_path):
     Trainer(script, seq_len=128, max_new_tokens=5).check_killed_run(tmp_path, ranks, pairs)
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
-def test_killed_and_resumed_bit_for_bit_with_a_mix(ranks, pairs, tmp_path):
+@pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 2)] + [
+    pytest.param("train_hrm.py", ranks, marks=pytest.mark.long) for ranks in (1, 2, 3)])
+def test_killed_and_resumed_bit_for_bit_with_a_mix(script, ranks, pairs, tmp_path):
     other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
-    Trainer("train_hrm.py", seq_len=128, max_new_tokens=5, mix="0.3,0.7").check_killed_run(
+    Trainer(script, seq_len=128, max_new_tokens=5, mix="0.3,0.7").check_killed_run(
         tmp_path, ranks, f"{pairs},{other}")
 
 
