@@ -28,6 +28,7 @@ import fcntl
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -326,8 +327,8 @@ def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
     its name; UserError if it looks like one that the tokenizer lacks.
     """
     roles, ids = tokenizer.roles, tokenizer.specials.get(condition)
-    if ids is None and re.fullmatch(r"<\|.*\|>", condition):
-        known = ", ".join(name for name in tokenizer.specials if name.startswith("<|"))
+    if ids in roles.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
+        known = ", ".join(name for name, i in tokenizer.specials.items() if i not in roles.values())
         raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
     ids = tokenizer.encode(condition) if ids is None else [ids]
     return np.concatenate([[roles["start"]], ids, tokenizer.encode(prompt), [roles["response"]]])
@@ -419,7 +420,7 @@ class Source:
             try:
                 with warnings.catch_warnings(action="ignore"):
                     tree = ast.parse(raw)
-                lines = raw.decode("utf-8").splitlines(keepends=True)
+                lines = io.StringIO(raw.decode("utf-8"), newline=None).readlines()  # as ast counts them
             except (SyntaxError, UnicodeDecodeError, ValueError):  # Python's own tests include such files
                 continue
             for node in ast.walk(tree):
@@ -697,8 +698,11 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     if not path.is_file() or sha256_of(path) != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: copy it or prepare the data again.")
     text = path.read_text(encoding="utf-8")
-    same = name in (None, recorded["name"])
-    if not same and (name.startswith("bpe:") or load_tokenizer(name).to_json() != text):
+    if name in (None, recorded["name"]):
+        return text
+    named = None if name.startswith("bpe:") else load_tokenizer(name)
+    named = with_roles(named) if named and "roles" in manifest else named
+    if not named or named.to_json() != text:
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name}: leave "
                         "--tokenizer out, or prepare the data again.")
     return text
@@ -809,13 +813,15 @@ class ShardWriter:
         self.writing = thread.submit(lambda: None)  # the last write, a Future
         self.counts, self.packers = Counter(manifest.get("pairs")), {}
         if "roles" in manifest:
-            self.train_tokens, truncate = self.counts["read"], manifest["settings"]["long"] == "truncate"
+            self.train_tokens, self.samples = self.counts["read"], self.counts["documents"]
+            truncate = manifest["settings"]["long"] == "truncate"
             self.packers = {split: Packer(manifest["row"], manifest["roles"], truncate, self.counts)
                             for split in self.arrays}
 
     def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
         if self.packers:
-            self.counts["read"] += len(tokens) * (split == "train")  # before packing, for --max-tokens
+            self.counts["read"] += len(tokens) * (split == "train")  # before packing, for the limits
+            self.counts["documents"] += 1
         self.arrays[split] += self.packers[split].add(tokens) if self.packers else [tokens]
         self.tokens[split] += len(tokens)
         self.documents[split] += piece == 0
@@ -827,6 +833,8 @@ class ShardWriter:
     def commit(self, complete: bool = False) -> None:
         """Starts writing what was collected. Raises UserError if the write before it failed."""
         self.writing.result()
+        if not complete and not any(self.arrays.values()) and not any(p.open for p in self.packers.values()):
+            return  # all pairs so far were left out, and only a shard keeps the position
         for split, packer in self.packers.items():
             if rows := self.arrays[split] + packer.close(Packer.WINDOW):
                 self.arrays[split] = [*rows, rows[0][:1]]
@@ -1086,7 +1094,7 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{sum(s['documents'] for s in shards):,} documents")
     if counts := dict(manifest.get("pairs", {})):
-        counts.pop("read", 0)
+        counts.pop("read", 0), counts.pop("documents", 0)
         fill = counts.pop("tokens", 0) / max(train + val, 1)
         text += f" in rows of {manifest['row']}, {fill:.1%} full: " + ", ".join(
             f"{n:,} {what}" for what, n in sorted(counts.items()))
@@ -1374,6 +1382,8 @@ def mix(datasets: list[Dataset], weights: list[float]) -> Dataset:
         split[name] = Shards(paths, mixed.train.seq_len) if paths else None
     shares = np.diff(np.round(np.cumsum([0, *weights]) * Shards.MIX)).astype(int).tolist()
     firsts = np.cumsum([0, *(dataset.train.rows for dataset in datasets)]).tolist()
+    if split["val"]:
+        split["val"].parts = [(0, split["val"].rows, Shards.MIX)]
     split["train"].parts = list(zip(firsts, (dataset.train.rows for dataset in datasets), shares))
     identity = [[dataset.fingerprint for dataset in datasets], shares]
     vars(mixed).update(split, name="+".join(dataset.name for dataset in datasets),
@@ -1414,7 +1424,8 @@ class Loader:
                 if copied is not None:
                     copied.synchronize()  # the device may still be reading these buffers
                 rows = self.shards.order(self.position, self.batch, self.seed)
-                epochs = np.arange(self.position, self.position + self.batch) // self.shards.rows
+                epochs = np.arange(self.position, self.position + self.batch)
+                epochs //= 1 if self.shards.parts else self.shards.rows
                 order = np.argsort(rows)
                 x, y = buffers[0].numpy()
                 self.shards.take(rows[order], x, y)
@@ -1454,7 +1465,8 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
     stride = batch * world_size
     for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
-        shards.take(np.minimum(rows, total - 1), x, y)
+        picked = np.minimum(rows, total - 1)
+        shards.take(picked * shards.rows // total if shards.parts else picked, x, y)  # of a mix, from all
         *positions, labels = masker(x, rows, np.zeros_like(rows)) if masker else [y.astype(np.int64)]
         labels[rows >= total] = -1
         yield tuple(torch.from_numpy(array).to(device) for array in (x.astype(np.int64), *positions, labels))
@@ -1463,7 +1475,7 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
 def parse_mix(text: str) -> list[float]:
     """A type for argparse: '0.7,0.3' → [0.7, 0.3]."""
     weights = [float(part) for part in text.split(",")]
-    if min(weights) <= 0 or abs(sum(weights) - 1) > 1e-6 or len(weights) < 2:
+    if min(weights) < 1 / Shards.MIX or abs(sum(weights) - 1) > 1e-6 or len(weights) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not two or more weights that add up to 1")
     return weights
 

@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
                   fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
-                  sources_of, unigram_entropy, validation_batches, write_atomically)
+                  prompt_ids, sources_of, unigram_entropy, validation_batches, with_roles, write_atomically)
 from model import (GPT2, VOCAB_TENSORS, Block, continue_text, fill_masks, from_hf, make_optimizers,
                    num_params, pad_vocab, to_hf)
 
@@ -579,7 +579,8 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
         return size
     gentle = {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
               "global_batch": min(32, size["global_batch"])}
-    return size | {key: value for key, value in gentle.items() if key != "epochs" or not args.steps}
+    return size | {key: value for key, value in gentle.items()
+                   if key != "epochs" or not (args.steps or args.mix)}
 
 
 def size_of(args: argparse.Namespace) -> str:
@@ -608,7 +609,8 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
             raise UserError(f"{sentence}.")
     home = Path((args.init_from or "").removeprefix("hf:"))
     trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
-    if args.init_from and trained.is_file() and not args.tokenizer and not Path(args.data or "").is_dir():
+    prepared = any(Path(source).is_dir() for source in sources_of(args.data or "", args.mix))
+    if args.init_from and trained.is_file() and not args.tokenizer and not prepared:
         args.tokenizer = str(trained)  # the ids of the data have to mean what they meant to the weights
     model = {field.name: field.default for field in flag_fields(config_class)}
     for key, value in (model | recipe(args, size)).items():
@@ -891,7 +893,12 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
     chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
     for prompt in typed() if chat else [] if prompt is None else [prompt]:
-        pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
+        try:
+            pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
+        except UserError as error:
+            if not chat:
+                raise
+            pieces = [f"error: {error}"]
         print("" if chat else prompt, end="\n" * (not chat and model.config.response >= 0))
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -1314,7 +1321,7 @@ def check_resumable(saved: dict, now: dict, say) -> None:
         fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")}
         return fixed | model | fixed  # in this order; seq_len is that of the rows
 
-    was, is_ = fixed(saved), fixed(now)
+    was, is_ = {"attention": "causal", "loss": "all"} | fixed(saved), fixed(now)
     for what in is_:
         if was.get(what, is_[what]) != is_[what]:  # checkpoints of older versions lack some
             raise UserError(f"{saved['path']} belongs to a run with another {what} ({was[what]}, now "
@@ -1555,17 +1562,22 @@ class Run:
         args, tokenizer, self._model_class = self.args, self.dataset.tokenizer, model_class
         config = model_class.Config(padded_vocab=args.vocab_size or pad_vocab(config["vocab_size"]),
                                     **flags_of_model(model_class.Config, args), **config)
-        if config.__dict__.get("attention") == "prefix" and (config.response < 0 or config.loss == "all"):
+        pairs = vars(config).get("response", -1) >= 0
+        attention, loss = (vars(config).get(name) for name in ("attention", "loss"))
+        if attention == "prefix" and loss == "all" or not pairs and (
+                attention == "prefix" or loss == "response"):
             raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
-                            "they are to learn: use isolated or causal, or prepare the data with "
-                            "--prompt-field and --response-field.")
+                            "they are to learn, and --loss response needs pairs: use isolated or causal, or "
+                            "prepare the data with --prompt-field and --response-field.")
+        if pairs and (n := len(prompt_ids(tokenizer, args.sample_prompt, args.condition))) >= args.seq_len:
+            raise UserError(f"--sample-prompt has {n} tokens, a row {args.seq_len}: shorten it.")
         changes = {key: getattr(config, key) for key in (
             "dropout", "eot", "attention", "loss", "start", "response", "end") if hasattr(config, key)}
         if args.init_from and not self.saved:
-            ids = config.vocab_size if changes.get("response", -1) >= 0 else 0
+            ids = config.vocab_size if pairs else 0
             model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
                                        args.strategy, args.cpu_offload, ids, **changes)
-            if source and source["tokenizer"].split()[-1] != tokenizer_id(tokenizer).split()[-1]:  # digests
+            if source and tokenizer_id(tokenizer).split()[-1] not in self._tokenizers_of(source, pairs):
                 raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
                                 f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
             known = model.config.vocab_size
@@ -1586,6 +1598,15 @@ class Run:
             torch.manual_seed(args.seed)
             copy_weights(model, model_class(config).state_dict() if self.world.is_rank0 else {}, self.world)
         return model
+
+    def _tokenizers_of(self, source: dict, pairs: bool) -> list[str]:
+        """Digests of the tokenizers whose ids a checkpoint knows: its own; and for pairs, of which it may know
+        nothing yet, its own with their ids.
+        """
+        path = Path(source["path"]).parent.parent / "tokenizer.json"
+        found = on_rank0(self.world, lambda: tokenizer_id(with_roles(load_tokenizer(str(path))))
+                         if pairs and path.is_file() else source["tokenizer"])
+        return [name.split()[-1] for name in (source["tokenizer"], found)]
 
     def begin(self, state: TrainState, warm_up: tuple[dict, dict], flops_per_token) -> bool:
         """Restores the checkpoint, if there is one, opens the log, prints the start block, warms up.

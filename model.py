@@ -10,6 +10,7 @@ MLP, V rows of the embedding table. Two choices shape every layer:
 """
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -925,7 +926,8 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
     of the document; or that answer it, if the model was trained on pairs. `sampling` has the flags of a
     trainer: max_new_tokens, temperature, top_k, top_p, seed and condition. Raises UserError at once.
     """
-    c, end = model.config, tokenizer.eot if stop else None
+    c = model.config
+    end = tokenizer.eot if stop or c.attention != "causal" else None  # elsewhere text goes on after it
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-c.seq_len:]
     if c.response >= 0:
         ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
@@ -934,8 +936,9 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
             raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
                             "shorten it.")
     new = generate(model, torch.tensor([ids], device=device), sampling.max_new_tokens, sampling.temperature,
-                   sampling.top_k, sampling.top_p, sampling.seed, end)
-    return stream_text(tokenizer, (int(i) for i in new if int(i) != end))
+                   sampling.top_k, sampling.top_p, sampling.seed, end if stop else None)
+    new = map(int, new if stop else list(new))  # while training, all ranks generate equally many
+    return stream_text(tokenizer, itertools.takewhile(lambda i: i != end, new))
 
 
 @torch.no_grad()
@@ -1175,7 +1178,8 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     begin = {"type": "TemplateProcessing", "single": [start, a, *answer], "pair": [start, a, start, b],
              "special_tokens": known}
     if pairs:
-        special["chat_template"] = "{{ messages[-1]['content'] }}"
+        # one prompt, one answer; it knows no types, so with a prefix give token_type_ids of ones
+        special["chat_template"] = "{{ bos_token + messages[-1]['content'] }}" + list(around)[1]
     if prefix:
         special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     words = json.loads(tokenizer.to_json(with_mask=masked)) | {"post_processor": begin}

@@ -78,6 +78,7 @@ def test_every_sample_is_there_once_and_whole(pairs):
     manifest = json.loads((pairs / "manifest.json").read_text())
     assert manifest["roles"] == ROLES and manifest["row"] == 128
     assert 0.8 < manifest["pairs"].pop("read") / sum(map(len, expected)) < 1  # those for training
+    assert manifest["pairs"].pop("documents") == 2000
     assert manifest["pairs"] == {
         "samples": len(found), "tokens": sum(map(len, found)), "truncated responses": len(cut),
         "too long prompts": 2000 - len(found)}
@@ -108,7 +109,7 @@ def test_long_responses_are_dropped_and_empty_ones_too(tmp_path):
     source = write(tmp_path / "d.jsonl", rows * 20)
     out = prepare(source, tmp_path / "d", row=32, long="drop", val_split="hash:0.001")
     counts = json.loads((out / "manifest.json").read_text())["pairs"]
-    assert counts.pop("read")
+    assert counts.pop("read") and counts.pop("documents") == 80
     assert counts == {"samples": 20, "tokens": 80, "too long responses": 20, "empty responses": 20,
                       "too long prompts": 20}
 
@@ -493,6 +494,20 @@ def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     known = model.embed.weight[:257]
     assert torch.equal(found[:257], known) and torch.allclose(found[257:259], known.mean(0).expand(2, -1))
     assert "attention prefix, loss response" in done.out
+
+
+def test_a_run_on_plain_text_learns_to_answer(shards, pairs, tmp_path):
+    """Its tokenizer is that of the pairs but for their ids; one of another text is refused."""
+    trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=3, steps=2)
+    assert trainer.train(0, shards, tmp_path / "plain").code == 0
+    tuned = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=3, steps=2, size="tiny",
+                    init_from=tmp_path / "plain")
+    done = tuned.train(0, pairs, tmp_path / "tuned")
+    assert done.code == 0 and "knows 257 of 259 ids" in done.out, done.out
+    other = data.prepare(write(tmp_path / "o.jsonl", samples(200)), tmp_path / "other", "bpe:300", row=128,
+                         prompt_field="q", response_field="a", workers=1)
+    done = tuned.train(0, other, tmp_path / "refused")
+    assert done.code == 2 and "was trained with the tokenizer bytes" in done.out, done.out
 
 
 def test_logits_and_tokens_of_transformers_with_a_prefix(tmp_path):

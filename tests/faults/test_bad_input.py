@@ -76,7 +76,7 @@ MISTAKES = {
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field answer":
         "no field 'answer' but q, a, kind: name one with --prompt-field and --response-field",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --condition-field kind":
-        "has no condition <|deep|>, but <|endoftext|>, <|response|>",
+        "has no condition <|deep|>, but [MASK]",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --row 3": "4 or more",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --row 4":
         "no text to train on: .* longer than --row",
@@ -135,6 +135,9 @@ MISTAKES = {
     "train_hrm.py --data pairs --seq-len 64": "pairs has rows of 32 tokens: use --seq-len 32, or prepare",
     "train_hrm.py --attention prefix": "--attention prefix needs pairs and --loss response",
     "train_gpt2.py --data pairs --loss all": "--attention prefix needs pairs and --loss response",
+    "train_hrm.py --loss response": "--loss response needs pairs",
+    "train_gpt2.py --data pairs --condition <|deep|>": "has no condition <|deep|>",
+    "train_gpt2.py --data pairs --sample-prompt " + "long" * 9: "--sample-prompt has 38 tokens, a row 32",
     "train_mlm.py --attention prefix": "unrecognized arguments",
     "train_gpt2.py --attention all": "--attention: invalid choice",
     "train_hrm.py --data pairs --out run-hrm": "another (tokenizer|data|vocab_size)",
