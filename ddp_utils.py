@@ -1600,7 +1600,7 @@ class Run:
         return model
 
     def _tokenizers_of(self, source: dict, pairs: bool) -> list[str]:
-        """Digests of the tokenizers whose ids a checkpoint knows: its own; and for pairs, of which it may know
+        """Digests of the tokenizers whose ids a checkpoint knows: its own; for pairs, of which it may know
         nothing yet, its own with their ids.
         """
         path = Path(source["path"]).parent.parent / "tokenizer.json"
