@@ -237,11 +237,11 @@ def test_combinations_that_are_refused(tmp_path, shards, model, flags, sentence)
 
 
 def test_dry_run_says_what_fits():
-    of = ("--size", "25m", "--n-layer", "1", "--data", "fineweb-edu", "--no-compile", "--dry-run")
-    tiny, small, large = (TRAINERS["hrm"].here(*of, gpus) for gpus in ("8x0.1", "8x1", "8x80"))
+    of = ("--size", "gpt2", "--n-layer", "2", "--data", "fineweb-edu", "--no-compile", "--dry-run")
+    tiny, small, large = (TRAINERS["gpt2"].here(*of, gpus) for gpus in ("8x0.1", "8x2", "8x80"))
     assert tiny.code == small.code == large.code == 0 and "8 processes with 80 GB" in large.out
     assert "--strategy ddp does not fit" in small.out and "--strategy ddp fits." in large.out
     assert "a smaller --batch" in small.out and "a smaller --batch" not in tiny.out
-    parameters = int(re.search(r"HRM of ([\d,]+) parameters", large.out)[1].replace(",", ""))
+    parameters = int(re.search(r"GPT2 of ([\d,]+) parameters", large.out)[1].replace(",", ""))
     assert f"a checkpoint is {12 * parameters / 1e9:.2f} GB" in large.out
-    assert "is not GPUs" in TRAINERS["hrm"].here("--dry-run", "8").out
+    assert "is not GPUs" in TRAINERS["gpt2"].here("--dry-run", "8").out
