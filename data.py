@@ -322,6 +322,15 @@ def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | Huggi
     return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
 
 
+def without_response(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | HuggingFaceTokenizer:
+    """The tokenizer before with_roles added <|response|>, which is its last id."""
+    if RESPONSE not in tokenizer.specials:
+        return tokenizer
+    spec = json.loads(tokenizer.to_json())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != RESPONSE]
+    return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
+
+
 def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
     """Ids (n,) of a sample up to where its response begins. The condition is text, unless a special token has
     its name; UserError if it looks like one that the tokenizer lacks.

@@ -44,7 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
                   fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
-                  prompt_ids, sources_of, unigram_entropy, validation_batches, with_roles, write_atomically)
+                  prompt_ids, sources_of, unigram_entropy, validation_batches, without_response,
+                  write_atomically)
 from model import (GPT2, VOCAB_TENSORS, Block, continue_text, fill_masks, from_hf, make_optimizers,
                    num_params, pad_vocab, to_hf)
 
@@ -142,7 +143,8 @@ def start(args: argparse.Namespace) -> World:
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
-                "same flags; --precision auto and --device auto need the same type of processor everywhere")
+                "same flags; --precision auto and --device auto need the same type of processor everywhere, "
+                "and --init-from a directory its tokenizer.json, unless --tokenizer is given")
     return world
 
 
@@ -892,24 +894,22 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
     chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
-    for prompt in typed() if chat else [] if prompt is None else [prompt]:
-        try:
-            pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
-        except UserError as error:
-            if not chat:
-                raise
-            pieces = [f"error: {error}"]
-        print("" if chat else prompt, end="\n" * (not chat and model.config.response >= 0))
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
-
-
-def typed():
-    """Yields lines from the terminal, up to Ctrl-C or Ctrl-D."""
+    if prompt is not None and not chat:
+        pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
+        print(prompt, end="\n" * (model.config.response >= 0))
+        print_pieces(pieces)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            yield input("> ")
+        while chat:
+            try:
+                print_pieces(continue_text(model, tokenizer, world.device, input("> "), args, stop=True))
+            except UserError as error:  # the prompt is too long
+                print(f"error: {error}")
+
+
+def print_pieces(pieces) -> None:
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1577,7 +1577,8 @@ class Run:
             ids = config.vocab_size if pairs else 0
             model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
                                        args.strategy, args.cpu_offload, ids, **changes)
-            if source and tokenizer_id(tokenizer).split()[-1] not in self._tokenizers_of(source, pairs):
+            digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
+            if source and source["tokenizer"].split()[-1] not in digests:
                 raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
                                 f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
             known = model.config.vocab_size
@@ -1598,15 +1599,6 @@ class Run:
             torch.manual_seed(args.seed)
             copy_weights(model, model_class(config).state_dict() if self.world.is_rank0 else {}, self.world)
         return model
-
-    def _tokenizers_of(self, source: dict, pairs: bool) -> list[str]:
-        """Digests of the tokenizers whose ids a checkpoint knows: its own; for pairs, of which it may know
-        nothing yet, its own with their ids.
-        """
-        path = Path(source["path"]).parent.parent / "tokenizer.json"
-        found = on_rank0(self.world, lambda: tokenizer_id(with_roles(load_tokenizer(str(path))))
-                         if pairs and path.is_file() else source["tokenizer"])
-        return [name.split()[-1] for name in (source["tokenizer"], found)]
 
     def begin(self, state: TrainState, warm_up: tuple[dict, dict], flops_per_token) -> bool:
         """Restores the checkpoint, if there is one, opens the log, prints the start block, warms up.

@@ -25,6 +25,7 @@ MODELS = {
     "hrm": lambda: HRM(HRMConfig(**SMALL, ff=128)),
     "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
     "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
+    "pairs": lambda: HRM(HRMConfig(**SMALL, ff=128, start=499, response=498)),
     "mlm": lambda: MLM(MLMConfig(**SMALL | {"n_layer": 2}, ff=96, eot=499, window=16))}
 
 
@@ -49,6 +50,8 @@ def batch(name):
     if name == "mlm":
         positions = torch.arange(3, 63, 3).expand(4, -1)
         return x, positions, x.gather(1, positions)
+    if name == "pairs":
+        x[:, 10::30] = 498  # their responses
     return x, x.roll(-1, 1)
 
 

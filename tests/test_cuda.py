@@ -16,6 +16,7 @@ MODELS = {
     "hrm": lambda: HRM(HRMConfig(**SMALL, ff=256)),
     "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
     "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
+    "pairs": lambda: HRM(HRMConfig(**SMALL, ff=256, start=499, response=498)),
     "mlm": lambda: MLM(MLMConfig(**SMALL, ff=192, eot=499, window=64)),
 }
 
@@ -42,6 +43,8 @@ def batch(name, device="cuda"):
     if name == "mlm":
         positions = torch.arange(3, 243, 3).expand(4, -1)
         return x.to(device), positions.to(device), x.gather(1, positions).to(device)
+    if name == "pairs":
+        x[:, 40::100] = 498  # their responses
     return x.to(device), x.roll(-1, 1).to(device)
 
 
@@ -54,7 +57,7 @@ def step(model, name, device="cuda"):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpu_computes_what_a_cpu_computes(name):
-    """For the MLM also: FlexAttention with block masks equals the dense masks."""
+    """For the MLM and for pairs also: FlexAttention with block masks equals the dense masks."""
     loss, grads = step(make(name), name)
     cpu_loss, cpu_grads = step(make(name, "cpu"), name, "cpu")
     torch.testing.assert_close(loss.cpu(), cpu_loss, rtol=1e-4, atol=1e-4)

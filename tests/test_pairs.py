@@ -1,5 +1,7 @@
 """Prompts and responses: packed rows, who sees whom, what counts, the mean over labels, answers."""
 
+import argparse
+import contextlib
 import json
 import random
 import sys
@@ -209,6 +211,73 @@ def test_a_mix_is_the_same_on_any_number_of_ranks(pairs, tmp_path):
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_a_mix_is_evaluated_on_all_its_sources_and_masked_anew_in_each_round(pairs, tmp_path):
+    other = prepare(write(tmp_path / "o.jsonl", samples(2000, seed=5)), tmp_path / "other")
+    one, two = (data.Dataset(directory, 128) for directory in (pairs, other))
+    mixed = data.mix([one, two], [0.5, 0.5])
+    rows = {row.tobytes() for _, x, _ in two.val.grids for row in x}
+    for dataset, expected in ((mixed, True), (one, False)):
+        batches = data.validation_batches(dataset.val, 4, 0, 1, "cpu", limit=8)
+        seen = [row.numpy().astype(one.val.dtype).tobytes() in rows for x, _ in batches for row in x]
+        assert len(seen) == 8 and any(seen) == expected
+    masker = data.Masker(one.tokenizer, 128, 0.3, 0)
+    again = data.mix([two, two], [0.5, 0.5])
+    loader, masks = data.Loader(again.train, 8, 0, 1, 0, "cpu", 0, masker), {}
+    plain = data.Loader(again.train, 8, 0, 1, 0, "cpu", 0)
+    for _ in range(4 * two.train.rows // 8):
+        for (_, positions, _), (x, _) in [(next(loader), next(plain))]:
+            for row, chosen in zip(x, positions):
+                masks.setdefault(row.numpy().tobytes(), []).append(tuple(chosen.tolist()))
+    loader.close(), plain.close()
+    often = [chosen for chosen in masks.values() if len(chosen) > 2]
+    assert often and all(len(set(chosen)) == len(chosen) for chosen in often)
+
+
+@pytest.mark.parametrize("interruptions", range(1, 8, 2))
+def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monkeypatch, interruptions):
+    """Also where all that was read since the last shard was left out."""
+    rows = [{"q": f"{i}" + "x" * 200 * (i % 40 > 3), "a": "yes" * (i % 40 != 2)} for i in range(4000)]
+    source = write(tmp_path / "l.jsonl", rows)
+    limits = {"row": 64, "shard_tokens": 3000, "max_samples": 3500}
+    whole = prepare(source, tmp_path / "whole", **limits)
+    written, plain = [], data.write_manifest
+
+    def stop_sometimes(directory, manifest):
+        plain(directory, manifest)
+        written.append(1)
+        if len(written) % (2 * interruptions) == 0:
+            raise RuntimeError("stopped here")
+
+    monkeypatch.setattr(data, "write_manifest", stop_sometimes)
+    for _ in range(200):
+        try:
+            prepare(source, tmp_path / "stopped", **limits)
+            break
+        except RuntimeError:
+            assert len(written) > 1
+    assert len(written) > 2 * interruptions
+    for path in whole.iterdir():
+        if path.name != ".lock":
+            assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes(), path.name
+
+
+def test_roles_are_no_conditions():
+    tokenizer = data.with_roles(data.load_tokenizer("bytes"))
+    for name in (data.EOT, data.RESPONSE):
+        with pytest.raises(data.UserError, match="has no condition"):
+            data.prompt_ids(tokenizer, "a", name)
+    assert data.prompt_ids(tokenizer, "a", data.MASK).tolist() == [START, 257, 97, RESPONSE]
+
+
+def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(data.load_tokenizer("bytes").to_json())
+    assert data.Dataset(pairs, 128, str(tmp_path / "tokenizer.json")).roles == ROLES
+    source = write(tmp_path / "o.jsonl", samples(100))
+    other = data.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a", workers=1)
+    with pytest.raises(data.UserError, match="made with the tokenizer bpe:300"):
+        data.Dataset(other, 1024, str(tmp_path / "tokenizer.json"))
+
+
 # -------------------------------------------------------------------------------------------------- the model
 
 
@@ -393,6 +462,19 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
                 assert (model.decode(part, cache) - full[:, end - 1]).abs().max() <= 1e-4 * full.abs().max()
 
 
+@pytest.mark.parametrize("stop", [True, False])
+def test_while_training_all_ranks_write_equally_many_tokens(monkeypatch, stop):
+    """Logits of unlike processors may end an answer elsewhere, and with zero3 a rank would be alone."""
+    import model as models
+    count, decode = [], GPT2.decode
+    monkeypatch.setattr(GPT2, "decode", lambda *args: count.append(1) or decode(*args))
+    monkeypatch.setattr(models, "sample", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
+    flags = argparse.Namespace(max_new_tokens=7, temperature=0, top_k=0, top_p=1, seed=0, condition="")
+    tokenizer = data.with_roles(data.load_tokenizer("bytes"))
+    text = "".join(models.continue_text(gpt2(), tokenizer, "cpu", "why", flags, stop))
+    assert text == "AA" and len(count) == (3 if stop else 7)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("build", [gpt2, hrm])
 def test_an_answer_ends_with_the_context(build):
@@ -457,7 +539,7 @@ def test_killed_and_resumed_bit_for_bit_with_a_mix(script, ranks, pairs, tmp_pat
 
 
 @pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py"])
-def test_train_answer_export(script, pairs, tmp_path):
+def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
     trainer, out = Trainer(script, seq_len=128, max_new_tokens=20), tmp_path / "run"
     done = trainer.train(0, pairs, out, steps=30)
     assert done.code == 0 and "exact match" in done.out and "accuracy" in done.out, done.out
@@ -467,6 +549,17 @@ def test_train_answer_export(script, pairs, tmp_path):
     used = trainer.here(*flags, "--prompt", "7 yes no", "--temperature", "0")
     assert used.code == 0, used.out
     done = trainer.here(*flags, "--export")
+    typed = iter(["long " * 40, "7 yes no"])
+
+    def ask(shown):
+        with contextlib.suppress(StopIteration):
+            return next(typed)
+        raise EOFError  # as Ctrl-D does
+
+    monkeypatch.setattr("builtins.input", ask)
+    chat = trainer.here(*flags, "--chat", "--temperature", "0")
+    assert chat.code == 0 and "error: the prompt has 202 tokens" in chat.out, chat.out
+    assert chat.out.splitlines()[-1] == used.out.splitlines()[-1]
     assert done.code == 0 and ("no prefix mask" in done.out) == (script == "train_gpt2.py"), done.out
     if script == "train_hrm.py":
         transformers = pytest.importorskip("transformers")
