@@ -611,7 +611,7 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
             raise UserError(f"{sentence}.")
     home = Path((args.init_from or "").removeprefix("hf:"))
     trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
-    prepared = any(Path(source).is_dir() for source in sources_of(args.data or "", args.mix))
+    prepared = any(Path(source).is_dir() for source in sources_of(args.data or size["data"], args.mix))
     if args.init_from and trained.is_file() and not args.tokenizer and not prepared:
         args.tokenizer = str(trained)  # the ids of the data have to mean what they meant to the weights
     model = {field.name: field.default for field in flag_fields(config_class)}

@@ -979,3 +979,12 @@ def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):
         assert capsys.readouterr().out[:10] == expected
     with pytest.raises(data.UserError, match="--flag; --help lists all flags"):
         parser.parse_args(["--flag"])
+
+
+@pytest.mark.parametrize("path, name", [
+    ("runs/x/tokenizer.json", "x"), ("runs/x/hf/tokenizer.json", "x"), ("runs/x/english.json", "english")])
+def test_shards_are_named_after_the_owner_of_a_tokenizer_json(tmp_path, monkeypatch, path, name):
+    monkeypatch.chdir(tmp_path)
+    Path(path).parent.mkdir(parents=True)
+    Path(path).touch()
+    assert data.default_directory("text:a.txt", path) == Path("shards", f"a-{name}")

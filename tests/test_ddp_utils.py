@@ -297,3 +297,15 @@ def test_ranks_started_by_hand_do_not_wait_for_ever(command, code, sentence):
         done = finish(process, 60)
         assert done.code == code or code is None and done.code, done.out
         assert sentence.format(rank=rank) in done.out, done.out
+
+
+def test_checkpoints_from_before_pairs_were_causal_and_learned_everything():
+    def identity(**model) -> dict:
+        return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "settings": {},
+                "model_config": {"dropout": 0.0, **model}}
+
+    old = identity() | {"path": "old.pt"}
+    ddp_utils.check_resumable(old, identity(attention="causal", loss="all"), print)
+    for changed in ({"attention": "isolated"}, {"loss": "response"}):
+        with pytest.raises(UserError, match=f"another {next(iter(changed))}"):
+            ddp_utils.check_resumable(old, identity(**{"attention": "causal", "loss": "all"} | changed), print)

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, finish, run, start
-from lab import MASTER, PORT, Lab, Unavailable
+from lab import MASTER, PORT, Lab, Unavailable, ip
 from runs import Trainer, assert_same_run, log_of
+from test_monitor import curves
 
 import data
 from ddp_utils import Heartbeat, list_checkpoints
@@ -113,15 +114,16 @@ def train(lab, ranks, shards) -> list:
 LAUNCHER = ROOT / "cluster" / "ddp_launch.sh"
 
 
-def launch(lab, node: int, shards, nodes: int = 3, **env):
+def launch(lab, node: int, shards, nodes: int = 3, steps: int = 60, **env):
     """Starts the trainer on one node as the README says for five PCs."""
     env = {"MASTER_ADDR": MASTER, "MASTER_PORT": PORT, "NNODES": nodes, "NODE_RANK": node, "GPUS_PER_NODE": 1,
            "PREFLIGHT_TIMEOUT": 10, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | env
-    return lab.start(node, ["bash", LAUNCHER, ROOT / "train_gpt2.py", *GPT2.flags(shards, "run")], **env)
+    return lab.start(node, ["bash", LAUNCHER, ROOT / "train_gpt2.py", *GPT2.flags(shards, "run", steps=steps)],
+                     **env)
 
 
-def launch_all(lab, ranks, shards) -> list:
-    return [launch(lab, node, shards, len(ranks)) for node in range(len(ranks))]
+def launch_all(lab, ranks, shards, steps: int = 60) -> list:
+    return [launch(lab, node, shards, len(ranks), steps) for node in range(len(ranks))]
 
 
 def wait_for_step(lab, step: int, processes) -> None:
@@ -157,8 +159,15 @@ def check_lost(lab, nodes: int, shards, lose, expected: str, named_by, mend=lamb
     return out
 
 
+def curves_of_nodes(out: Path, nodes: int) -> None:
+    """TensorBoard has curves of every node."""
+    hosts = {tag.partition("System/CPU_percent/")[2] for tag in curves(out)} - {""}
+    assert {host.partition("-")[0] for host in hosts} == {f"node{i}" for i in range(nodes)}
+
+
 def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards):
-    check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* stopped responding", (0, 1))
+    out = check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* stopped responding", (0, 1))
+    curves_of_nodes(out, 3)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +233,6 @@ def test_five_nodes_four_and_five_again(lab, tmp_path):
     """With no --global-batch: a node is lost, four go on, and then five again. Every row of the text comes
     once in each pass. TensorBoard has curves of every node.
     """
-    from test_monitor import curves
     script, text = tmp_path / "recording.py", tmp_path / "text.txt"
     script.write_text(RECORDING)
     text.write_text("".join(f"{i} is not {i * i}. " for i in range(1500)))
@@ -266,8 +274,19 @@ def test_five_nodes_four_and_five_again(lab, tmp_path):
     assert len(set(later)) == len(later) < reader.rows
     expected = data.sample_rows(0, len(rows), reader.rows, 0)
     assert np.array_equal(np.sort(expected[:15]), np.sort(in_order[:15]))
-    hosts = {tag.partition("System/CPU_percent/")[2] for tag in curves(out)} - {""}
-    assert {host.partition("-")[0] for host in hosts} == {f"node{i}" for i in range(5)}
+    curves_of_nodes(out, 5)
+
+
+@pytest.mark.long
+def test_a_signal_to_the_launcher_of_one_node_ends_all_nodes_soon(lab, shards):
+    """torchrun would keep the others at its exit barrier for five minutes."""
+    processes = launch_all(lab, [1] * 3, shards, steps=100000)
+    wait_for_step(lab, 12, processes)
+    for pid in ip("netns", "pids", lab.nodes[1]).split():
+        if b"train_gpt2.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGUSR1)
+    for process in processes:
+        lab.wait(process, 90)
 
 
 @pytest.mark.long

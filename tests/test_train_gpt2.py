@@ -1,12 +1,14 @@
 """train_gpt2.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from runs import Trainer, assert_close_runs, log_of
 
 import data
+import train_gpt2
 from ddp_utils import list_checkpoints
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -57,6 +59,10 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
         shorter = GPT2.train(0, shards, tmp_path / "short", size="tiny", init_from=out, seq_len=16,
                              steps=steps)
         assert shorter.code == 0, shorter.out
+    for changes, words in (({"seq_len": 16}, "was begun with --init-from"),
+                           ({"size": "tiny", "init_from": out, "seq_len": 32}, "another seq_len (16, now 32)")):
+        other = GPT2.train(0, shards, tmp_path / "short", steps=8, **changes)
+        assert other.code == 2 and words in other.out, other.out
     gentle = GPT2.train(0, shards, tmp_path / "gentle", size="tiny", init_from=out, epochs=0.01, steps=None,
                         lr=None, warmup=None, global_batch=None)
     assert gentle.code == 0 and "= 16 sequences" in gentle.out, gentle.out
@@ -66,6 +72,24 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     assert named.code == 0, named.out  # the same tokenizer under another name
     longer = GPT2.train(0, shards, tmp_path / "long", size="tiny", init_from=out, seq_len=64, steps=4)
     assert longer.code == 2 and "learned positions" in longer.out
+
+
+def test_new_text_gets_the_tokenizer_of_the_weights(tmp_path, monkeypatch):
+    """Of a run directory, of a checkpoint in it, of hf:; but prepared data and --tokenizer decide first."""
+    monkeypatch.chdir(tmp_path)
+    for directory in ("runs/a/checkpoints", "runs/a/hf", "shards"):
+        Path(directory).mkdir(parents=True)
+    for file in ("runs/a/tokenizer.json", "runs/a/hf/tokenizer.json", "runs/a/checkpoints/step_1.pt"):
+        Path(file).touch()
+
+    def chosen(source: str, *flags: str) -> str | None:
+        return train_gpt2.parse_args(["--size", "tiny", "--init-from", source, *flags]).tokenizer
+
+    assert chosen("runs/a", "--data", "text:a.txt") == "runs/a/tokenizer.json"
+    assert chosen("runs/a/checkpoints/step_1.pt") == "runs/a/tokenizer.json"
+    assert chosen("hf:runs/a/hf") == "runs/a/hf/tokenizer.json"
+    assert chosen("hf:gpt2") is chosen("runs/a", "--data", "shards") is None
+    assert chosen("runs/a", "--tokenizer", "bytes") == "bytes"
 
 
 def test_refusals(tmp_path, shards):

@@ -195,7 +195,8 @@ def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
     done = train(0, "text:b/text.txt", tmp_path / "other", **common)
     assert done.code == 2 and "was prepared from another text" in done.out
     Path("a/text.txt").unlink()  # once it is prepared, the text may go
-    assert train(0, "text:a/text.txt", tmp_path / "run", **common).code == 0
+    done = train(0, "text:a/text.txt", tmp_path / "run", **common)
+    assert done.code == 0 and re.search("note: .*shards/text-bytes, prepared before, is used", done.out)
 
 
 def test_trained_weights_are_trained_further_gently():
@@ -203,6 +204,9 @@ def test_trained_weights_are_trained_further_gently():
     assert (args.lr, args.warmup, args.epochs, args.bp_steps) == (3e-5, 0, 3, (5, 5))
     args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere", "--steps", "7", "--lr", "1"])
     assert (args.steps, args.epochs, args.lr) == (7, None, 1)
+    args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere", "--data", "a,b", "--mix", ".5,.5",
+                                 "--steps", "7"])
+    assert args.epochs is None
     scratch = train_hrm.parse_args(["--size", "1b"])
     assert (scratch.lr, scratch.warmup, scratch.epochs, scratch.bp_steps) == (2.2e-4, 1000, None, (2, 5))
 
