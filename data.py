@@ -1320,8 +1320,9 @@ def unigram_entropy(shards: Shards, counted=None, limit: int = 16_000_000) -> fl
 class Dataset:
     """A prepared directory, or one of llm.c's shards without a manifest, as rows of `seq_len` tokens.
 
-    Has `train`, `val` (Shards, or None), `tokenizer`, `name`, and `fingerprint`, which two machines share if
-    they have the same data. Raises UserError for a directory that is damaged, unfinished or too small.
+    Has `train`, `val` (Shards, or None), `tokenizer`, `name`, `conditions`, names by their first token if
+    there are at most 16, and `fingerprint`, which two machines share if they have the same data. Raises
+    UserError for a directory that is damaged, unfinished or too small.
     """
 
     def __init__(self, directory: str | Path, seq_len: int, tokenizer_name: str | None = None):
@@ -1364,6 +1365,11 @@ class Dataset:
                             f"{self.tokenizer.num_ids} ids: name the right one with --tokenizer.")
         plain = {"start": self.tokenizer.eot, "response": -1, "end": -1}
         self.roles = manifest.get("roles", plain) if manifest else plain  # see roles_of
+        self.conditions = {}
+        if manifest and manifest["settings"].get("condition_field") and self.val:
+            some, start = self.val.tokens[0][:1_000_000], self.roles["start"]
+            found = np.unique(some[1:][(some[:-1] == start) & (some[1:] != start)]).tolist()
+            self.conditions = {i: self.tokenizer.decode([i]) for i in found} if len(found) <= 16 else {}
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @staticmethod
@@ -1396,6 +1402,7 @@ def mix(datasets: list[Dataset], weights: list[float]) -> Dataset:
     split["train"].parts = list(zip(firsts, (dataset.train.rows for dataset in datasets), shares))
     identity = [[dataset.fingerprint for dataset in datasets], shares]
     vars(mixed).update(split, name="+".join(dataset.name for dataset in datasets),
+                       conditions={i: name for one in datasets for i, name in one.conditions.items()},
                        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest())
     return mixed
 

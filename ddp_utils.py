@@ -1637,6 +1637,7 @@ class Run:
         if world.is_rank0:
             write_atomically(self.out / "config.json", json.dumps(self._identity, indent=2).encode())
             write_atomically(self.out / "tokenizer.json", tokenizer.to_json().encode())
+        state.model.conditions = tuple(self.dataset.conditions)
         self._describe(precision)
         self._say_here(f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
@@ -1864,8 +1865,10 @@ class Run:
         means = self.mean_statistics(self.validation_batches())
         found = {"val_loss": means["loss"]}
         if "exact" in means:
-            exact = means["exact"] / max(means["samples"], 1e-9)
-            found |= {"val_accuracy": means["correct"], "val_exact": exact}
+            found["val_accuracy"] = means["correct"]
+            names = {"": ""} | {f" {i}": f"/{name}" for i, name in self.dataset.conditions.items()}
+            found |= {f"val_exact{name}": means[f"exact{i}"] / means[f"samples{i}"]
+                      for i, name in names.items() if means[f"samples{i}"]}
         return found
 
     @torch.no_grad()

@@ -326,6 +326,7 @@ class CausalLM(nn.Module):
 
     compute_dtype = torch.float32  # of activations; parameters are float32 always
     compile_loss = False
+    conditions: tuple[int, ...] = ()  # first tokens of samples, by which evaluation groups exact matches
 
     def documents(self, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of tokens idx (B, T), int64 (B, T) each: the number of their document in the row, its first
@@ -369,7 +370,8 @@ class CausalLM(nn.Module):
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """The mean loss of those of the targets (B, T) that count; detached scalars: `labels`, how many these
         are, the mean `loss` in nats, and of pairs, in evaluation, for each label on average `correct` ones,
-        `samples`, and `exact` samples, all of whose labels are correct; and which targets count, bool (B, T).
+        `samples`, and `exact` samples, all of whose labels are correct, also those of each condition as
+        `samples 49`, by its id; and which targets count, bool (B, T).
         """
         c, B, pairs = self.config, len(idx), self.config.response >= 0
         those = (targets >= 0) & self.counted(idx) if pairs else targets >= 0
@@ -378,12 +380,16 @@ class CausalLM(nn.Module):
         loss, hits = found if isinstance(found, tuple) else (found, None)
         statistics = {"loss": loss.detach(), "labels": those.sum()}
         if hits is not None:
-            sample = self.documents(idx)[0] + torch.arange(B, device=idx.device)[:, None] * (idx.size(1) + 1)
+            number, first, _ = self.documents(idx)
+            sample = number + torch.arange(B, device=idx.device)[:, None] * (idx.size(1) + 1)
             labels, correct = (torch.zeros(B * (idx.size(1) + 1), device=idx.device).index_add_(
                 0, sample.flatten(), t.flatten().float()) for t in (those, hits))
-            there = labels > 0
-            sums = torch.stack((correct.sum(), there.sum(), (there & (labels == correct)).sum()))
-            statistics |= zip(("correct", "samples", "exact"), sums / statistics["labels"].clamp(min=1))
+            sums, samples = {"correct": hits.sum()}, those & (idx == c.response)  # one position for each
+            exact = samples & (labels == correct)[sample]
+            condition = idx.gather(1, (first + 1).clamp(max=idx.size(1) - 1))
+            for name, some in (("", True), *((f" {i}", condition == i) for i in self.conditions)):
+                sums |= {f"samples{name}": (samples & some).sum(), f"exact{name}": (exact & some).sum()}
+            statistics |= {name: total / statistics["labels"].clamp(min=1) for name, total in sums.items()}
         return loss, statistics, those
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:

@@ -242,7 +242,8 @@ def read_metrics(run_directory: Path) -> list[dict]:
 
 
 def curve_values(record: dict) -> dict[str, float]:
-    return {tag: record[key] for key, tag in TAGS.items() if record.get(key) is not None}
+    tags = TAGS | {key: f"Pairs/{key}" for key in record if key.startswith("val_exact/")}  # by condition
+    return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
 
 
 class RunLog:
@@ -366,6 +367,8 @@ class RunLog:
         before = [r["val_loss"] for r in self.records[:-1] if r["val_loss"] is not None]
         best = ["best so far"] if before and record["val_loss"] < min(before) else []
         found = format_known(record, EVALUATION)
+        parts = [f"{key[10:]} {value:.1%}" for key, value in record.items() if key.startswith("val_exact/")]
+        found += [", ".join(parts)] if parts else []
         self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}", *best]))
 
     def write(self, record: dict, machines: dict[str, float] | None = None) -> None:

@@ -308,4 +308,5 @@ def test_checkpoints_from_before_pairs_were_causal_and_learned_everything():
     ddp_utils.check_resumable(old, identity(attention="causal", loss="all"), print)
     for changed in ({"attention": "isolated"}, {"loss": "response"}):
         with pytest.raises(UserError, match=f"another {next(iter(changed))}"):
-            ddp_utils.check_resumable(old, identity(**{"attention": "causal", "loss": "all"} | changed), print)
+            ddp_utils.check_resumable(old, identity(**{"attention": "causal", "loss": "all"} | changed),
+                                      print)

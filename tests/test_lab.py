@@ -118,8 +118,8 @@ def launch(lab, node: int, shards, nodes: int = 3, steps: int = 60, **env):
     """Starts the trainer on one node as the README says for five PCs."""
     env = {"MASTER_ADDR": MASTER, "MASTER_PORT": PORT, "NNODES": nodes, "NODE_RANK": node, "GPUS_PER_NODE": 1,
            "PREFLIGHT_TIMEOUT": 10, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | env
-    return lab.start(node, ["bash", LAUNCHER, ROOT / "train_gpt2.py", *GPT2.flags(shards, "run", steps=steps)],
-                     **env)
+    flags = GPT2.flags(shards, "run", steps=steps)
+    return lab.start(node, ["bash", LAUNCHER, ROOT / "train_gpt2.py", *flags], **env)
 
 
 def launch_all(lab, ranks, shards, steps: int = 60) -> list:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import sys
 import time
 
@@ -451,6 +452,13 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
         again = torch.cat(list(generate(model, prompt, len(answer) + 1, temperature=0)))
         expected.append(torch.equal(again, torch.cat((answer, answer.new_tensor([START])))))
     idx = torch.stack(rows)
+    model.conditions = (3, RESPONSE, 99)  # first tokens of prompts: of one, of the three empty ones, of none
+    _, found = model(idx, idx.roll(-1, 1))
+    for condition in model.conditions:
+        those = [exact for row, exact in zip(idx.tolist(), expected) if row[1] == condition]
+        assert round((found[f"samples {condition}"] * found["labels"]).item()) == len(those)
+        assert round((found[f"exact {condition}"] * found["labels"]).item()) == sum(those)
+    model.conditions = ()
     for row, exact in zip(idx, expected):
         _, statistics = model(row[None], torch.cat((row[1:], row[:1]))[None])
         assert round((statistics["samples"] * statistics["labels"]).item()) == 1
@@ -536,6 +544,23 @@ def test_killed_and_resumed_bit_for_bit_with_a_mix(script, ranks, pairs, tmp_pat
     other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
     Trainer(script, seq_len=128, max_new_tokens=5, mix="0.3,0.7").check_killed_run(
         tmp_path, ranks, f"{pairs},{other}")
+
+
+def test_exact_match_by_condition(tmp_path):
+    """Of the validation samples of all sources of a mix; more than 16 conditions are too many to list."""
+    rows = [{"q": f"{i}", "a": "yes" if i % 3 else str(i * i), "c": "AB"[i % 3 == 0]} for i in range(1500)]
+    other = [row | {"c": "C", "a": "no"} for row in rows]
+    sources = [prepare(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c")
+               for name, some in (("one", rows), ("two", other))]
+    trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=5, lr=1e-2, log_every=40)
+    done = trainer.train(0, ",".join(map(str, sources)), tmp_path / "run", mix="0.5,0.5", eval_batches=0)
+    record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    found = {key[10:]: value for key, value in record.items() if key.startswith("val_exact/")}
+    assert done.code == 0 and found.keys() == {"A", "B", "C"} and found["B"] < min(found["A"], found["C"])
+    assert re.search(r"exact match \d+\.\d% \| A \d+\.\d%, B \d+\.\d%, C \d+\.\d%", done.out), done.out
+    many = prepare(write(tmp_path / "m.jsonl", [row | {"c": chr(65 + i % 30)} for i, row in enumerate(rows)]),
+                   tmp_path / "many", condition_field="c")
+    assert not data.Dataset(many, 128).conditions
 
 
 @pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py"])
