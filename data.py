@@ -35,6 +35,7 @@ import math
 import multiprocessing
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -367,7 +368,7 @@ SHORT_NAMES = {  # repository, configuration
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = ("stdlib, pairs:stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
+SOURCES = ("stdlib, pairs:stdlib, task:NAME, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
            + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
@@ -383,7 +384,10 @@ class Source:
     def __init__(self, dataset: str, fields: list[str], val_split: str):
         self.fields, self.done, self.total, self.files = fields, 0, None, []
         prefix, _, where = dataset.partition(":")
-        if dataset in ("stdlib", "pairs:stdlib"):
+        self.identity = dataset  # of a task, which is endless
+        if prefix == "task" and where in TASKS:
+            self.task = where
+        elif dataset in ("stdlib", "pairs:stdlib"):
             root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
         elif prefix in FILE_PREFIXES and where:
@@ -437,6 +441,14 @@ class Source:
                     first, end = node.lineno - 1, node.body[0].end_lineno
                     yield tuple(textwrap.dedent("".join(lines[a:b])) for a, b in (
                         (first, end), (end, node.end_lineno))), None
+
+    def _task(self):
+        """A sample is a function of its number. Its level is its condition."""
+        make, levels, _ = TASKS[self.task]
+        for number in itertools.count():
+            some = random.Random(f"{self.task} {number}")
+            level = some.randint(1, levels)
+            yield (*make(some, level), str(level)), None
 
     def _text(self):
         """A document per file; with tail:F, the file that contains the boundary gives two."""
@@ -543,6 +555,86 @@ class Source:
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
+
+
+def hops(some: random.Random, level: int) -> tuple[str, str]:
+    """A permutation of twelve letters, as what follows each, and what is found `level` steps on from each."""
+    letters = [*range(12)]
+    follows, found = some.sample(letters, 12), letters
+    for _ in range(level):
+        found = [follows[i] for i in found]
+    return tuple("".join(chr(97 + i) for i in each) for each in (follows, found))
+
+
+def automaton(some: random.Random, level: int) -> tuple[str, str]:
+    """24 bits in a ring, and what rule 30 (Wolfram, 1983) makes of them in `level` steps."""
+    bits = after = [some.randrange(2) for _ in range(24)]
+    for _ in range(level):
+        after = [after[i - 1] ^ (after[i] | after[(i + 1) % 24]) for i in range(24)]
+    return tuple("".join(map(str, each)) for each in (bits, after))
+
+
+def maze(some: random.Random, level: int) -> tuple[str, str]:
+    """8 x 8 cells, some of them walls (#), and which of the cells a to h can be reached from S (1 or 0). The
+    farthest of them is up to 4 steps away, 5 or 6, 7 or 8, or more.
+    """
+    n = 8
+    while True:
+        wall = [some.random() < 0.4 for _ in range(n * n)]
+        free = [cell for cell in range(n * n) if not wall[cell]]
+        begin, *cells = some.sample(free, 9) if len(free) > 8 else [0]
+        reached = {begin: 0}
+        for cell in (edge := [begin]):  # which grows
+            for step, inside in ((-n, cell >= n), (n, cell < n * n - n), (-1, cell % n), (1, cell % n < n - 1)):
+                if inside and not wall[cell + step] and cell + step not in reached:
+                    reached[cell + step] = reached[cell] + 1
+                    edge.append(cell + step)
+        far = max((reached.get(cell, 0) for cell in cells), default=0)
+        if 1 < sum(cell in reached for cell in cells) < 7 and min(max((far - 1) // 2, 1), 4) == level:
+            there = {begin: "S", **dict(zip(cells, "abcdefgh"))}
+            grid = "".join(there.get(cell, ".#"[wall[cell]]) for cell in range(n * n))
+            return grid, "".join("01"[cell in reached] for cell in cells)
+
+
+PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
+    j // 12 == i // 12 and j % 6 // 3 == i % 6 // 3))} for i in range(36)]  # no two of them have the same digit
+
+
+def sudoku(some: random.Random, level: int) -> tuple[str, str]:
+    """A sudoku of 6 x 6 cells in boxes of 2 x 3, row by row, with 6 blanks (0) a level, and its solution, of
+    which there is one.
+    """
+    def digits(grid: list[int], i: int) -> set[int]:
+        return {1, 2, 3, 4, 5, 6} - {grid[j] for j in PEERS[i]}
+
+    def solve(grid: list[int]) -> list[int] | None:
+        blanks = ((digits(grid, i), i) for i in range(36) if not grid[i])
+        best, i = next(blanks, (None, 0))
+        for found, cell in blanks:
+            if len(found) < len(best):
+                best, i = found, cell
+            if len(best) < 2:
+                break
+        if best is None:
+            return grid
+        tried = (solve(grid[:i] + [digit] + grid[i + 1:]) for digit in some.sample(sorted(best), len(best)))
+        return next(filter(None, tried), None)
+
+    while True:
+        grid = solved = solve([0] * 36)
+        for i in some.sample(range(36), 36):
+            others = digits(grid, i) - {grid[i]}  # blank it if none of them makes another solution
+            if not any(solve(grid[:i] + [other] + grid[i + 1:]) for other in others):
+                grid = grid[:i] + [0] + grid[i + 1:]
+            if grid.count(0) == 6 * level:
+                return tuple("".join(map(str, each)) for each in (grid, solved))
+
+
+# Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and how
+# many tokens a row should have.
+TASKS = {"hops": (hops, 8, 256), "automaton": (automaton, 8, 256), "maze": (maze, 4, 228),
+         "sudoku": (sudoku, 4, 228)}
+TASK_TOKENS = 2_500_000  # what a run of 600 steps of `tiny` needs
 
 
 def wikitext_articles(lines):
@@ -737,13 +829,13 @@ def parse_val_split(text: str) -> str:
 
 
 def default_tokenizer(dataset: str) -> str:
-    return "bpe:4096" if dataset in ("stdlib", "pairs:stdlib") else "gpt2"
+    return {"stdlib": "bpe:4096", "pairs": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
 
 
 def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     prefix, _, where = dataset.partition(":")
-    source = dataset if prefix == "pairs" else where or prefix
+    source = dataset if prefix in ("pairs", "task") else where or prefix
     if prefix in FILE_PREFIXES:  # of books/*.txt only the directory has a name
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
@@ -879,21 +971,25 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     out = Path(out or default_directory(dataset, tokenizer_name))
     if val_split is None:  # each text file is one document, so a few of them cannot be split by a hash
         few = dataset.startswith("text:") and len(glob.glob(dataset[5:], recursive=True)) < 100
-        val_split = "tail:0.1" if few else "hash:0.01"
+        val_split = "tail:0.1" if few else "hash:0.05" if dataset.startswith("task:") else "hash:0.01"
     if val_split.startswith("tail:") and (max_tokens or max_samples):
         raise UserError("--val-split tail:F, also the default for a few text files, reads the text to its "
                         "end: name fewer files, or use data.py prepare with --val-split hash:0.1.")
     counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
     if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
         raise UserError("--shard-tokens must be between 1 and 1B; --workers and limits must be 1 or more.")
+    task = dataset.startswith("task:")
+    condition_field = condition_field or ("level" if task else None)
     pairs = dataset == "pairs:stdlib" or any((prompt_field, response_field, condition_field))
-    if pairs and not (prompt_field and response_field or dataset == "pairs:stdlib"):
+    if pairs and not (prompt_field and response_field or task or dataset == "pairs:stdlib"):
         raise UserError("--prompt-field and --response-field go together: name both.")
+    if task and not (max_tokens or max_samples):
+        raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
     if pairs and dataset.partition(":")[0] in ("text", "stdlib"):
         raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
     if not pairs and (row or long):
         raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
-    row, long = (row or 1024, long or "truncate") if pairs else (None, None)
+    row, long = (row or row_of(dataset) or 1024, long or "truncate") if pairs else (None, None)
     if pairs and row < 4:
         raise UserError("--row must be 4 or more.")
     settings = {"tokenizer": tokenizer_name, "val_split": val_split,
@@ -943,6 +1039,11 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         writer.writing.result()
     print(f"{out} is ready: {describe(manifest)}", flush=True)
     return out
+
+
+def row_of(dataset: str) -> int | None:
+    """The tokens that a row should have, if this is a task."""
+    return TASKS.get(dataset.partition(":")[2], (None,))[-1] if dataset.startswith("task:") else None
 
 
 def fields_of(settings: dict) -> list[str]:
@@ -1540,17 +1641,18 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     if out == Path(data):
         return out
     if local_rank == 0:
-        local = data.partition(":")[0] in ("stdlib", "pairs", *FILE_PREFIXES)
+        prefix = data.partition(":")[0]
+        local, useful = prefix in ("stdlib", "pairs", *FILE_PREFIXES), TASK_TOKENS if prefix == "task" else useful
         settings = manifest["settings"] if manifest else {
             "max_tokens": max_tokens or (None if local else useful), "max_samples": max_samples}
-        if not manifest and data.startswith("pairs:"):
+        if not manifest and prefix in ("pairs", "task"):
             settings["row"] = row
         if manifest and manifest["complete"]:
             check_source(data, out, settings)
         else:
             if not (local or max_tokens):
-                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens, 20 for each parameter: "
-                      "--max-tokens chooses another number", flush=True)
+                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens: --max-tokens chooses "
+                      "another number (the default from the hub is 20 for each parameter)", flush=True)
             options = {k: v for k, v in settings.items() if k not in ("source", "tokenizer")}
             prepare(data, out, tokenizer_name, **options)
         if not (local or max_tokens) and (settings["max_tokens"] or useful) < useful / 2:

@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
                   fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
-                  prompt_ids, sources_of, unigram_entropy, validation_batches, without_response,
+                  prompt_ids, row_of, sources_of, unigram_entropy, validation_batches, without_response,
                   write_atomically)
 from model import (GPT2, VOCAB_TENSORS, Block, continue_text, fill_masks, from_hf, make_optimizers,
                    num_params, pad_vocab, to_hf)
@@ -614,6 +614,7 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
     prepared = any(Path(source).is_dir() for source in sources_of(args.data or size["data"], args.mix))
     if args.init_from and trained.is_file() and not args.tokenizer and not prepared:
         args.tokenizer = str(trained)  # the ids of the data have to mean what they meant to the weights
+    args.seq_len = args.seq_len or row_of(args.data or size["data"])
     model = {field.name: field.default for field in flag_fields(config_class)}
     for key, value in (model | recipe(args, size)).items():
         if getattr(args, key) is None and key not in ("global_batch", "batch"):  # see plan_batch

@@ -1,0 +1,114 @@
+"""Which of several settings learns best: each at several learning rates and seeds, to equal tokens or FLOPs.
+
+    python bench/learning.py --data stdlib --settings hrm,plain,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
+    python bench/learning.py --data stdlib --settings hrm,plain --lr 1.2e-2 --seeds 1,2,3
+    python bench/learning.py --data task:automaton --settings hrm,plain,deep --steps 600 --equal flops
+
+Each run is a run directory of a trainer under --out, so the same command goes on where it stopped, and
+`python monitor.py DIR …` draws them. The table has the mean over the seeds, lowest and highest, for each rate;
+the best rate of a setting is marked. --flags are added to all runs. With --equal flops, all settings train
+for as many FLOPs as the first does in --steps. Choose rates on one seed and one --val-split, report others.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import data  # noqa: E402
+
+SETTINGS = {
+    "hrm": "train_hrm.py",
+    "published": "train_hrm.py --published --optimizer adamw",
+    "plain": "train_hrm.py --h-cycles 1 --l-cycles 1",  # the same parameters without recurrence
+    "deep": "train_hrm.py --h-cycles 1 --l-cycles 1 --n-layer 6",  # about as many FLOPs as hrm
+    "gpt2": "train_gpt2.py --modern --optimizer muon",
+}
+
+
+def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, float]:
+    """Of a model: its parameters, and the FLOPs of a token in training, after the ramp of bp_steps."""
+    import torch
+
+    import ddp_utils
+    import train_gpt2
+    import train_hrm
+    from model import GPT2, HRM, num_params, pad_vocab
+    script, *flags = shlex.split(SETTINGS[setting])
+    trainer, kind = (train_hrm, HRM) if script == "train_hrm.py" else (train_gpt2, GPT2)
+    parsed = trainer.parse_args([*flags, *args.flags, "--data", args.data])
+    ids = data.expected_ids(parsed.data, parsed.tokenizer)
+    with torch.device("meta"):
+        model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),
+                                 **ddp_utils.flags_of_model(kind.Config, parsed)))
+    bp_steps = [parsed.bp_steps[1]] if kind is HRM else []
+    return num_params(model), model.flops_per_token(*bp_steps)
+
+
+def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace) -> dict | None:
+    """The last record of a run, which is made, or finished, if necessary; None if it failed."""
+    script, *flags = shlex.split(SETTINGS[setting])
+    out = args.out / f"{setting}-lr{lr}-seed{seed}-{steps}"
+    command = [sys.executable, ROOT / script, "--data", args.data, "--out", out, "--seed", seed, "--lr", lr,
+               "--steps", steps, "--eval-every", max(steps // 4, 1), "--save-every", max(steps // 4, 1),
+               "--max-new-tokens", 1, "--device", args.device, *flags, *args.flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(data.cpu_count() // args.jobs, 1))}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    if done.returncode:
+        print(f"{out.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    print(f"{out.name}: validation loss {records[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
+    return records[-1]
+
+
+def main() -> None:
+    parser = data.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="stdlib", help="as for the trainers")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help=f"some of {', '.join(SETTINGS)}")
+    parser.add_argument("--lr", default="3e-3", help="learning rates, with commas")
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs, as in --flags '--ema 0.99'")
+    parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at a time")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    args = parser.parse_args()
+    settings, rates, seeds = (text.split(",") for text in (args.settings, args.lr, args.seeds))
+    if unknown := set(settings) - SETTINGS.keys():
+        raise SystemExit(f"error: no setting {min(unknown)}, but {', '.join(SETTINGS)}.")
+    sizes = {setting: parameters_and_flops(setting, args) for setting in settings}
+    budget = sizes[settings[0]][1] * args.steps
+    steps = {setting: round(budget / sizes[setting][1]) if args.equal == "flops" else args.steps
+             for setting in settings}
+    runs = [(setting, lr, seed) for seed in seeds for lr in rates for setting in settings]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = dict(zip(runs, pool.map(lambda run: train(*run, steps[run[0]], args), runs)))
+    print(f"{args.data}, equal {args.equal}, seeds {args.seeds} {' '.join(args.flags)}\n")
+    print("| setting | parameters | GFLOP a token | steps | lr | validation loss | lowest to highest | exact |\n"
+          "|---|---|---|---|---|---|---|---|")
+    for setting in settings:
+        means = {lr: [r for seed in seeds if (r := found[setting, lr, seed])] for lr in rates}
+        means = {lr: records for lr, records in means.items() if records}
+        best = min(means, key=lambda lr: statistics.mean(r["val_loss"] for r in means[lr]), default=None)
+        for lr, records in means.items():
+            losses = [record["val_loss"] for record in records]
+            keys = [key for key in records[0] if key.startswith("val_exact")]
+            exact = ", ".join(f"{key[10:] or 'all'} {statistics.mean(r[key] for r in records):.1%}"
+                              for key in keys)
+            print(f"| {setting} | {sizes[setting][0]:,} | {sizes[setting][1] / 1e9:.4f} | {steps[setting]} | "
+                  f"{lr}{' (best)' * (lr == best and len(means) > 1)} | {statistics.mean(losses):.4f} | "
+                  f"{min(losses):.4f} to {max(losses):.4f} | {exact} |")
+
+
+if __name__ == "__main__":
+    main()
