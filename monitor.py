@@ -13,7 +13,6 @@ A trainer reports to a RunLog, which writes to the run directory:
     history.json          the same as lists, for plotting
     training_history.png  loss, learning rate and throughput, if matplotlib is installed
     tb/                   the same curves for TensorBoard, if it is installed
-    trace.json.gz         what --profile recorded, for chrome://tracing or ui.perfetto.dev
 
 A logged step has one line in metrics.jsonl and one point in each curve, even after a kill: see RunLog.write.
 GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and torch's own messages.
@@ -248,17 +247,16 @@ def curve_values(record: dict) -> dict[str, float]:
 class RunLog:
     """The log of a run in directory `out`. Only rank 0 (`active`) writes; elsewhere all methods do nothing.
 
-    `wandb` sends the curves to Weights & Biases as well; `profile` is a number of steps, see Profile.
+    `wandb` sends the curves to Weights & Biases as well.
     """
 
-    def __init__(self, out: Path, active: bool, prefix: str, wandb=False, profile=0):
+    def __init__(self, out: Path, active: bool, prefix: str, wandb=False):
         self.out, self.active, self.prefix = Path(out), active, prefix
         self.total_steps = 0  # to be set before `begin`
         self.records: list[dict] = []
         self._use_wandb, self._next_drawing = wandb, 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
-        self._profile = Profile(self.out, profile, self.say) if active and profile else None
         self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8") if active else None
 
     def say(self, text: str = "", on_screen: bool = True) -> None:
@@ -340,16 +338,9 @@ class RunLog:
                             "WANDB_MODE=offline, or leave it out.") from None
 
     def tick(self, step: int) -> None:
-        """Ends a step: advances the progress bar and the profile."""
-        if self._profile:
-            self._profile.tick()
+        """Advances the progress bar."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
-
-    def phase(self, name: str) -> None:
-        """Tells the profile which phase begins: one of Profile.ROWS, except communication."""
-        if self._profile:
-            self._profile.phase(name)
 
     def step_line(self, r: dict, eta: float, sync: str = "OK") -> None:
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds, `sync` after Sync=."""
@@ -430,8 +421,6 @@ class RunLog:
         self._next_drawing = time.perf_counter() + 200 * (time.perf_counter() - start)
 
     def close(self) -> None:
-        if self._profile:
-            self._profile.finish()
         self.save_history(last=True)
         if self._bar is not None:
             self._bar.close()
@@ -440,73 +429,6 @@ class RunLog:
                 self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
-
-
-class Profile:
-    """Where the time of some steps goes: a trace for a browser, and a table. Skips two steps first.
-
-    The table is in wall-clock time: a GPU is synchronized at the end of each phase, so steps take longer than
-    without a profile. Communication overlaps the other rows.
-    """
-
-    ROWS = ("data", "forward", "backward", "communication", "optimizer", "save", "evaluation", "other")
-
-    def __init__(self, out: Path, steps: int, say):
-        self.out, self.steps, self.say = out, steps, say
-        self.done, self.profiler, self.current = -2, None, contextlib.ExitStack()
-        self.seconds = dict.fromkeys(self.ROWS, 0.0)
-
-    def tick(self) -> None:
-        """Counts a step; starts and ends the recording."""
-        self.done += 1
-        if self.done == 0:
-            from torch.profiler import profile
-            self.profiler = profile()
-            self.profiler.start()
-        if self.done == self.steps:
-            self.finish()
-        self.phase("other")
-
-    def phase(self, name: str) -> None:
-        """Ends the current phase and begins the next."""
-        if self.profiler:
-            import torch
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            self.current.close()
-            if name == "evaluation":  # only its time is recorded: millions of operations would be gigabytes
-                self.profiler.toggle_collection_dynamic(False, self.profiler.activities)
-                self.current.callback(self.profiler.toggle_collection_dynamic, True, self.profiler.activities)
-            self.current.enter_context(torch.profiler.record_function(name))
-            self.current.callback(self._count, name, time.perf_counter())
-
-    def _count(self, name: str, begun: float) -> None:
-        self.seconds[name] += time.perf_counter() - begun
-
-    def finish(self) -> None:
-        """Writes the trace and prints the table, for as many steps as there were."""
-        if self.done < 1:
-            return self.say("--profile has nothing to show: the run ended before the third step")
-        if not self.profiler:
-            return
-        self.phase("other")
-        self.current.close()
-        self.profiler.stop()
-        for event in self.profiler.key_averages():
-            if re.match(r"gloo:|ncclDevKernel|ncclKernel", event.key):
-                self.seconds["communication"] += (event.self_device_time_total or event.cpu_time_total) / 1e6
-        total = sum(self.seconds.values()) - self.seconds["communication"]
-        self.say(f"profile of {self.done} steps, {1000 * total / self.done:.1f} ms each; communication "
-                 "overlaps the others:")
-        for name, seconds in self.seconds.items():
-            self.say(f"  {name:13} {1000 * seconds / self.done:10.2f} ms {seconds / total:7.1%}")
-        path = self.out / "trace.json.gz"
-        try:
-            self.profiler.export_chrome_trace(str(path))
-            self.say(f"the trace is {path}: open it in chrome://tracing or ui.perfetto.dev")
-        except OSError as error:
-            self.say(f"WARNING: the trace was not written ({error})")
-        self.profiler = None
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -432,10 +432,9 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
 
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
-    log = RunLog(tmp_path, False, "", wandb=True, profile=3)
+    log = RunLog(tmp_path, False, "", wandb=True)
     assert log.begin(0, {}, lambda record: True) is False
     log.say("x")
-    log.phase("data")
     log.tick(1)
     log.write(record(1))
     log.step_line(record(1), 0)
@@ -620,33 +619,6 @@ def test_kill_9_between_a_save_and_its_log_line(tmp_path, shards, where):
         assert history[key] == [r.get(key) for r in records]
     assert [s for s, _ in found["Loss/val_epoch"]] == [4, 8, 12, 16]
     assert [s for s, _ in found["System/CPU_percent"]] == [*range(1, 17)]
-
-
-@pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 0)] + [
-    pytest.param(script, ranks, marks=pytest.mark.long) for script, ranks in (
-        ("train_gpt2.py", 2), ("train_hrm.py", 2), ("train_mlm.py", 2))])
-def test_profile(tmp_path, shards, script, ranks):
-    """Four steps with an evaluation in the middle, of which the trace has no operations, only the time."""
-    import gzip
-
-    from runs import Trainer
-    out = tmp_path / "run"
-    flags = {"max_new_tokens": 5} if "mlm" not in script else {}
-    done = Trainer(script, **flags).train(ranks, shards, out, steps=8, profile=4, save_every=2,
-                                         eval_every=4, eval_batches=0)
-    assert done.code == 0 and "unknown peak of this CPU" in done.out, done.out
-    rows = dict(re.findall(r"^  (\w+) +(\d+\.\d+) ms +\d+\.\d%$", done.out, re.MULTILINE))
-    assert list(rows) == ["data", "forward", "backward", "communication", "optimizer", "save", "evaluation",
-                          "other"]
-    assert all(float(rows[name]) > 0 for name in rows if name not in ("communication", "other"))
-    assert float(rows["communication"]) > 0 or ranks == 0
-    total = float(re.search(r"profile of 4 steps, (\d+\.\d) ms each", done.out)[1])
-    assert abs(sum(map(float, rows.values())) - float(rows["communication"]) - total) < 0.1
-    with gzip.open(out / "trace.json.gz") as file:
-        events = [event.get("name") for event in json.load(file)["traceEvents"]]
-    assert events.count("forward") >= 4 and any(name.startswith("aten::") for name in events if name)
-    micro_batches = 2 if ranks < 2 else 1
-    assert events.count("aten::_log_softmax") == 4 * micro_batches  # evaluating takes one for each batch too
 
 
 # -----------------------------------------------------------------------------------------------------------
