@@ -4,7 +4,7 @@
     python monitor.py --once --json                      # one reading, for a script
     python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a table of the run, and its curves as a PNG
     python monitor.py runs/one runs/two --output two.png
-    python monitor.py runs/one runs/two --follow         # live and as text, for a remote terminal
+    watch -n 4 python monitor.py runs/one                # the table again and again, in a remote terminal
 
 A trainer reports to a RunLog, which writes to the run directory:
 
@@ -28,7 +28,6 @@ import os
 import re
 import resource
 import secrets
-import shutil
 import sys
 import threading
 import time
@@ -497,32 +496,6 @@ def format_table(runs: dict[str, list[dict]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-def sparkline(values: list[float], width: int, bars: str = "▁▂▃▄▅▆▇█") -> str:
-    """A line of at most `width` characters, each of which shows the mean of an equal part of the values."""
-    width = min(width, len(values))
-    edges = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
-    low, high = min(means), max(means)
-    return "".join(bars[int((m - low) / ((high - low) or 1) * (len(bars) - 1) + 0.5)] for m in means)
-
-
-def format_curves(runs: dict[str, list[dict]]) -> list[str]:
-    """Loss, validation loss, learning rate and throughput of runs as text: first, curve, last."""
-    width = min(max(shutil.get_terminal_size().columns - 45, 10), 80)
-    bars = "▁▂▃▄▅▆▇█" if (sys.stdout.encoding or "").lower().startswith("utf") else "_.-=+*#@"
-    lines = []
-    for name, records in runs.items():
-        lines += ["", name]
-        for key, label, form in (("loss", "training loss", "{:.4f}".format),
-                                 ("val_loss", "validation loss", "{:.4f}".format),
-                                 ("lr", "learning rate", "{:.1e}".format),
-                                 ("tokens_per_sec", "tokens/s", human_count)):
-            if values := [r[key] for r in records if r.get(key) is not None]:
-                lines.append(f"  {label:15} {form(values[0]):>8} {sparkline(values, width, bars)} "
-                             f"{form(values[-1])}")
-    return lines
-
-
 def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
     """Records by the name of the directory, or by its path if two share a name. Raises UserError."""
     names = [d.resolve().name for d in directories]
@@ -549,15 +522,13 @@ def parse_args(argv) -> argparse.Namespace:
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--follow", action="store_true", help="show runs as text, every --interval seconds")
-    shown.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
-                       "training_history.png in a single run's directory, runs.png here for several)")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
+                        "training_history.png in a single run's directory, runs.png here for several)")
     args = parser.parse_args(argv)
     if not 0.1 <= args.interval <= 1e6:
         parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
-    if (args.follow or args.output) and not args.runs:
-        parser.error("--follow and --output need the directory of a run")
+    if args.output and not args.runs:
+        parser.error("--output needs the directory of a run")
     return args
 
 
@@ -571,24 +542,18 @@ def watch_machine(args: argparse.Namespace) -> None:
 
 
 def show_runs(args: argparse.Namespace) -> None:
-    while True:
-        runs = read_runs(args.runs)
-        if args.json:
-            lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
-        else:
-            lines = format_table(runs) + (format_curves(runs) if args.follow else [])
-        clear = "\033[H\033[J" if args.follow and sys.stdout.isatty() else ""
-        print(clear + "\n".join(lines), flush=True)
-        if not args.follow or args.once:
-            break
-        time.sleep(args.interval)
-    if not args.follow:
-        path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
-        try:
-            draw_curves(runs, path)
-            print(f"the curves are in {path}", file=sys.stderr)
-        except ImportError:
-            print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
+    runs = read_runs(args.runs)
+    if args.json:
+        lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
+    else:
+        lines = format_table(runs)
+    print("\n".join(lines), flush=True)
+    path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
+    try:
+        draw_curves(runs, path)
+        print(f"the curves are in {path}", file=sys.stderr)
+    except ImportError:
+        print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
