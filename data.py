@@ -1257,11 +1257,6 @@ def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
     return found
 
 
-def sample_rows(position: int, count: int, rows: int, seed: int) -> np.ndarray:
-    """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
-    return shuffled(np.arange(position, position + count), rows, seed)
-
-
 class Masker:
     """Chooses what a masked language model has to predict: a pure function of seed, epoch, row and position.
 
@@ -1379,10 +1374,10 @@ class Shards:
             self.grids.append((int(end) - n, x, y))
 
     def order(self, position: int, count: int, seed: int) -> np.ndarray:
-        """Rows (count,), int64, of the samples [position, position + count), as sample_rows."""
-        if not self.parts:
-            return sample_rows(position, count, self.rows, seed)
+        """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
         positions, rows = np.arange(position, position + count), np.empty(count, np.int64)
+        if not self.parts:
+            return shuffled(positions, self.rows, seed)
         places, begin = shuffled(positions, self.MIX, seed + 1), 0
         for first, n, share in self.parts:
             mine = (begin <= places) & (places < begin + share)
@@ -1717,7 +1712,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     shards = getattr(dataset, split)
     if shards is None:
         raise UserError(f"{directory} has no validation split.")
-    picked = np.sort(sample_rows(0, min(rows, shards.rows), shards.rows, seed))
+    picked = np.sort(shards.order(0, min(rows, shards.rows), seed))
     x = np.empty((len(picked), seq_len), shards.dtype)
     shards.take(picked, x, np.empty_like(x))
     for row, tokens in zip(picked, x):

@@ -548,7 +548,6 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)"),
         ("--log-every", positive_int, 10, "steps between log lines"),
         ("--wandb", bool, None, "send the curves to Weights & Biases as well"),
-        ("--profile", nonnegative_int, 0, "print where the time of so many steps goes; write a trace"),
         ("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too"),
         ("--eval-batches", nonnegative_int, None, "global batches in an evaluation; 0: all"),
         ("--save-every", positive_int, None, "steps between checkpoints"),
@@ -1539,7 +1538,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, world: World, dataset: Dataset, size: dict, out: Path):
         self.args, self.world, self.dataset, self.out = args, world, dataset, out
         self._resources = lock_run_dir(out, world)
-        self.log = monitor.RunLog(out, world.is_rank0, world.prefix, args.wandb, args.profile)
+        self.log = monitor.RunLog(out, world.is_rank0, world.prefix, args.wandb)
         self._resources.callback(self.log.close)
         self.saved = load_to_resume(out, args.resume, world, self.log.say)
         size = recipe(args, size)
@@ -1766,7 +1765,6 @@ class Run:
         self.stopping = self._vote.read()
         self._vote.start()
         if state.apart and (self._save_due or state.outer.meets(self.step)):
-            self.log.phase("other")
             state.outer.meet()  # a checkpoint needs the same parameters on all ranks
             state.apart = False
         self.log.tick(self.step)
@@ -1800,9 +1798,7 @@ class Run:
         if self._record:
             self._save()  # before the evaluation, which can take long
             if self._evaluation_due and not self.stopping:
-                self.log.phase("evaluation")
                 found = evaluate()
-                self.log.phase("other")
                 if self.stopping:  # a signal has cut it short: the resumed run evaluates and logs this step
                     self._save()  # which is now due even if the update was skipped
                 else:
@@ -1820,13 +1816,11 @@ class Run:
             assert_in_sync(self.state.model.state_dict())
             self._compared = self.step
         if due and self._checkpoints.saved_step != self.step:
-            self.log.phase("save")
             position = {"samples": self.samples, "record": self._record, "epoch": self.epoch,
                         "ends_epoch": self.ends_epoch}
             self._checkpoints.save(self.step, self._record["loss"], self._identity | position, self.state)
             self._say_here(f"step {self.step}/{self.total_steps} | {self._record['mem_gb']:.1f} GB | in "
                            "sync, node 0 saves a checkpoint")
-            self.log.phase("other")
 
     def _log(self, sample) -> None:
         args, record, log, world = self.args, self._record, self.log, self.world

@@ -4,7 +4,7 @@
     python monitor.py --once --json                      # one reading, for a script
     python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a table of the run, and its curves as a PNG
     python monitor.py runs/one runs/two --output two.png
-    python monitor.py runs/one runs/two --follow         # live and as text, for a remote terminal
+    watch -n 4 python monitor.py runs/one                # the table again and again, in a remote terminal
 
 A trainer reports to a RunLog, which writes to the run directory:
 
@@ -13,7 +13,6 @@ A trainer reports to a RunLog, which writes to the run directory:
     history.json          the same as lists, for plotting
     training_history.png  loss, learning rate and throughput, if matplotlib is installed
     tb/                   the same curves for TensorBoard, if it is installed
-    trace.json.gz         what --profile recorded, for chrome://tracing or ui.perfetto.dev
 
 A logged step has one line in metrics.jsonl and one point in each curve, even after a kill: see RunLog.write.
 GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and torch's own messages.
@@ -29,7 +28,6 @@ import os
 import re
 import resource
 import secrets
-import shutil
 import sys
 import threading
 import time
@@ -249,17 +247,16 @@ def curve_values(record: dict) -> dict[str, float]:
 class RunLog:
     """The log of a run in directory `out`. Only rank 0 (`active`) writes; elsewhere all methods do nothing.
 
-    `wandb` sends the curves to Weights & Biases as well; `profile` is a number of steps, see Profile.
+    `wandb` sends the curves to Weights & Biases as well.
     """
 
-    def __init__(self, out: Path, active: bool, prefix: str, wandb=False, profile=0):
+    def __init__(self, out: Path, active: bool, prefix: str, wandb=False):
         self.out, self.active, self.prefix = Path(out), active, prefix
         self.total_steps = 0  # to be set before `begin`
         self.records: list[dict] = []
         self._use_wandb, self._next_drawing = wandb, 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
-        self._profile = Profile(self.out, profile, self.say) if active and profile else None
         self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8") if active else None
 
     def say(self, text: str = "", on_screen: bool = True) -> None:
@@ -341,16 +338,9 @@ class RunLog:
                             "WANDB_MODE=offline, or leave it out.") from None
 
     def tick(self, step: int) -> None:
-        """Ends a step: advances the progress bar and the profile."""
-        if self._profile:
-            self._profile.tick()
+        """Advances the progress bar."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
-
-    def phase(self, name: str) -> None:
-        """Tells the profile which phase begins: one of Profile.ROWS, except communication."""
-        if self._profile:
-            self._profile.phase(name)
 
     def step_line(self, r: dict, eta: float, sync: str = "OK") -> None:
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds, `sync` after Sync=."""
@@ -433,8 +423,6 @@ class RunLog:
         self._next_drawing = time.perf_counter() + 200 * (time.perf_counter() - start)
 
     def close(self) -> None:
-        if self._profile:
-            self._profile.finish()
         self.save_history(last=True)
         if self._bar is not None:
             self._bar.close()
@@ -443,73 +431,6 @@ class RunLog:
                 self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
-
-
-class Profile:
-    """Where the time of some steps goes: a trace for a browser, and a table. Skips two steps first.
-
-    The table is in wall-clock time: a GPU is synchronized at the end of each phase, so steps take longer than
-    without a profile. Communication overlaps the other rows.
-    """
-
-    ROWS = ("data", "forward", "backward", "communication", "optimizer", "save", "evaluation", "other")
-
-    def __init__(self, out: Path, steps: int, say):
-        self.out, self.steps, self.say = out, steps, say
-        self.done, self.profiler, self.current = -2, None, contextlib.ExitStack()
-        self.seconds = dict.fromkeys(self.ROWS, 0.0)
-
-    def tick(self) -> None:
-        """Counts a step; starts and ends the recording."""
-        self.done += 1
-        if self.done == 0:
-            from torch.profiler import profile
-            self.profiler = profile()
-            self.profiler.start()
-        if self.done == self.steps:
-            self.finish()
-        self.phase("other")
-
-    def phase(self, name: str) -> None:
-        """Ends the current phase and begins the next."""
-        if self.profiler:
-            import torch
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            self.current.close()
-            if name == "evaluation":  # only its time is recorded: millions of operations would be gigabytes
-                self.profiler.toggle_collection_dynamic(False, self.profiler.activities)
-                self.current.callback(self.profiler.toggle_collection_dynamic, True, self.profiler.activities)
-            self.current.enter_context(torch.profiler.record_function(name))
-            self.current.callback(self._count, name, time.perf_counter())
-
-    def _count(self, name: str, begun: float) -> None:
-        self.seconds[name] += time.perf_counter() - begun
-
-    def finish(self) -> None:
-        """Writes the trace and prints the table, for as many steps as there were."""
-        if self.done < 1:
-            return self.say("--profile has nothing to show: the run ended before the third step")
-        if not self.profiler:
-            return
-        self.phase("other")
-        self.current.close()
-        self.profiler.stop()
-        for event in self.profiler.key_averages():
-            if re.match(r"gloo:|ncclDevKernel|ncclKernel", event.key):
-                self.seconds["communication"] += (event.self_device_time_total or event.cpu_time_total) / 1e6
-        total = sum(self.seconds.values()) - self.seconds["communication"]
-        self.say(f"profile of {self.done} steps, {1000 * total / self.done:.1f} ms each; communication "
-                 "overlaps the others:")
-        for name, seconds in self.seconds.items():
-            self.say(f"  {name:13} {1000 * seconds / self.done:10.2f} ms {seconds / total:7.1%}")
-        path = self.out / "trace.json.gz"
-        try:
-            self.profiler.export_chrome_trace(str(path))
-            self.say(f"the trace is {path}: open it in chrome://tracing or ui.perfetto.dev")
-        except OSError as error:
-            self.say(f"WARNING: the trace was not written ({error})")
-        self.profiler = None
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -578,32 +499,6 @@ def format_table(runs: dict[str, list[dict]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-def sparkline(values: list[float], width: int, bars: str = "▁▂▃▄▅▆▇█") -> str:
-    """A line of at most `width` characters, each of which shows the mean of an equal part of the values."""
-    width = min(width, len(values))
-    edges = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
-    low, high = min(means), max(means)
-    return "".join(bars[int((m - low) / ((high - low) or 1) * (len(bars) - 1) + 0.5)] for m in means)
-
-
-def format_curves(runs: dict[str, list[dict]]) -> list[str]:
-    """Loss, validation loss, learning rate and throughput of runs as text: first, curve, last."""
-    width = min(max(shutil.get_terminal_size().columns - 45, 10), 80)
-    bars = "▁▂▃▄▅▆▇█" if (sys.stdout.encoding or "").lower().startswith("utf") else "_.-=+*#@"
-    lines = []
-    for name, records in runs.items():
-        lines += ["", name]
-        for key, label, form in (("loss", "training loss", "{:.4f}".format),
-                                 ("val_loss", "validation loss", "{:.4f}".format),
-                                 ("lr", "learning rate", "{:.1e}".format),
-                                 ("tokens_per_sec", "tokens/s", human_count)):
-            if values := [r[key] for r in records if r.get(key) is not None]:
-                lines.append(f"  {label:15} {form(values[0]):>8} {sparkline(values, width, bars)} "
-                             f"{form(values[-1])}")
-    return lines
-
-
 def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
     """Records by the name of the directory, or by its path if two share a name. Raises UserError."""
     names = [d.resolve().name for d in directories]
@@ -630,15 +525,13 @@ def parse_args(argv) -> argparse.Namespace:
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--follow", action="store_true", help="show runs as text, every --interval seconds")
-    shown.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
-                       "training_history.png in a single run's directory, runs.png here for several)")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
+                        "training_history.png in a single run's directory, runs.png here for several)")
     args = parser.parse_args(argv)
     if not 0.1 <= args.interval <= 1e6:
         parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
-    if (args.follow or args.output) and not args.runs:
-        parser.error("--follow and --output need the directory of a run")
+    if args.output and not args.runs:
+        parser.error("--output needs the directory of a run")
     return args
 
 
@@ -652,24 +545,18 @@ def watch_machine(args: argparse.Namespace) -> None:
 
 
 def show_runs(args: argparse.Namespace) -> None:
-    while True:
-        runs = read_runs(args.runs)
-        if args.json:
-            lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
-        else:
-            lines = format_table(runs) + (format_curves(runs) if args.follow else [])
-        clear = "\033[H\033[J" if args.follow and sys.stdout.isatty() else ""
-        print(clear + "\n".join(lines), flush=True)
-        if not args.follow or args.once:
-            break
-        time.sleep(args.interval)
-    if not args.follow:
-        path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
-        try:
-            draw_curves(runs, path)
-            print(f"the curves are in {path}", file=sys.stderr)
-        except ImportError:
-            print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
+    runs = read_runs(args.runs)
+    if args.json:
+        lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
+    else:
+        lines = format_table(runs)
+    print("\n".join(lines), flush=True)
+    path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
+    try:
+        draw_curves(runs, path)
+        print(f"the curves are in {path}", file=sys.stderr)
+    except ImportError:
+        print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -299,39 +299,32 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
     return model, kept
 
 
-def memory_of(model: nn.Module, strategy: str, cpu_offload: bool, processes: int, optimizer: str = "adamw",
-              ema: bool = False, diloco: bool = False) -> dict[str, float]:
-    """Bytes for parameters, gradients and optimizer state in each process, by type, at the peak.
+def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
+              activations: int) -> dict[str, float]:
+    """Bytes in each process, by type, at the peak, with `strategy` instead of that of the flags.
 
     zero2 and zero3 hold their shards and what is gathered: zero2 all parameters, zero3 those of two blocks
     (one is fetched ahead) and those outside of blocks; and the gradients of a block and of what is outside.
     With the others, the largest gradient comes in two parts, of embedding and head.
     """
+    strategy, _, offload = strategy.partition(" ")
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
     blocks = [sum(4 * p.numel() for p in block.parameters()) for block in blocks_of(model)]
     everything, outside = sum(sizes.values()), sum(sizes.values()) - sum(blocks)
-    hidden = sum(n for name, n in sizes.items() if optimizer == "muon" and ".blocks." in name)
+    hidden = sum(n for name, n in sizes.items() if args.optimizer == "muon" and ".blocks." in name)
     state = 2 * everything - hidden  # Muon keeps one number for each, AdamW two
     sharded = strategy in ("zero2", "zero3")
-    held = 0 if cpu_offload else everything / (processes if sharded else 1)
+    held = 0 if offload else everything / (processes if sharded else 1)
     gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
+    apart = strategy == "ddp" and bool(args.outer_every)  # DiLoCo keeps two copies
     return {"parameters": held + gathered,
             "gradients": held + (outside + max(blocks) if sharded else max(sizes.values())),
-            "optimizer": 0 if cpu_offload else state if strategy == "ddp" else state / processes,
-            "other": ema * held + diloco * 2 * everything}  # DiLoCo keeps two copies
+            "optimizer": 0 if offload else state if strategy == "ddp" else state / processes,
+            "other": (args.ema > 0) * held + apart * 2 * everything, "activations": activations}
 
 
 def fits(held: dict[str, float], gigabytes: float) -> bool:
     return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
-
-
-def held_by_process(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
-                    activations: int) -> dict[str, float]:
-    """Bytes in each process by type, with `strategy` instead of that of the flags."""
-    name, _, offload = strategy.partition(" ")
-    held = memory_of(model, name, bool(offload), processes, args.optimizer, args.ema > 0,
-                     name == "ddp" and bool(args.outer_every))
-    return held | {"activations": activations}
 
 
 def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dtype: torch.dtype,
@@ -348,7 +341,7 @@ def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dt
         model, activations = kept_for_backward(model_class, config, dtype, mode, inputs, compiled)
         activations += logits
         strategy = args.strategy + " --cpu-offload" * args.cpu_offload
-        if fits(held_by_process(model, strategy, args, processes, activations), gigabytes):
+        if fits(memory_of(model, strategy, args, processes, activations), gigabytes):
             break
     return mode, model, activations
 
@@ -377,7 +370,7 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
           f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
           f"{'on' if compiled else 'off'}, activation checkpointing {mode}"
           f"{'' if args.checkpoint_activations else ' (the fastest that fits, else the smallest)'}; in GB:")
-    table = {strategy: held_by_process(model, strategy, args, processes, activations)
+    table = {strategy: memory_of(model, strategy, args, processes, activations)
              for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload")}
     fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes)]
     print(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))

@@ -78,15 +78,11 @@ def main() -> None:
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         seed_step(args.seed, run.step, world.rank)
         for micro_step in range(run.grad_accum_steps):
-            run.log.phase("data")
             x, y = next(loader)  # (B, T) each
-            run.log.phase("forward")
             last = micro_step == run.grad_accum_steps - 1
             with state.no_sync(not last):
                 objective, statistics = state.wrapped(x, y)
-                run.log.phase("backward")
                 state.backward(objective, statistics, last)
-        run.log.phase("optimizer")
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr)

@@ -105,15 +105,11 @@ def main() -> None:
         bp_steps, ponder_weight = low + int(ramp * (high - low)), ramp * args.ponder_cost
         seed_step(args.seed, run.step, world.rank)
         for micro_step in range(run.grad_accum_steps):
-            run.log.phase("data")
             x, y = next(loader)  # (B, T) each
-            run.log.phase("forward")
             last = micro_step == run.grad_accum_steps - 1
             with state.no_sync(not last):
                 objective, statistics = state.wrapped(x, y, bp_steps=bp_steps, ponder_weight=ponder_weight)
-                run.log.phase("backward")
                 state.backward(objective, statistics, last)
-        run.log.phase("optimizer")
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr, bp_steps=bp_steps)

@@ -83,7 +83,7 @@ def read(args, directory: Path) -> None:
     shards = data.Dataset(directory, SEQ_LEN).train
     x = np.empty((BATCH, SEQ_LEN), np.uint16)
     y = np.empty_like(x)
-    batches = [np.sort(data.sample_rows(i * BATCH, BATCH, shards.rows, 0)) for i in range(2000)]
+    batches = [np.sort(shards.order(i * BATCH, BATCH, 0)) for i in range(2000)]
     flat = np.empty(BATCH * SEQ_LEN, np.uint16)
 
     def take():
@@ -117,7 +117,7 @@ def mask(args, directory: Path) -> None:
     masker = data.Masker(dataset.tokenizer, 512, 0.3, 0)
     x = np.empty((64, 512), np.uint16)
     y, epochs = np.empty_like(x), np.zeros(64, np.int64)
-    batches = [np.sort(data.sample_rows(i * 64, 64, dataset.train.rows, 0)) for i in range(50)]
+    batches = [np.sort(dataset.train.order(i * 64, 64, 0)) for i in range(50)]
 
     def both():
         for rows in batches:

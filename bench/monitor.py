@@ -3,10 +3,10 @@
     python bench/monitor.py [--pairs 20 --steps 10 --batch 8 --log-every 10]
 
 The model is `train_gpt2.py --size tiny`, on a GPU if there is one. A pair is `steps` steps of each kind, in
-one process, with one model, in an order that changes from pair to pair. With RunLog, a step names its phases
-and advances the bar, and every `log-every` steps a record goes to metrics.jsonl, to the screen and, with the
-use of CPU and RAM, to TensorBoard, if the extras are installed. Prints median and quartiles over the pairs of
-the ratio with / without, of wall-clock and of CPU time, and what RunLog's calls took by themselves.
+one process, with one model, in an order that changes from pair to pair. With RunLog, a step advances the bar,
+and every `log-every` steps a record goes to metrics.jsonl, to the screen and, with the use of CPU and RAM, to
+TensorBoard, if the extras are installed. Prints median and quartiles over the pairs of the ratio with /
+without, of wall-clock and of CPU time, and what RunLog's calls took by themselves.
 """
 
 import argparse
@@ -54,12 +54,8 @@ def main() -> None:
 
         begun = time.perf_counter(), time.process_time()
         for _ in range(args.steps):
-            report(log.phase, "data")
-            report(log.phase, "forward")
             loss, _ = model(x, x)
-            report(log.phase, "backward")
             loss.backward()
-            report(log.phase, "optimizer")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -39,13 +39,13 @@ def measure(strategy: str) -> None:
     config, x = GPT2Config(seq_len=SEQ_LEN), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
     inputs = {name: torch.zeros(BATCH, config.seq_len, dtype=torch.long) for name in ("idx", "targets")}
     fake, said = kept_for_backward(GPT2, config, torch.float32, "none", inputs, compiled=False)
-    said += sum(memory_of(fake, name, False, world.world_size).values())
+    args = train_gpt2.parse_args(["--size", "gpt2", "--precision", "fp32", "--strategy", *strategy.split()])
+    said = sum(memory_of(fake, name, args, world.world_size, said).values())
     before = resident("VmRSS")
     model = ddp_utils.build_model(GPT2, config, world, name, bool(offload))
     for p in model.parameters():  # weights do not matter here, and rank 0 should not hold a second copy
         torch.nn.init.constant_(local_shard(p), 0.01)
-    flags = ["--size", "gpt2", "--precision", "fp32", "--strategy", *strategy.split()]
-    state = ddp_utils.TrainState(model, train_gpt2.parse_args(flags), world)
+    state = ddp_utils.TrainState(model, args, world)
     for _ in range(3):
         state.wrapped(x, x)[0].backward()
         norm = state.clip_gradients(1.0)

@@ -201,7 +201,7 @@ def check_memory(world: World) -> None:
         held[strategy, offload] = {what: sum(local_shard(t).nbytes for t in found)
                                    for what, found in tensors.items()}
         held[strategy, offload]["gradients"] = sum(gradients)
-        said = test_ddp.memory_of(model, strategy, False, world.world_size)
+        said = test_ddp.memory_of(model, strategy, train_hrm.parse_args([]), world.world_size, 0)
         for what, n in held[strategy, offload].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
                 assert 0.7 * said[what] <= n <= 1.3 * said[what], (strategy, what, n, said)

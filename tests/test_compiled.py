@@ -303,7 +303,7 @@ def test_the_first_mode_that_fits_is_chosen():
     for mode in test_ddp.CHECKPOINTING:
         found, made, activations = chosen(0.0, checkpoint_activations=mode)
         assert found == mode  # what is asked for is not changed
-        needed[mode] = sum(test_ddp.held_by_process(made, "ddp", args, 1, activations).values()) / 0.92e9
+        needed[mode] = sum(test_ddp.memory_of(made, "ddp", args, 1, activations).values()) / 0.92e9
     assert needed["none"] > needed["selective"] > needed["block"]
     for mode in test_ddp.CHECKPOINTING:
         assert chosen(1.0001 * needed[mode])[0] == mode

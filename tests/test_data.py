@@ -718,7 +718,7 @@ def test_batches_are_the_rows_of_the_order(dataset):
     shards = dataset.train
     (tokens,) = [mapped.tolist() for mapped in shards.tokens]  # one shard: row r begins at token r · 64
     for step, found in enumerate(global_batches(shards, 2, 8, 1, 4)):
-        rows = data.sample_rows(step * 16, 16, shards.rows, 7)
+        rows = shards.order(step * 16, 16, 7)
         expected = [[tokens[r * 64:r * 64 + 64], tokens[r * 64 + 1:r * 64 + 65]] for r in rows.tolist()]
         assert found == sorted(expected)
 
@@ -735,7 +735,7 @@ def test_rows_of_many_shards(undisturbed):
     y = np.empty_like(x)
     shards.take(np.arange(len(expected)), x, y)
     assert np.stack([x, y], 1).tolist() == expected
-    some = np.sort(data.sample_rows(0, 500, shards.rows, 1))
+    some = np.sort(shards.order(0, 500, 1))
     shards.take(some, x[:500], y[:500])
     assert np.stack([x, y], 1)[:500].tolist() == [expected[row] for row in some]
 
@@ -752,7 +752,7 @@ SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 64, 65, 255, 256, 257, 1000, 4097,
 def test_an_epoch_visits_every_row_once(seed):
     for n in SIZES:
         for epoch in (0, 1, 10**6):
-            assert each_once(data.sample_rows(epoch * n, n, n, seed), n), (n, epoch)
+            assert each_once(data.shuffled(epoch * n + np.arange(n), n, seed), n), (n, epoch)
 
 
 def test_an_order_that_repeats_rows_is_noticed():
@@ -763,16 +763,17 @@ def test_an_order_that_repeats_rows_is_noticed():
 
 @pytest.mark.parametrize("n", [20, 1000, 31_337])
 def test_epochs_and_seeds_differ(n):
-    orders = [data.sample_rows(epoch * n, n, n, seed).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    orders = [data.shuffled(epoch * n + np.arange(n), n, seed).tolist()
+              for seed in (0, 1) for epoch in (0, 1)]
     assert all(a != b for a, b in itertools.combinations([*orders, list(range(n))], 2))
 
 
 def test_the_order_does_not_depend_on_how_it_is_asked_for():
     n, chance, at = 777, random.Random(5), 0
-    whole = data.sample_rows(0, 5 * n, n, 3).tolist()
+    whole = data.shuffled(np.arange(5 * n), n, 3).tolist()
     while at < 4 * n:
         count = chance.randrange(1, 300)
-        assert data.sample_rows(at, count, n, 3).tolist() == whole[at:at + count]
+        assert data.shuffled(np.arange(at, at + count), n, 3).tolist() == whole[at:at + count]
         at += count
 
 
@@ -792,7 +793,7 @@ def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
         seconds.append(time.perf_counter() - begin)
         loader.close()
     assert min(seconds) < 0.05
-    rows = np.sort(data.sample_rows(10**6 * 512 + 3 * 64, 64, shards.rows, 1))
+    rows = np.sort(shards.order(10**6 * 512 + 3 * 64, 64, 1))
     expected = np.empty((64, 64), shards.dtype)
     shards.take(rows, expected, np.empty_like(expected))
     assert x.tolist() == expected.tolist()
@@ -916,7 +917,7 @@ def test_verify(undisturbed):
 def test_peek(shards, dataset, split):
     result = run(0, "data.py", "peek", shards, *f"--rows 4 --split {split} --seq-len 96 --seed 5".split())
     tokens = getattr(dataset, split).tokens[0]
-    rows = sorted(data.sample_rows(0, 4, (len(tokens) - 1) // 96, 5).tolist())
+    rows = sorted(data.shuffled(np.arange(4), (len(tokens) - 1) // 96, 5).tolist())
     texts = [dataset.tokenizer.decode(tokens[row * 96:row * 96 + 96]) for row in rows]
     expected = [f"--- {split} row {row}\n{text}\n" for row, text in zip(rows, texts, strict=True)]
     assert result.code == 0 and result.out == "".join(expected)

@@ -257,8 +257,7 @@ MISTAKES = {
     "monitor.py --interval often": "--interval: invalid",
     "monitor.py nowhere": "has no metrics.jsonl",
     "monitor.py ready": "has no metrics.jsonl",
-    "monitor.py --follow": "need the directory of a run",
-    "monitor.py --output picture.png": "need the directory of a run",
+    "monitor.py --output picture.png": "needs the directory of a run",
 }
 AS_PROCESSES = ("nonsense", "random.txt --tokenizer", "damaged.parquet", "verify last", "--learning-rate",
                 "run-hrm --d-model")
