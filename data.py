@@ -585,7 +585,7 @@ def maze(some: random.Random, level: int) -> tuple[str, str]:
         begin, *cells = some.sample(free, 9) if len(free) > 8 else [0]
         reached = {begin: 0}
         for cell in (edge := [begin]):  # which grows
-            for step, inside in ((-n, cell >= n), (n, cell < n * n - n), (-1, cell % n), (1, cell % n < n - 1)):
+            for step, inside in ((-n, cell >= n), (n, cell < n * n - n), (-1, cell % n), (1, (cell + 1) % n)):
                 if inside and not wall[cell + step] and cell + step not in reached:
                     reached[cell + step] = reached[cell] + 1
                     edge.append(cell + step)
@@ -597,7 +597,7 @@ def maze(some: random.Random, level: int) -> tuple[str, str]:
 
 
 PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
-    j // 12 == i // 12 and j % 6 // 3 == i % 6 // 3))} for i in range(36)]  # no two of them have the same digit
+    j // 12 == i // 12 and j % 6 // 3 == i % 6 // 3))} for i in range(36)]  # cells that have another digit
 
 
 def sudoku(some: random.Random, level: int) -> tuple[str, str]:
@@ -630,8 +630,8 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
                 return tuple("".join(map(str, each)) for each in (grid, solved))
 
 
-# Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and how
-# many tokens a row should have.
+# Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and
+# how many tokens a row should have.
 TASKS = {"hops": (hops, 8, 256), "automaton": (automaton, 8, 256), "maze": (maze, 4, 228),
          "sudoku": (sudoku, 4, 228)}
 TASK_TOKENS = 2_500_000  # what a run of 600 steps of `tiny` needs
@@ -1637,7 +1637,8 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         return out
     if local_rank == 0:
         prefix = data.partition(":")[0]
-        local, useful = prefix in ("stdlib", "pairs", *FILE_PREFIXES), TASK_TOKENS if prefix == "task" else useful
+        local = prefix in ("stdlib", "pairs", *FILE_PREFIXES)
+        useful = TASK_TOKENS if prefix == "task" else useful
         settings = manifest["settings"] if manifest else {
             "max_tokens": max_tokens or (None if local else useful), "max_samples": max_samples}
         if not manifest and prefix in ("pairs", "task"):

@@ -2,7 +2,7 @@
 
     python bench/learning.py --data stdlib --settings hrm,plain,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
     python bench/learning.py --data stdlib --settings hrm,plain --lr 1.2e-2 --seeds 1,2,3
-    python bench/learning.py --data task:automaton --settings hrm,plain,deep --steps 600 --equal flops
+    python bench/learning.py --data task:maze --settings hrm,plain,deep --steps 600 --equal flops
 
 Each run is a run directory of a trainer under --out, so the same command goes on where it stopped, and
 `python monitor.py DIR …` draws them. The table has the mean over the seeds, lowest and highest, for each rate;
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens")
-    parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs, as in --flags '--ema 0.99'")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs: --flags '--ema 0.99'")
     parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at a time")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
@@ -94,8 +94,8 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         found = dict(zip(runs, pool.map(lambda run: train(*run, steps[run[0]], args), runs)))
     print(f"{args.data}, equal {args.equal}, seeds {args.seeds} {' '.join(args.flags)}\n")
-    print("| setting | parameters | GFLOP a token | steps | lr | validation loss | lowest to highest | exact |\n"
-          "|---|---|---|---|---|---|---|---|")
+    print("| setting | parameters | GFLOP a token | steps | lr | validation loss | lowest to highest | exact |")
+    print("|---|---|---|---|---|---|---|---|")
     for setting in settings:
         means = {lr: [r for seed in seeds if (r := found[setting, lr, seed])] for lr in rates}
         means = {lr: records for lr, records in means.items() if records}

@@ -1,0 +1,100 @@
+"""Tasks of many steps: their answers are right, their levels too, and a trainer learns from them."""
+
+import itertools
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from runs import Trainer
+
+import data
+
+
+def made(name: str, level: int, count: int = 40) -> list[tuple[str, str]]:
+    make, levels, _ = data.TASKS[name]
+    assert level <= levels
+    return [make(random.Random(f"{name} {level} {i}"), level) for i in range(count)]
+
+
+@pytest.mark.parametrize("level", range(1, 9))
+def test_hops(level):
+    for follows, answer in made("hops", level):
+        assert sorted(follows) == list("abcdefghijkl")
+        for letter, found in zip("abcdefghijkl", answer):
+            for _ in range(level):
+                letter = follows[ord(letter) - 97]
+            assert letter == found
+
+
+@pytest.mark.parametrize("level", range(1, 9))
+def test_automaton(level):
+    table = {f"{i:03b}": "01"[30 >> i & 1] for i in range(8)}  # what rule 30 means
+    for bits, answer in made("automaton", level):
+        for _ in range(level):
+            ring = bits[-1] + bits + bits[0]
+            bits = "".join(table[ring[i:i + 3]] for i in range(24))
+        assert bits == answer
+
+
+@pytest.mark.parametrize("level, nearest, farthest", [(1, 1, 4), (2, 5, 6), (3, 7, 8), (4, 9, 64)])
+def test_maze(level, nearest, farthest):
+    for text, answer in made("maze", level):
+        grid = np.pad(np.array(list(text)).reshape(8, 8), 1, constant_values="#")
+        reached, when = grid == "S", {}
+        for steps in range(65):  # the flood grows to all four sides
+            when |= {letter: steps for letter in grid[reached] if letter.isalpha() and letter not in when}
+            sides = [np.roll(reached, *by) for by in ((1, 0), (-1, 0), (1, 1), (-1, 1))]
+            reached = (reached | np.logical_or.reduce(sides)) & (grid != "#")
+        assert answer == "".join("01"[letter in when] for letter in "abcdefgh")
+        assert nearest <= max(when.values()) <= farthest and 1 < answer.count("1") < 7
+
+
+@pytest.mark.parametrize("level", range(1, 5))
+def test_sudoku(level):
+    def units(cells):
+        rows = [cells[i:i + 6] for i in range(0, 36, 6)]
+        boxes = [sum((row[c:c + 3] for row in rows[r:r + 2]), []) for r in (0, 2, 4) for c in (0, 3)]
+        return [*rows, *map(list, zip(*rows)), *boxes]
+
+    def count(cells, i=0):  # solutions, by trying everything in order
+        if i == 36:
+            return 1
+        total = 0
+        for digit in [cells[i]] if cells[i] != "0" else "123456":
+            trial = cells[:i] + [digit] + cells[i + 1:]
+            if all(len({*filled}) == len(filled) for unit in units(trial)
+                   for filled in [[c for c in unit if c != "0"]]):
+                total += count(trial, i + 1)
+        return total
+
+    for n, (puzzle, solution) in enumerate(made("sudoku", level, 12)):
+        assert all({*unit} == {*"123456"} for unit in units(list(solution)))
+        assert all(a in ("0", b) for a, b in zip(puzzle, solution)) and puzzle.count("0") == 6 * level
+        assert n > 1 or count(list(puzzle)) == 1
+    assert count([c if c > "2" else "0" for c in solution]) > 1  # all 1 and 2 can change places
+
+
+def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
+    """So it is the same with any number of workers, and after a stop."""
+    whole = data.prepare("task:hops", tmp_path / "whole", max_samples=3000, shard_tokens=20000, workers=1)
+    data.prepare("task:hops", tmp_path / "two", max_samples=3000, shard_tokens=20000, workers=2)
+    for path in whole.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    source = data.Source("task:hops", ["level"], "hash:0.05")
+    first = list(itertools.islice(source.documents(0), 50))
+    assert list(itertools.islice(source.documents(20), 30)) == first[20:]
+    assert {level for (_, _, level), _ in first} <= set("12345678")
+    manifest = json.loads((whole / "manifest.json").read_text())
+    assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.05"
+
+
+def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "TASK_TOKENS", 30000)
+    done = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2).train(
+        0, "task:maze", tmp_path / "run", steps=2, eval_every=2)
+    assert done.code == 0 and "task:maze is prepared up to 30,000 tokens" in done.out, done.out
+    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 4 \d+\.\d%", done.out) and "rows of 228" in done.out
+    assert (tmp_path / "shards" / "task-maze-bytes" / "manifest.json").exists()
