@@ -1,12 +1,12 @@
 """Which of several settings learns best: each at several learning rates and seeds, to equal tokens or FLOPs.
 
-    python bench/learning.py --data stdlib --settings hrm,plain,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
+    python bench/learning.py --data stdlib --settings hrm,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
     python bench/learning.py --data stdlib --settings hrm,plain --lr 1.2e-2 --seeds 1,2,3
     python bench/learning.py --data task:maze --settings hrm,plain,deep --steps 600 --equal flops
 
 Each run is a run directory of a trainer under --out, so the same command goes on where it stopped, and
-`python monitor.py DIR …` draws them. The table has the mean over the seeds, lowest and highest, for each rate;
-the best rate of a setting is marked. --flags are added to all runs. With --equal flops, all settings train
+`python monitor.py DIR …` draws them. The table has the mean over the seeds, lowest and highest, for each
+rate; the best rate of a setting is marked. --flags are added to all runs. With --equal flops, all train
 for as many FLOPs as the first does in --steps. Choose rates on one seed and one --val-split, report others.
 """
 
@@ -94,7 +94,7 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         found = dict(zip(runs, pool.map(lambda run: train(*run, steps[run[0]], args), runs)))
     print(f"{args.data}, equal {args.equal}, seeds {args.seeds} {' '.join(args.flags)}\n")
-    print("| setting | parameters | GFLOP a token | steps | lr | validation loss | lowest to highest | exact |")
+    print("| setting | parameters | GFLOP a token | steps | lr | loss | lowest to highest | exact match |")
     print("|---|---|---|---|---|---|---|---|")
     for setting in settings:
         means = {lr: [r for seed in seeds if (r := found[setting, lr, seed])] for lr in rates}
