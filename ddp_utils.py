@@ -866,7 +866,9 @@ def run_directory(args: argparse.Namespace, name: str) -> Path:
 
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
     """--export, --prompt and --fill: uses the newest checkpoint of a run, or that of --resume."""
-    model, saved = load_model(model_class, out if args.resume == "auto" else args.resume, world, print)
+    deeper = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
+    resume = out if args.resume == "auto" else args.resume
+    model, saved = load_model(model_class, resume, world, print, **deeper)
     for field in flag_fields(model_class.Config):  # one that is given but was not when it was trained
         value, was = getattr(args, field.name), getattr(model.config, field.name)
         if field.type is bool and was != value != field.default:
@@ -1317,7 +1319,7 @@ def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict 
 def check_resumable(saved: dict, now: dict, say) -> None:
     """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
     def fixed(run: dict) -> dict:
-        model = {k: v for k, v in run["model_config"].items() if k != "dropout"}
+        model = {k: v for k, v in run["model_config"].items() if k not in ("dropout", "eval_cycles")}
         fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")}
         return fixed | model | fixed  # in this order; seq_len is that of the rows
 
@@ -1571,8 +1573,8 @@ class Run:
                             "prepare the data with --prompt-field and --response-field.")
         if pairs and (n := len(prompt_ids(tokenizer, args.sample_prompt, args.condition))) >= args.seq_len:
             raise UserError(f"--sample-prompt has {n} tokens, a row {args.seq_len}: shorten it.")
-        changes = {key: getattr(config, key) for key in (
-            "dropout", "eot", "attention", "loss", "start", "response", "end") if hasattr(config, key)}
+        names = ("dropout", "eval_cycles", "eot", "attention", "loss", "start", "response", "end")
+        changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
         if args.init_from and not self.saved:
             ids = config.vocab_size if pairs else 0
             model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,

@@ -419,6 +419,8 @@ class HRMConfig(CausalConfig):
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
     halt: bool = flag(False, "let each token choose how many H-cycles it gets")
     max_cycles: int = flag(4, "largest number of H-cycles, with --halt")
+    eval_cycles: int = flag(0, "H-cycles in evaluation and use, with --halt at most; 0: as in training")
+    zero_init: bool = flag(False, "start as the identity: projections at zero and a small head of its own")
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
@@ -427,6 +429,8 @@ class HRMConfig(CausalConfig):
         super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
+        if self.zero_init and self.tie:
+            raise UserError("--tie needs --published: a model that starts as the identity would only repeat.")
 
     @property
     def cycles(self) -> int:
@@ -450,6 +454,9 @@ class HRMBlock(Block):
         self.down = Linear(c.ff, c.d_model, bias=False)
         for layer in (self.gqkv, self.attn_out, self.gate_up, self.down):
             init_normal(layer.weight, layer.in_features ** -0.5)  # LeCun normal
+        if c.zero_init:
+            for layer in (self.attn_out, self.down):  # what is added to the residual stream
+                nn.init.zeros_(layer.weight)
 
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
@@ -501,7 +508,7 @@ class HRM(CausalLM):
         self.H, self.L = Stack(c), Stack(c)
         if not c.tie:
             self.head = Linear(c.d_model, c.padded_vocab, bias=False)
-            init_normal(self.head.weight, c.d_model ** -0.5)
+            init_normal(self.head.weight, 0.02 if c.zero_init else c.d_model ** -0.5)
         if c.halt:
             self.halt = Linear(c.d_model, 1)
             nn.init.zeros_(self.halt.weight)
@@ -516,13 +523,13 @@ class HRM(CausalLM):
         return self.embed.weight if self.config.tie else self.head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
-                ponder_weight: float = 0.0, fixed_depth: bool = False):
+                ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
         """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
 
         The objective is what backward is called on. The statistics are those of CausalLM.loss, `cycles`, the
-        H-cycles that ran, and `ponder`. bp_steps None: no truncation.
+        H-cycles that ran, and `ponder`. bp_steps None: no truncation. `cycles` replaces the configuration's.
         """
-        z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth)
+        z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
         objective, statistics, counted = self.loss(z, idx, targets)
@@ -533,7 +540,7 @@ class HRM(CausalLM):
         return objective, statistics
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
-              fixed_depth: bool = False) -> tuple[Tensor, Tensor, int]:
+              fixed_depth: bool = False, cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
         """The recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost of tokens (B, T),
         and how many H-cycles ran; with `fixed_depth` all of them, without asking other ranks.
         """
@@ -541,7 +548,9 @@ class HRM(CausalLM):
         begin = cache.length if cache else 0
         rope, mask = self.rope[:, begin:begin + T], self.mask(idx, cache)
         x = self.embed(idx).to(self.compute_dtype) * c.embed_scale  # (B, T, C)
-        bp_steps = min(bp_steps or c.max_bp_steps, c.max_bp_steps)
+        cycles = cycles or (0 if self.training else c.eval_cycles) or c.cycles
+        most = cycles * (c.l_cycles + 1)
+        bp_steps = min(bp_steps or most, most)
         grad = torch.is_grad_enabled()
 
         def recur(z_h: Tensor, z_l: Tensor, l_kept: int, h_kept: bool) -> tuple[Tensor, Tensor]:
@@ -556,8 +565,8 @@ class HRM(CausalLM):
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
         out, ponder = 0.0, torch.zeros_like(remaining)
         if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
-            for cycle in range(1, c.max_cycles + 1):
-                last = cycle == c.max_cycles
+            for cycle in range(1, cycles + 1):
+                last = cycle == cycles
                 z_h, z_l = recur(z_h, z_l, min(c.l_cycles, bp_steps - 1), True)
                 weight, remaining = self.halting_weight(z_h, remaining, last)
                 out = out + weight.unsqueeze(-1) * z_h
@@ -566,10 +575,10 @@ class HRM(CausalLM):
                     break
             out = out.to(z_h.dtype)
         else:
-            h_kept = min(c.h_cycles, bp_steps - 1)  # calls of H that keep a graph, counted from the end;
+            h_kept = min(cycles, bp_steps - 1)  # calls of H that keep a graph, counted from the end;
             l_kept = bp_steps - h_kept  # and calls of L
-            for cycle in range(1, c.h_cycles + 1):
-                later = c.h_cycles - cycle
+            for cycle in range(1, cycles + 1):
+                later = cycles - cycle
                 z_h, z_l = recur(z_h, z_l, l_kept - later * c.l_cycles, later < h_kept)
             out = z_h
         if cache:
@@ -596,7 +605,7 @@ class HRM(CausalLM):
 
     def new_cache(self, batch: int, device) -> KVCache:
         c = self.config
-        slots = c.n_layer * c.cycles * (c.l_cycles + 1)
+        slots = c.n_layer * (c.eval_cycles or c.cycles) * (c.l_cycles + 1)
         return KVCache(slots, batch, c.n_head, c.seq_len, c.head_dim, device, self.compute_dtype)
 
     def hidden(self, idx: Tensor, cache: KVCache) -> Tensor:
@@ -1039,7 +1048,9 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) 
 def hrm_to_hf(c: HRMConfig) -> dict:
     refuse_export(c, "halt", "inject_input")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
-            "num_hidden_layers": c.n_layer * c.max_bp_steps,  # a layer of their cache for each attention call
+            # a layer of their cache for each attention call
+            "num_hidden_layers": c.n_layer * (c.eval_cycles or c.h_cycles) * (c.l_cycles + 1),
+            "H_cycles": c.eval_cycles or c.h_cycles,
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
             "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
             "prefix_lm": c.attention == "prefix"}

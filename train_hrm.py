@@ -11,12 +11,14 @@ Run the same command again and it resumes where it stopped. Without torchrun it 
 """
 
 import argparse
+import random
 import re
 
 import data
 from data import UserError
 from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, load_data, make_parser,
-                       number, run_directory, seed_step, set_defaults, size_of, start, use_model)
+                       number, positive_int, run_directory, seed_step, set_defaults, size_of, start,
+                       use_model)
 from model import HRM, HRMConfig, continue_text, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate of the paper and 4 times its batch.
@@ -51,16 +53,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
          "ramp A:B over the first fifth of the run (2:5; with --untie from --h-cycles + 1)"),
         ("--ponder-cost", number(0), None, "weight of the cost of cycles with --halt, after a warm-up from 0 "
-         "over the first fifth of the run (0.01)"))
+         "over the first fifth of the run (0.01)"),
+        ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
     add_sampling_flags(parser)
     args = parser.parse_args(argv)
     args.size = size_of(args)
+    if args.halt and args.random_cycles:
+        raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     for name in ("max_cycles", "ponder_cost"):
         if getattr(args, name) is not None and not args.halt:
             raise UserError(f"--{name.replace('_', '-')} needs --halt.")
     args.ponder_cost = 0.01 if args.ponder_cost is None else args.ponder_cost
     set_defaults(args, HRMConfig, SIZES[args.size])
-    cycles = args.max_cycles if args.halt else args.h_cycles
+    cycles = args.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
     low = 2 if args.tie else cycles + 1  # so far back the embedding, untied, gets its gradient
     low = max(low, 5) if args.init_from else low  # trained weights need no ramp
     args.bp_steps = args.bp_steps or (low, max(low, 5))
@@ -104,11 +109,14 @@ def main() -> None:
         ramp = min(1.0, run.step / (RAMP * run.total_steps))
         bp_steps, ponder_weight = low + int(ramp * (high - low)), ramp * args.ponder_cost
         seed_step(args.seed, run.step, world.rank)
+        draw = random.Random(f"{args.seed} {run.step}")  # the same on all ranks
+        cycles = args.random_cycles and draw.randint(1, args.random_cycles)
         for micro_step in range(run.grad_accum_steps):
             x, y = next(loader)  # (B, T) each
             last = micro_step == run.grad_accum_steps - 1
             with state.no_sync(not last):
-                objective, statistics = state.wrapped(x, y, bp_steps=bp_steps, ponder_weight=ponder_weight)
+                objective, statistics = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
+                                                      ponder_weight=ponder_weight)
                 state.backward(objective, statistics, last)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
