@@ -508,7 +508,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch"))
     add_flags(
         parser, "optimization",
-        ("--optimizer", ("adamw", "muon"), "adamw", "muon: for matrices in blocks, AdamW for the rest"),
+        ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
+         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
         ("--lr", number(0), None, "peak learning rate"),
         ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
         ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
@@ -1122,7 +1123,7 @@ class TrainState:
     def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
         """Steps the optimizers unless the gradient norm, the same on all ranks (except between DiLoCo's
         meetings), is not finite, or the step has no labels; zeroes the gradients; updates the average. Fused
-        optimizers skip on the device, so the host never waits for the norm; Muon has no such switch.
+        optimizers skip on the device, so the host never waits for the norm; others have no such switch.
         """
         skip = 1.0 - (grad_norm.isfinite() & (self._labels > 0)).float()
         for optimizer in self.optimizers:

@@ -119,8 +119,9 @@ def check_depth(world: World) -> None:
 
 
 def check_skipped_updates(world: World) -> None:
-    for optimizer in ("adamw", "muon"):
-        state, vote = train_state(make(), world, optimizer=optimizer), StopVote(world)
+    for optimizer in ("adamw", "muon", "adam-atan2"):
+        strategy = "zero1" if optimizer == "adam-atan2" else "ddp"
+        state, vote = train_state(make(), world, optimizer=optimizer, strategy=strategy), StopVote(world)
         model = state.model
 
         def step(poison, state=state, vote=vote):
