@@ -465,8 +465,9 @@ def flags_of_model(config_class: type, args: argparse.Namespace) -> dict:
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict]) -> ArgumentParser:
     """The parser of a trainer: --size, the flags of its model, and those that all trainers share."""
-    keys = list(sizes["tiny"])
-    columns = [["--size", *keys], *([name, *(str(row[key]) for key in keys)] for name, row in sizes.items())]
+    keys = list(dict.fromkeys(itertools.chain(*sizes.values())))
+    columns = [["--size", *keys],
+               *([name, *(str(row.get(key, "")) for key in keys)] for name, row in sizes.items())]
     columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
     parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
         "  " + "  ".join(row).rstrip() for row in zip(*columns)))
@@ -475,9 +476,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
     for field in flag_fields(config_class):
         name, text = field.name.replace("_", "-"), field.metadata["help"]
         if field.type is bool:
-            group.add_argument(f"--{name}", action="store_true", default=field.default, help=text)
+            group.add_argument(f"--{name}", action="store_true", default=None, help=text)
             if field.default:
-                group.add_argument(f"--un{name}", action="store_false", dest=field.name,
+                group.add_argument(f"--un{name}", action="store_false", dest=field.name, default=None,
                                    help=f"the opposite of --{name}")
         elif choices := field.metadata["choices"]:
             group.add_argument(f"--{name}", choices=choices, help=text)
@@ -508,7 +509,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch"))
     add_flags(
         parser, "optimization",
-        ("--optimizer", ("adamw", "muon"), "adamw", "muon: for matrices in blocks, AdamW for the rest"),
+        ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
+         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
         ("--lr", number(0), None, "peak learning rate"),
         ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
         ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
@@ -579,15 +581,22 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
     if not args.init_from:
         return size
     gentle = {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-              "global_batch": min(32, size["global_batch"])}
+              "global_batch": min(32, size["global_batch"]), "schedule": "cosine",
+              "ema": min(0.999, size.get("ema", 0.0))}
     return size | {key: value for key, value in gentle.items()
                    if key != "epochs" or not (args.steps or args.mix)}
 
 
-def size_of(args: argparse.Namespace) -> str:
+def parse(parser: ArgumentParser, sizes: dict[str, dict], argv: list[str] | None) -> argparse.Namespace:
+    """The flags. The row of the size also replaces defaults that the other sizes share, as that of --ema."""
+    args = parser.parse_args(argv)
     if args.init_from and not args.size:
         raise UserError("--init-from needs the --size of the weights, for its context and micro-batch.")
-    return args.size or "tiny"
+    size = args.size or "tiny"
+    own = {key: value for key, value in recipe(args, sizes[size]).items()
+           if parser.get_default(key) is not None}  # set_defaults fills in the others
+    parser.set_defaults(size=size, **own)
+    return parser.parse_args(argv)
 
 
 def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> argparse.Namespace:
@@ -1082,8 +1091,7 @@ class TrainState:
             free_gathered_params(self.model)
             for name, p in self.model.named_parameters():
                 if p.requires_grad and p.grad is None:
-                    raise RunError(f"{name} gets no gradient, so it would never train: with the HRM raise "
-                                   "--bp-steps.")
+                    raise RunError(f"{name} gets no gradient, so it would never train.")
             self.wrapped.zero_grad(set_to_none=True)
 
     def backward(self, objective: Tensor, statistics: dict[str, Tensor], last: bool) -> None:
@@ -1124,7 +1132,7 @@ class TrainState:
     def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
         """Steps the optimizers unless the gradient norm, the same on all ranks (except between DiLoCo's
         meetings), is not finite, or the step has no labels; zeroes the gradients; updates the average. Fused
-        optimizers skip on the device, so the host never waits for the norm; Muon has no such switch.
+        optimizers skip on the device, so the host never waits for the norm; others have no such switch.
         """
         skip = 1.0 - (grad_norm.isfinite() & (self._labels > 0)).float()
         for optimizer in self.optimizers:

@@ -441,6 +441,11 @@ class HRMConfig(CausalConfig):
         """Stack calls of a fixed-depth pass; with this many bp_steps, backpropagation is not truncated."""
         return self.h_cycles * (self.l_cycles + 1)
 
+    def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
+        """Whether so many bp_steps, of so many H-cycles, give the embedding table a gradient."""
+        few = bp_steps and bp_steps <= (cycles or self.h_cycles)
+        return self.tie or self.halt or self.inject_input or not few
+
 
 class HRMBlock(Block):
     """Pre-norm block without biases: RMSNorm without parameters, gated causal attention with RoPE, SwiGLU."""
@@ -533,6 +538,8 @@ class HRM(CausalLM):
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
         objective, statistics, counted = self.loss(z, idx, targets)
+        if not self.config.reaches_embedding(bp_steps, cycles):  # DDP waits for a gradient all the same
+            objective = objective + 0.0 * self.embed.weight[0, 0]
         statistics["cycles"] = z.new_tensor(cycles, dtype=torch.float32)
         if self.config.halt:
             ponder = (ponder * counted).sum() / statistics["labels"].clamp(min=1)
@@ -980,18 +987,43 @@ def fill_masks(model: MLM, tokenizer, text: str):
 # Optimizers and schedules
 
 
+class AdamAtan2(torch.optim.Optimizer):
+    """AdamW with an arctangent in place of the division and its epsilon (Everett et al., arXiv 2407.05872).
+    As in HRM-Text, what corrects the bias of the first moment multiplies the arctangent.
+    """
+
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                if not state:
+                    state |= {"step": torch.zeros((), device="cpu"), "exp_avg": torch.zeros_like(p),
+                              "exp_avg_sq": torch.zeros_like(p)}
+                step = state["step"].add_(1).item()
+                mean = state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                square = state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
+                angle = torch.atan2(mean, square.div(1 - beta2 ** step).sqrt_())
+                p.mul_(1 - lr * group["weight_decay"]).sub_(angle, alpha=lr / (1 - beta1 ** step))
+
+
 def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
                     weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Fused AdamW; or `muon`: Muon for matrices in blocks, AdamW for the rest. Weight decay applies to
-    matrices only. Muon's steps are scaled to the size of AdamW's, so one learning rate serves both (Jordan et
-    al., 2024; the scaling is that of Liu et al., arXiv 2502.16982).
+    """Fused AdamW, AdamAtan2, or `muon`: Muon for matrices in blocks, AdamW for the rest. Weight decay is for
+    matrices only; an HRM without `halt` has nothing else. Muon's steps are scaled to the size of AdamW's,
+    so one learning rate serves both (Jordan et al., 2024; the scaling is Liu et al.'s, arXiv 2502.16982).
     """
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
     hidden = {key: p for key, p in named if name == "muon" and p.ndim == 2 and ".blocks." in key}
     decay = [p for key, p in named if p.ndim >= 2 and key not in hidden]
     no_decay = [p for _, p in named if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizers = [torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)]
+    kind = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
+    optimizers = [kind([g for g in groups if g["params"]], lr=lr, betas=betas)]
     if hidden:
         optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))

@@ -17,11 +17,10 @@ import re
 import data
 from data import UserError
 from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, load_data, make_parser,
-                       number, positive_int, run_directory, seed_step, set_defaults, size_of, start,
-                       use_model)
+                       number, parse, positive_int, run_directory, seed_step, set_defaults, start, use_model)
 from model import HRM, HRMConfig, continue_text, learning_rate
 
-# Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate of the paper and 4 times its batch.
+# Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and 4 times its batch.
 WEB = dict(seq_len=1024, data="fineweb-edu")
 SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=3e-3,
@@ -35,6 +34,9 @@ SIZES = {
     "1b": dict(d_model=1536, n_head=12, n_layer=16, ff=4096, global_batch=768, batch=24, lr=2.2e-4,
                warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
+SIZES["1b-published"] = SIZES["1b"] | dict(  # HRM-Text 1B, as far as it differs from 1b and from the flags
+    vocab_size=65536, tie=False, global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
+    schedule="constant", grad_clip=0.0, ema=0.9999)
 RAMP = 0.2  # fraction of the run over which bp_steps and the weight of the ponder cost grow
 
 
@@ -51,13 +53,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_flags(
         parser, "recurrence",
         ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
-         "ramp A:B over the first fifth of the run (2:5; with --untie from --h-cycles + 1)"),
+         "ramp A:B over the first fifth of the run (2:5; from --init-from 5)"),
         ("--ponder-cost", number(0), None, "weight of the cost of cycles with --halt, after a warm-up from 0 "
          "over the first fifth of the run (0.01)"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
     add_sampling_flags(parser)
-    args = parser.parse_args(argv)
-    args.size = size_of(args)
+    args = parse(parser, SIZES, argv)
     if args.halt and args.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     for name in ("max_cycles", "ponder_cost"):
@@ -66,9 +67,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.ponder_cost = 0.01 if args.ponder_cost is None else args.ponder_cost
     set_defaults(args, HRMConfig, SIZES[args.size])
     cycles = args.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
-    low = 2 if args.tie else cycles + 1  # so far back the embedding, untied, gets its gradient
-    low = max(low, 5) if args.init_from else low  # trained weights need no ramp
-    args.bp_steps = args.bp_steps or (low, max(low, 5))
+    high = 5 if args.tie else max(cycles + 1, 5)
+    args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp
     calls = cycles * (args.l_cycles + 1)
     if args.bp_steps[1] > max(calls, 5):
         raise UserError(f"--bp-steps {args.bp_steps[1]} is more than the {calls} stack calls that there are.")
@@ -90,6 +90,8 @@ def main() -> None:
     dataset = load_data(HRM, args, world)
     run = Run(args, world, dataset, SIZES[args.size], out)
     model = run.make_model(HRM, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    if not model.config.reaches_embedding(high):
+        raise UserError(f"--bp-steps {high} never trains an untied embedding: end with --h-cycles + 1.")
     state = TrainState(model, args, world)
     examples = [model.example(run.micro_batch, world.device, bp_steps) for bp_steps in args.bp_steps]
     if not run.begin(state, examples,
@@ -119,6 +121,8 @@ def main() -> None:
                                                       ponder_weight=ponder_weight)
                 state.backward(objective, statistics, last)
         grad_norm = state.clip_gradients(args.grad_clip)
+        if not model.config.reaches_embedding(bp_steps, cycles):
+            model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr, bp_steps=bp_steps)
         run.report(run.evaluate, sample)

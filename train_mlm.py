@@ -21,7 +21,7 @@ import torch
 import data
 from data import UserError
 from ddp_utils import (Run, TrainState, World, add_flags, launch, load_data, local_rank, make_parser, number,
-                       reduce_sum, run_directory, seed_step, set_defaults, size_of, start, use_model)
+                       parse, reduce_sum, run_directory, seed_step, set_defaults, start, use_model)
 from model import MLM, MLMConfig, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -87,7 +87,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict]
     if args.preset and args.size:
         raise UserError("--preset has a size of its own: leave --size out.")
     preset = dict(PRESETS.get(args.preset, {}))
-    args.size = preset.pop("size", None) or size_of(args)
+    parser.set_defaults(size=preset.pop("size", None))
+    args = parse(parser, SIZES, argv)
     if args.steps:
         preset.pop("epochs", None)
     row = SIZES[args.size] | {key: value for key, value in preset.items() if key not in ("gpus", "use")}

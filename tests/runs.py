@@ -25,6 +25,9 @@ TIMES = ("time", "tokens_per_sec", "mem_gb", "epoch_seconds")  # what may differ
 SMALL = {"seq_len": 32, "d_model": 32, "n_head": 2, "n_layer": 1, "global_batch": 12, "steps": 40,
          "save_every": 4, "eval_every": 20, "log_every": 1, "eval_batches": 2, "lr": 1e-3, "warmup": 5,
          "precision": "fp32"}
+# An HRM trained as 1b-published is; until the end of the ramp its embedding has no gradient.
+PUBLISHED = {"untie": True, "optimizer": "adam-atan2", "schedule": "constant", "grad_clip": 0, "ema": 0.99,
+             "bp_steps": "2:3"}
 
 
 def log_of(out: Path) -> list[dict]:

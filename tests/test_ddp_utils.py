@@ -66,7 +66,7 @@ def save(out, world, state, steps=(1,), said=None, keep_last=3):
     checkpoints.close()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adam-atan2"])
 def test_what_is_saved_is_restored(tmp_path, world, optimizer):
     state = make_state(world, 0, optimizer)
     before = all_tensors(state)

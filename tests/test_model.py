@@ -25,6 +25,7 @@ from data import UserError
 from ddp_utils import EMA
 from model import (
     HRM,
+    AdamAtan2,
     Block,
     HRMBlock,
     HRMConfig,
@@ -236,7 +237,8 @@ def reference(model: HRM, kept: str) -> dict:
         z_h, z_l = (z_h, z) if name == "L" else (z, z_l)
     loss = linear_cross_entropy(z_h, model.head_weight, idx[:, 1:], VOCAB)
     loss.backward()
-    return {"objective": loss.detach(), **gradients(model)}
+    found = {"objective": loss.detach(), **gradients(model)}
+    return {name: torch.zeros_like(model.embed.weight) if t is None else t for name, t in found.items()}
 
 
 @pytest.mark.parametrize("config", [{}, {"tie": False}, {"inject_input": True}], ids=str)
@@ -285,8 +287,15 @@ def test_every_parameter_has_a_gradient_on_the_ramp(tie, bp_steps, extra):
     assert without_gradient(step(hrm(tie=tie, **extra), bp_steps=bp_steps)[0]) == []
 
 
-def test_control_untied_embedding_has_no_gradient_at_two_bp_steps():
-    assert without_gradient(step(hrm(tie=False), bp_steps=2)[0]) == ["embed.weight"]
+@pytest.mark.parametrize("bp_steps, extra, untrained", [
+    (2, {}, True), (3, {}, False), (4, {"h_cycles": 4}, True), (5, {"h_cycles": 4}, False), (None, {}, False),
+    (2, {"inject_input": True}, False), (2, {"halt": True}, False)], ids=str)
+def test_an_untied_embedding_that_is_not_reached_has_a_gradient_of_zeros(bp_steps, extra, untrained):
+    """One all the same, because DDP waits for it."""
+    model = hrm(tie=False, **extra)
+    found, _ = step(model, bp_steps=bp_steps)
+    assert without_gradient(found) == ["embed.weight"] * untrained
+    assert found["embed.weight"] is not None and model.config.reaches_embedding(bp_steps) != untrained
 
 
 def test_gradients_of_a_bfloat16_pass_are_float32_and_close():
@@ -803,7 +812,50 @@ def test_evaluation_does_not_pay_for_gradients():
 # Optimizers, schedules, averaging
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def adam_in_float64(p, gradients, lr: float, decay: float, direction):
+    """AdamW with betas 0.9 and 0.95; direction(mean, square, c1, c2), with what corrects their biases."""
+    p, mean, square = p.double(), 0.0, 0.0
+    for t, g in enumerate(gradients, 1):
+        mean, square = 0.9 * mean + 0.1 * g.double(), 0.95 * square + 0.05 * g.double() ** 2
+        p = p - lr * decay * p - lr * direction(mean, square, 1 - 0.9 ** t, 1 - 0.95 ** t)
+    return p
+
+
+def test_adam_atan2_is_that_of_hrm_text():
+    """And neither AdamW nor the same with both corrections within; and no scale of the gradients matters."""
+    gen = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(13, 50, 20, generator=gen).unbind()
+    found = {}
+    for scale in (1.0, 2.0 ** -20):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = AdamAtan2([{"params": [p], "weight_decay": 0.1}], lr=0.01)
+        for g in gradients:
+            p.grad = scale * g
+            optimizer.step()
+        p.grad = None
+        optimizer.step()  # which changes nothing
+        found[scale] = p.detach()
+    assert torch.equal(*found.values())
+    assert {key: t.dtype for key, t in optimizer.state[p].items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq"), torch.float32) and optimizer.state[p]["step"] == 12
+
+    def off(direction):
+        return (adam_in_float64(start, gradients, 0.01, 0.1, direction) - found[1.0]).abs().max()
+    assert off(lambda m, v, c1, c2: torch.atan2(m, (v / c2).sqrt()) / c1) < 2e-6
+    assert off(lambda m, v, c1, c2: torch.atan2(m / c1, (v / c2).sqrt())) > 1e-3
+    assert off(lambda m, v, c1, c2: m / c1 / (v / c2).sqrt()) > 1e-3
+
+
+def test_adam_atan2_without_gradient_and_rate_moves_nothing():
+    """As TrainState._create_optimizer_state steps, so that a checkpoint can be copied into its state."""
+    p = torch.nn.Parameter(torch.tensor([1.5, -0.0, 0.0, -3e-39]))
+    optimizer, before = AdamAtan2([p], lr=0.0), p.detach().clone()
+    p.grad = torch.zeros(4)
+    optimizer.step()
+    assert torch.equal(p, before) and not torch.stack([*optimizer.state[p].values()][1:]).any()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adam-atan2"])
 @pytest.mark.parametrize("config", [{}, {"tie": False}, {"halt": True}], ids=str)
 def test_every_parameter_has_one_optimizer(kind, config):
     model = hrm(**config)
@@ -814,7 +866,8 @@ def test_every_parameter_has_one_optimizer(kind, config):
     assert sorted(name for name, _, _ in placed) == sorted(names.values())
     for name, optimizer, group in placed:
         assert group["weight_decay"] == (0.0 if name == "halt.bias" else 0.1), name
-        assert optimizer == ("Muon" if kind == "muon" and ".blocks." in name else "AdamW"), name
+        other = "AdamAtan2" if kind == "adam-atan2" else "AdamW"
+        assert optimizer == ("Muon" if kind == "muon" and ".blocks." in name else other), name
         assert group["lr"] == 1e-3
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -828,7 +881,7 @@ def test_every_parameter_has_one_optimizer(kind, config):
 def test_a_frozen_parameter_has_no_optimizer():
     model = hrm(halt=True)
     model.embed.weight.requires_grad_(False)
-    for kind in ("adamw", "muon"):
+    for kind in ("adamw", "muon", "adam-atan2"):
         placed = [p for o in make_optimizers(model, kind, 1e-3, (0.9, 0.95), 0.1) for g in o.param_groups
                   for p in g["params"]]
         assert len(placed) == len(list(model.parameters())) - 1

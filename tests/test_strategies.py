@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import finish, run
-from runs import Trainer, assert_close_runs, assert_same_run, log_of
+from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of
 
 from ddp_utils import list_checkpoints
 
@@ -60,7 +60,8 @@ def check_strategies(base, shards, ranks, model, strategies, pairs, timeout=90, 
 @pytest.mark.parametrize("model, strategies, changes", (
     ("gpt2", tuple(STRATEGIES), {}),
     pytest.param("mlm", ("ddp", "zero1", "zero3"), {}, marks=pytest.mark.long),
-    ("hrm", ("ddp", "zero2"), {"ema": 0.9, "halt": True})))
+    ("hrm", ("ddp", "zero1", "zero2"), {"ema": 0.9, "halt": True, "optimizer": "adam-atan2"}),
+    pytest.param("hrm", tuple(STRATEGIES), PUBLISHED, marks=pytest.mark.long)))
 def test_strategies_compute_the_same(tmp_path, shards, model, strategies, changes):
     pairs = list(zip(strategies, strategies[1:] + strategies[:1]))
     check_strategies(tmp_path, shards, 2, model, strategies, pairs, **changes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SHARED, finish, run
-from runs import Trainer, assert_close_runs, assert_same_run, log_of, worker
+from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of, tensors_of, worker
 
 import data
 import train_hrm
@@ -19,7 +19,8 @@ from ddp_utils import RunError, list_checkpoints
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
 
-EVERYTHING = {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1, "precision": "bf16"}
+EVERYTHING = {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1, "precision": "bf16",
+              "optimizer": "adam-atan2"}
 
 
 @pytest.mark.parametrize("ranks, changes", [(0, {"ema": 0.9}), (2, EVERYTHING)])
@@ -33,7 +34,8 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
 @pytest.mark.parametrize("changes", [
     {}, {"precision": "bf16"}, {"batch": 1}, {"ema": 0.9}, {"halt": True},
     {"halt": True, "precision": "bf16"}, {"dropout": 0.1, "checkpoint_activations": "selective"},
-    {"optimizer": "muon"}, EVERYTHING], ids=str)
+    {"optimizer": "muon"}, PUBLISHED, PUBLISHED | {"strategy": "zero1"},
+    PUBLISHED | {"strategy": "zero2"}, EVERYTHING], ids=str)
 def test_a_killed_run_resumes_bit_for_bit_in_every_variant(tmp_path, shards, ranks, changes):
     HRM.check_killed_run(tmp_path, ranks, shards, **changes)
 
@@ -209,6 +211,49 @@ def test_trained_weights_are_trained_further_gently():
     assert args.epochs is None
     scratch = train_hrm.parse_args(["--size", "1b"])
     assert (scratch.lr, scratch.warmup, scratch.epochs, scratch.bp_steps) == (2.2e-4, 1000, None, (2, 5))
+
+
+def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
+    wanted = {"d_model": 1536, "n_head": 12, "n_layer": 16, "ff": 4096, "vocab_size": 65536, "tie": False,
+              "h_cycles": 2, "l_cycles": 3, "optimizer": "adam-atan2", "beta1": 0.9, "beta2": 0.95,
+              "weight_decay": 0.1, "grad_clip": 0, "lr": 2.2e-4, "warmup": 2000, "schedule": "constant",
+              "ema": 0.9999, "bp_steps": (2, 5)}
+    tuned = {"lr": 3e-5, "warmup": 0, "schedule": "cosine", "min_lr_ratio": 0.1, "ema": 0.999,
+             "bp_steps": (5, 5)}
+
+    def differ(wanted, *flags):
+        args = vars(train_hrm.parse_args([*flags]))
+        return {key for key in wanted if args[key] != wanted[key]}
+
+    published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
+    assert not differ(wanted, *published) and row["global_batch"] * row["seq_len"] == 196_608
+    assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
+    given = ("--tie", "--optimizer", "adamw", "--schedule", "cosine", "--grad-clip", "1", "--ema", "0")
+    others = {"tie", "optimizer", "schedule", "grad_clip", "ema"}
+    assert differ(wanted, *published, *given) == others  # what is given counts, also what is usual elsewhere
+    assert differ(wanted, "--size", "1b") == others | {"vocab_size", "warmup"}
+    assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
+
+
+def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
+    """Until then it has no optimizer state and no weight decay, from which a run also resumes bit for bit. One
+    that would wait for ever is refused.
+    """
+    flags = PUBLISHED | {"steps": 10, "save_every": 1, "eval_every": 10, "keep_last": 10, "ema": 0}
+    assert train(0, shards, tmp_path / "run", **flags).code == 0
+    tables = {}
+    for path in list_checkpoints(tmp_path / "run"):
+        saved = torch.load(path, weights_only=True)
+        tables[saved["step"]] = saved["tensors"]["model"]["embed.weight"]
+        assert ("embed.weight/step" in saved["tensors"]["optimizer"]) == (saved["step"] > 2)
+        assert "head.weight/step" in saved["tensors"]["optimizer"]
+    assert torch.equal(tables[1], tables[2]) and not torch.equal(tables[2], tables[3])
+    second = list_checkpoints(tmp_path / "run")[-2]
+    assert train(0, shards, tmp_path / "resumed", resume=second, **flags).code == 0
+    ours, theirs = tensors_of(tmp_path / "run"), tensors_of(tmp_path / "resumed")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    done = train(0, shards, tmp_path / "never", **flags | {"bp_steps": 2})
+    assert done.code == 2 and "--bp-steps 2 never trains an untied embedding" in done.out, done.out
 
 
 def test_weights_of_another_tokenizer_or_family_are_refused(tmp_path, shards, existing, corpus):
