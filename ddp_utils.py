@@ -512,6 +512,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
         ("--lr", number(0), None, "peak learning rate"),
+        ("--vocab-lr", number(0), 1.0, "learning rate of embedding and head, as a multiple of --lr"),
         ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
         ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
         ("--min-lr-ratio", number(0, 1), 0.1, "last learning rate / peak"),
@@ -581,7 +582,7 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
     if not args.init_from:
         return size
     gentle = {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-              "global_batch": min(32, size["global_batch"]), "schedule": "cosine",
+              "global_batch": min(32, size["global_batch"]), "schedule": "cosine", "vocab_lr": 1.0,
               "ema": min(0.999, size.get("ema", 0.0))}
     return size | {key: value for key, value in gentle.items()
                    if key != "epochs" or not (args.steps or args.mix)}
@@ -1054,7 +1055,8 @@ class TrainState:
         self.model, self.world = model, world
         model.compute_dtype = compute_dtype(args.precision, world.device)
         self.optimizers = shard_optimizers(make_optimizers(
-            model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay), args.strategy)
+            model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay, args.vocab_lr),
+            args.strategy)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, args.ema) if args.ema else None
         self.outer = Outer(model, args.outer_every, args.outer_start, args.outer_lr,
@@ -1137,7 +1139,7 @@ class TrainState:
         skip = 1.0 - (grad_norm.isfinite() & (self._labels > 0)).float()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("scale", 1.0)
             inner = inner_optimizer(optimizer)
             if inner.defaults.get("fused"):
                 device = optimizer.param_groups[0]["params"][0].device  # the host's with --cpu-offload

@@ -1012,16 +1012,18 @@ class AdamAtan2(torch.optim.Optimizer):
 
 
 def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
-                    weight_decay: float) -> list[torch.optim.Optimizer]:
+                    weight_decay: float, vocab_lr: float = 1.0) -> list[torch.optim.Optimizer]:
     """Fused AdamW, AdamAtan2, or `muon`: Muon for matrices in blocks, AdamW for the rest. Weight decay is for
     matrices only; an HRM without `halt` has nothing else. Muon's steps are scaled to the size of AdamW's,
     so one learning rate serves both (Jordan et al., 2024; the scaling is Liu et al.'s, arXiv 2502.16982).
+    Groups with a `scale`, here the embedding table and the head, have so many times the rate of the others.
     """
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
     hidden = {key: p for key, p in named if name == "muon" and p.ndim == 2 and ".blocks." in key}
-    decay = [p for key, p in named if p.ndim >= 2 and key not in hidden]
-    no_decay = [p for _, p in named if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    rest = {key: p for key, p in named if key not in hidden}
+    groups = [{"params": [p for key, p in rest.items() if (p.ndim >= 2, key in VOCAB_TENSORS) == kind],
+               "weight_decay": weight_decay * kind[0], "scale": vocab_lr if kind[1] else 1.0}
+              for kind in itertools.product((True, False), repeat=2)]
     kind = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
     optimizers = [kind([g for g in groups if g["params"]], lr=lr, betas=betas)]
     if hidden:

@@ -21,10 +21,13 @@ from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, l
 from model import HRM, HRMConfig, continue_text, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and 4 times its batch.
-WEB = dict(seq_len=1024, data="fineweb-edu")
+START = dict(tie=False, zero_init=True, vocab_lr=4.0)
+PUBLISHED = dict(tie=False, zero_init=False, vocab_lr=1.0)
+WEB = dict(seq_len=1024, data="fineweb-edu", **START)
 SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=3e-3,
-                 warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib"),
+                 warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
+                 **START),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
                 steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,
@@ -34,8 +37,8 @@ SIZES = {
     "1b": dict(d_model=1536, n_head=12, n_layer=16, ff=4096, global_batch=768, batch=24, lr=2.2e-4,
                warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
-SIZES["1b-published"] = SIZES["1b"] | dict(  # HRM-Text 1B, as far as it differs from 1b and from the flags
-    vocab_size=65536, tie=False, global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
+SIZES["1b-published"] = SIZES["1b"] | PUBLISHED | dict(  # HRM-Text 1B, as far as it differs from 1b
+    vocab_size=65536, global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
     schedule="constant", grad_clip=0.0, ema=0.9999)
 RAMP = 0.2  # fraction of the run over which bp_steps and the weight of the ponder cost grow
 
@@ -56,16 +59,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
          "ramp A:B over the first fifth of the run (2:5; from --init-from 5)"),
         ("--ponder-cost", number(0), None, "weight of the cost of cycles with --halt, after a warm-up from 0 "
          "over the first fifth of the run (0.01)"),
+        ("--published", bool, None, "start as the published HRM-Text: no matrix at zero, one learning rate"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
     add_sampling_flags(parser)
     args = parse(parser, SIZES, argv)
+    size = SIZES[args.size] | (PUBLISHED if args.published else {})
+    args = parse(parser, {args.size: size}, argv)
     if args.halt and args.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     for name in ("max_cycles", "ponder_cost"):
         if getattr(args, name) is not None and not args.halt:
             raise UserError(f"--{name.replace('_', '-')} needs --halt.")
     args.ponder_cost = 0.01 if args.ponder_cost is None else args.ponder_cost
-    set_defaults(args, HRMConfig, SIZES[args.size])
+    set_defaults(args, HRMConfig, size)
     cycles = args.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
     high = 5 if args.tie else max(cycles + 1, 5)
     args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp

@@ -868,7 +868,7 @@ def test_every_parameter_has_one_optimizer(kind, config):
         assert group["weight_decay"] == (0.0 if name == "halt.bias" else 0.1), name
         other = "AdamAtan2" if kind == "adam-atan2" else "AdamW"
         assert optimizer == ("Muon" if kind == "muon" and ".blocks." in name else other), name
-        assert group["lr"] == 1e-3
+        assert group["lr"] == 1e-3 and group.get("scale", 1) == 1
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     first, _ = step(model)
@@ -876,6 +876,49 @@ def test_every_parameter_has_one_optimizer(kind, config):
         optimizer.step()
     assert differing(before, dict(model.named_parameters())) == list(before)  # a step moves each of them
     assert step(model)[0]["objective"] < first["objective"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adam-atan2"])
+def test_embedding_and_head_have_a_learning_rate_of_their_own(kind):
+    model = hrm(tie=False, halt=True)
+    groups = [g for o in make_optimizers(model, kind, 1e-3, (0.9, 0.95), 0.1, 4.0) for g in o.param_groups]
+    scaled = {id(p) for group in groups if group.get("scale", 1) == 4 for p in group["params"]}
+    assert scaled == {id(model.embed.weight), id(model.head.weight)}
+
+
+def test_a_start_as_the_identity():
+    """No token sees another, but from the second step on every matrix learns; a tied head, which would only
+    repeat the last token, is refused.
+    """
+    idx = tokens(length=SEQ_LEN + 1)
+    changed = idx.clone()
+    changed[:, 0] = (idx[:, 0] + 1) % VOCAB
+    for zero_init in (True, False):
+        model = hrm(tie=False, zero_init=zero_init)
+        same = torch.equal(model(idx[:, :-1])[:, 1:], model(changed[:, :-1])[:, 1:])
+        assert same == zero_init
+    model = hrm(tie=False, zero_init=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model)
+        optimizer.step()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+    with pytest.raises(UserError, match="--published"):
+        hrm(zero_init=True)
+
+
+@torch.no_grad()
+def test_more_cycles_in_evaluation_than_in_training():
+    x, deep = tokens(), hrm(tie=False, eval_cycles=5)
+    plain, other = hrm(tie=False, h_cycles=5), hrm(tie=False)
+    for model in (plain, other):
+        model.load_state_dict(deep.state_dict())
+    assert torch.equal(deep(x), other(x)) and not torch.equal(deep(x), plain(x))
+    for model in (deep, plain, other):
+        model.eval()
+    assert torch.equal(deep(x), plain(x)) and torch.equal(other(x, cycles=5), plain(x))
+    cache = deep.new_cache(len(x), "cpu")
+    assert torch.allclose(deep.decode(x, cache), plain(x)[:, -1], atol=1e-5)
 
 
 def test_a_frozen_parameter_has_no_optimizer():

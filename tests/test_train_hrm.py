@@ -231,12 +231,16 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     given = ("--tie", "--optimizer", "adamw", "--schedule", "cosine", "--grad-clip", "1", "--ema", "0")
     others = {"tie", "optimizer", "schedule", "grad_clip", "ema"}
     assert differ(wanted, *published, *given) == others  # what is given counts, also what is usual elsewhere
-    assert differ(wanted, "--size", "1b") == others | {"vocab_size", "warmup"}
+    start = {"zero_init": False, "vocab_lr": 1.0}
+    assert not differ(start, *published) and not differ(start, "--published", "--size", "1b")
+    assert differ(start, "--size", "1b") == differ(start) == {*start}
+    assert differ({"vocab_lr": 4.0}, "--size", "1b", "--init-from", "hf:somewhere") == {"vocab_lr"}
+    assert differ(wanted, "--size", "1b") == others - {"tie"} | {"vocab_size", "warmup"}
     assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
 
 
 def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
-    """Until then it has no optimizer state and no weight decay, from which a run also resumes bit for bit. One
+    """Until then it has no optimizer state and no weight decay; from there a run also resumes bit for bit. One
     that would wait for ever is refused.
     """
     flags = PUBLISHED | {"steps": 10, "save_every": 1, "eval_every": 10, "keep_last": 10, "ema": 0}
