@@ -39,6 +39,7 @@ import random
 import re
 import signal
 import socket
+import string
 import sys
 import sysconfig
 import textwrap
@@ -566,17 +567,13 @@ def hops(some: random.Random, level: int) -> tuple[str, str]:
     return tuple("".join(chr(97 + i) for i in each) for each in (follows, found))
 
 
-def automaton(some: random.Random, level: int) -> tuple[str, str]:
-    """24 bits in a ring, and what rule 30 (Wolfram, 1983) makes of them in `level` steps."""
-    bits = after = [some.randrange(2) for _ in range(24)]
-    for _ in range(level):
-        after = [after[i - 1] ^ (after[i] | after[(i + 1) % 24]) for i in range(24)]
-    return tuple("".join(map(str, each)) for each in (bits, after))
+def lines(cells: str | list, width: int) -> str:
+    return "\n".join("".join(map(str, cells[i:i + width])) for i in range(0, len(cells), width))
 
 
-def maze(some: random.Random, level: int) -> tuple[str, str]:
-    """8 x 8 cells, some of them walls (#), and which of the cells a to h can be reached from S (1 or 0). The
-    farthest of them is up to 4 steps away, 5 or 6, 7 or 8, or more.
+def distance(some: random.Random, level: int) -> tuple[str, str]:
+    """8 x 8 cells, some of them walls (#), and how far each of the cells a to h is from S in steps: 1 to 9,
+    then A, B, …, or - if it cannot be reached. The farthest is up to 4 steps away, 5 or 6, 7 or 8, or more.
     """
     n = 8
     while True:
@@ -592,8 +589,15 @@ def maze(some: random.Random, level: int) -> tuple[str, str]:
         far = max((reached.get(cell, 0) for cell in cells), default=0)
         if 1 < sum(cell in reached for cell in cells) < 7 and min(max((far - 1) // 2, 1), 4) == level:
             there = {begin: "S", **dict(zip(cells, "abcdefgh"))}
-            grid = "".join(there.get(cell, ".#"[wall[cell]]) for cell in range(n * n))
-            return grid, "".join("01"[cell in reached] for cell in cells)
+            grid = [there.get(cell, ".#"[wall[cell]]) for cell in range(n * n)]
+            return lines(grid, n), "".join((string.digits + string.ascii_uppercase)[reached[cell]]
+                                           if cell in reached else "-" for cell in cells)
+
+
+def maze(some: random.Random, level: int) -> tuple[str, str]:
+    """The same, and only which of the cells can be reached (1), and which cannot (0)."""
+    grid, steps = distance(some, level)
+    return grid, re.sub("[^0]", "1", steps.replace("-", "0"))
 
 
 PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
@@ -601,9 +605,7 @@ PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6
 
 
 def sudoku(some: random.Random, level: int) -> tuple[str, str]:
-    """A sudoku of 6 x 6 cells in boxes of 2 x 3, row by row, with 6 blanks (0) a level, and its solution, of
-    which there is one.
-    """
+    """A sudoku of 6 x 6 cells in boxes of 2 x 3, with 6 blanks (0) a level, and its only solution."""
     def digits(grid: list[int], i: int) -> set[int]:
         return {1, 2, 3, 4, 5, 6} - {grid[j] for j in PEERS[i]}
 
@@ -627,13 +629,13 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
             if not any(solve(grid[:i] + [other] + grid[i + 1:]) for other in others):
                 grid = grid[:i] + [0] + grid[i + 1:]
             if grid.count(0) == 6 * level:
-                return tuple("".join(map(str, each)) for each in (grid, solved))
+                return lines(grid, 6), lines(solved, 6)
 
 
 # Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and
 # how many tokens a row should have.
-TASKS = {"hops": (hops, 8, 256), "automaton": (automaton, 8, 256), "maze": (maze, 4, 228),
-         "sudoku": (sudoku, 4, 228)}
+TASKS = {"hops": (hops, 8, 256), "maze": (maze, 4, 248), "distance": (distance, 4, 248),
+         "sudoku": (sudoku, 4, 256)}
 TASK_TOKENS = 2_500_000  # what a run of 600 steps of `tiny` needs
 
 

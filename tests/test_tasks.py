@@ -28,27 +28,19 @@ def test_hops(level):
             assert letter == found
 
 
-@pytest.mark.parametrize("level", range(1, 9))
-def test_automaton(level):
-    table = {f"{i:03b}": "01"[30 >> i & 1] for i in range(8)}  # what rule 30 means
-    for bits, answer in made("automaton", level):
-        for _ in range(level):
-            ring = bits[-1] + bits + bits[0]
-            bits = "".join(table[ring[i:i + 3]] for i in range(24))
-        assert bits == answer
-
-
+@pytest.mark.parametrize("name", ["maze", "distance"])
 @pytest.mark.parametrize("level, nearest, farthest", [(1, 1, 4), (2, 5, 6), (3, 7, 8), (4, 9, 64)])
-def test_maze(level, nearest, farthest):
-    for text, answer in made("maze", level):
-        grid = np.pad(np.array(list(text)).reshape(8, 8), 1, constant_values="#")
+def test_maze_and_distance(name, level, nearest, farthest):
+    for text, answer in made(name, level):
+        grid = np.pad(np.array([list(line) for line in text.splitlines()]), 1, constant_values="#")
         reached, when = grid == "S", {}
         for steps in range(65):  # the flood grows to all four sides
             when |= {letter: steps for letter in grid[reached] if letter.isalpha() and letter not in when}
             sides = [np.roll(reached, *by) for by in ((1, 0), (-1, 0), (1, 1), (-1, 1))]
             reached = (reached | np.logical_or.reduce(sides)) & (grid != "#")
-        assert answer == "".join("01"[letter in when] for letter in "abcdefgh")
-        assert nearest <= max(when.values()) <= farthest and 1 < answer.count("1") < 7
+        signs = "-123456789ABCDEFGHIJKLMNOP" if name == "distance" else "0" + 30 * "1"
+        assert answer == "".join(signs[when.get(letter, 0)] for letter in "abcdefgh")
+        assert nearest <= max(when.values()) <= farthest and 1 < 8 - answer.count(signs[0]) < 7
 
 
 @pytest.mark.parametrize("level", range(1, 5))
@@ -69,7 +61,9 @@ def test_sudoku(level):
                 total += count(trial, i + 1)
         return total
 
-    for n, (puzzle, solution) in enumerate(made("sudoku", level, 12)):
+    for n, texts in enumerate(made("sudoku", level, 12)):
+        assert [*map(len, texts[0].splitlines())] == [6] * 6
+        puzzle, solution = (text.replace("\n", "") for text in texts)
         assert all({*unit} == {*"123456"} for unit in units(list(solution)))
         assert all(a in ("0", b) for a, b in zip(puzzle, solution)) and puzzle.count("0") == 6 * level
         assert n > 1 or count(list(puzzle)) == 1
@@ -96,5 +90,5 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     done = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2).train(
         0, "task:maze", tmp_path / "run", steps=2, eval_every=2)
     assert done.code == 0 and "task:maze is prepared up to 30,000 tokens" in done.out, done.out
-    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 4 \d+\.\d%", done.out) and "rows of 228" in done.out
+    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 4 \d+\.\d%", done.out) and "rows of 248" in done.out
     assert (tmp_path / "shards" / "task-maze-bytes" / "manifest.json").exists()

@@ -23,7 +23,8 @@ EVERYTHING = {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout
               "optimizer": "adam-atan2"}
 
 
-@pytest.mark.parametrize("ranks, changes", [(0, {"ema": 0.9}), (2, EVERYTHING)])
+@pytest.mark.parametrize("ranks, changes", [
+    (0, {"ema": 0.9, "random_cycles": 3, "eval_cycles": 4}), (2, EVERYTHING)])
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
     HRM.check_killed_run(tmp_path, ranks, shards, **changes)
 
@@ -34,7 +35,8 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, changes):
 @pytest.mark.parametrize("changes", [
     {}, {"precision": "bf16"}, {"batch": 1}, {"ema": 0.9}, {"halt": True},
     {"halt": True, "precision": "bf16"}, {"dropout": 0.1, "checkpoint_activations": "selective"},
-    {"optimizer": "muon"}, PUBLISHED, PUBLISHED | {"strategy": "zero1"},
+    {"optimizer": "muon"}, {"random_cycles": 4}, {"random_cycles": 4, "strategy": "zero3"}, PUBLISHED,
+    PUBLISHED | {"strategy": "zero1"},
     PUBLISHED | {"strategy": "zero2"}, EVERYTHING], ids=str)
 def test_a_killed_run_resumes_bit_for_bit_in_every_variant(tmp_path, shards, ranks, changes):
     HRM.check_killed_run(tmp_path, ranks, shards, **changes)
@@ -240,8 +242,8 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
 
 
 def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
-    """Until then it has no optimizer state and no weight decay; from there a run also resumes bit for bit. One
-    that would wait for ever is refused.
+    """Until then it has no optimizer state and no weight decay; from there a run also resumes bit for bit.
+    One that would wait for ever is refused.
     """
     flags = PUBLISHED | {"steps": 10, "save_every": 1, "eval_every": 10, "keep_last": 10, "ema": 0}
     assert train(0, shards, tmp_path / "run", **flags).code == 0
