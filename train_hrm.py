@@ -25,7 +25,7 @@ START = dict(tie=False, zero_init=True, vocab_lr=4.0)
 PUBLISHED = dict(tie=False, zero_init=False, vocab_lr=1.0)
 WEB = dict(seq_len=1024, data="fineweb-edu", **START)
 SIZES = {
-    "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=3e-3,
+    "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=6e-3,
                  warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
                  **START),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,

@@ -1,7 +1,7 @@
 """Which of several settings learns best: each at several learning rates and seeds, to equal tokens or FLOPs.
 
     python bench/learning.py --data stdlib --settings hrm,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
-    python bench/learning.py --data stdlib --settings hrm,plain --lr 1.2e-2 --seeds 1,2,3
+    python bench/learning.py --data stdlib --settings hrm=6e-3,plain=6e-3,gpt2=1.2e-2 --seeds 1,2,3
     python bench/learning.py --data task:maze --settings hrm,plain,deep --steps 600 --equal flops
 
 Each run is a run directory of a trainer under --out, so the same command goes on where it stopped, and
@@ -30,6 +30,8 @@ SETTINGS = {
     "published": "train_hrm.py --published --optimizer adamw",
     "plain": "train_hrm.py --h-cycles 1 --l-cycles 1",  # the same parameters without recurrence
     "deep": "train_hrm.py --h-cycles 1 --l-cycles 1 --n-layer 6",  # about as many FLOPs as hrm
+    "plain-muon": "train_hrm.py --h-cycles 1 --l-cycles 1 --optimizer muon --vocab-lr 1",
+    "hrm-muon": "train_hrm.py --optimizer muon --vocab-lr 1",
     "gpt2": "train_gpt2.py --modern --optimizer muon",
 }
 
@@ -74,7 +76,7 @@ def main() -> None:
     parser = data.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="stdlib", help="as for the trainers")
     parser.add_argument("--settings", default=",".join(SETTINGS), help=f"some of {', '.join(SETTINGS)}")
-    parser.add_argument("--lr", default="3e-3", help="learning rates, with commas")
+    parser.add_argument("--lr", default="3e-3", help="learning rates of settings without =RATE, with commas")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens")
@@ -83,21 +85,24 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     args = parser.parse_args()
-    settings, rates, seeds = (text.split(",") for text in (args.settings, args.lr, args.seeds))
+    seeds = args.seeds.split(",")
+    rates = {name: [rate] if rate else args.lr.split(",") for name, _, rate in (
+        part.partition("=") for part in args.settings.split(","))}
+    settings = [*rates]
     if unknown := set(settings) - SETTINGS.keys():
         raise SystemExit(f"error: no setting {min(unknown)}, but {', '.join(SETTINGS)}.")
     sizes = {setting: parameters_and_flops(setting, args) for setting in settings}
     budget = sizes[settings[0]][1] * args.steps
     steps = {setting: round(budget / sizes[setting][1]) if args.equal == "flops" else args.steps
              for setting in settings}
-    runs = [(setting, lr, seed) for seed in seeds for lr in rates for setting in settings]
+    runs = [(setting, lr, seed) for seed in seeds for setting in settings for lr in rates[setting]]
     with ThreadPoolExecutor(args.jobs) as pool:
         found = dict(zip(runs, pool.map(lambda run: train(*run, steps[run[0]], args), runs)))
     print(f"{args.data}, equal {args.equal}, seeds {args.seeds} {' '.join(args.flags)}\n")
     print("| setting | parameters | GFLOP a token | steps | lr | loss | lowest to highest | exact match |")
     print("|---|---|---|---|---|---|---|---|")
     for setting in settings:
-        means = {lr: [r for seed in seeds if (r := found[setting, lr, seed])] for lr in rates}
+        means = {lr: [r for seed in seeds if (r := found[setting, lr, seed])] for lr in rates[setting]}
         means = {lr: records for lr, records in means.items() if records}
         best = min(means, key=lambda lr: statistics.mean(r["val_loss"] for r in means[lr]), default=None)
         for lr, records in means.items():
