@@ -73,7 +73,7 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
 
 
 def main() -> None:
-    parser = data.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = data.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="stdlib", help="as for the trainers")
     parser.add_argument("--settings", default=",".join(SETTINGS), help=f"some of {', '.join(SETTINGS)}")
     parser.add_argument("--lr", default="3e-3", help="learning rates of settings without =RATE, with commas")
