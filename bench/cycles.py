@@ -1,0 +1,64 @@
+"""What more H-cycles give a trained HRM, and which samples take them: exact matches by level of difficulty.
+
+    torchrun --nproc_per_node=2 train_hrm.py --data task:maze --random-cycles 4 --out runs/maze
+    python bench/cycles.py runs/maze --data shards/task-maze-bytes --cycles 1,2,4,8,16
+
+Of a model trained with --halt also the mean number of cycles that tokens of a response take.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+import data  # noqa: E402
+import ddp_utils  # noqa: E402
+from model import HRM  # noqa: E402
+
+
+@torch.no_grad()
+def by_level(model: HRM, dataset: data.Dataset, device) -> dict[str, tuple[float, float]]:
+    """Of each level, and of all as "": exact matches, and the mean of the cycles, fixed or chosen."""
+    names = {-1: "", **dataset.conditions}
+    # samples, exact ones, tokens, their cycles
+    sums = {i: torch.zeros(4, dtype=torch.float64) for i in names}
+    model.conditions = tuple(dataset.conditions)
+    for x, y in data.validation_batches(dataset.val, 16, 0, 1, device):
+        _, found = model(x, y)
+        ponder = model.think(x)[1]  # of each token, the cycles beyond the first, if it chooses them
+        taken = 1 + ponder if model.config.halt else torch.full_like(ponder, model.config.eval_cycles)
+        first = model.documents(x)[1]
+        level = x.gather(1, (first + 1).clamp(max=x.size(1) - 1))
+        counted = model.counted(x) & (y >= 0)
+        for i in names:
+            those = counted if i < 0 else counted & (level == i)
+            name = "" if i < 0 else f" {i}"
+            samples, exact = (found[f"{what}{name}"] * found["labels"] for what in ("samples", "exact"))
+            sums[i] += torch.stack((samples, exact, those.sum(), (taken * those).sum())).double().cpu()
+    return {names[i]: ((exact / samples).item(), (cycles / tokens).item())
+            for i, (samples, exact, tokens, cycles) in sums.items()}
+
+
+def main() -> None:
+    parser = data.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--data", type=Path, required=True, help="what it was trained on, prepared")
+    parser.add_argument("--cycles", default="1,2,4,8,16")
+    args = parser.parse_args()
+    world = ddp_utils.init("gloo", "auto")
+    for i, cycles in enumerate(map(int, args.cycles.split(","))):
+        model, _ = ddp_utils.load_model(HRM, args.run, world, lambda text: None, eval_cycles=cycles)
+        model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
+        found = by_level(model.eval(), data.Dataset(args.data, model.config.seq_len), world.device)
+        if i == 0:
+            print("| cycles |" + "".join(f" {name or 'all'} |" for name in found) + "\n" + "|---" * (
+                len(found) + 1) + "|")
+        print(f"| {cycles} |" + "".join(
+            f" {exact:.1%}" + f" ({taken:.2f} cycles)" * model.config.halt + " |"
+            for exact, taken in found.values()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
