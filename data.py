@@ -559,12 +559,16 @@ class Source:
 
 
 def hops(some: random.Random, level: int) -> tuple[str, str]:
-    """A permutation of twelve letters, as what follows each, and what is found `level` steps on from each."""
-    letters = [*range(12)]
-    follows, found = some.sample(letters, 12), letters
+    """Eight arrows between letters, such as ac for a → c, in any order; and where `level` of them lead from
+    each letter, in order.
+    """
+    letters = "abcdefgh"
+    follows = dict(zip(letters, some.sample(letters, 8)))
+    found = {letter: letter for letter in letters}
     for _ in range(level):
-        found = [follows[i] for i in found]
-    return tuple("".join(chr(97 + i) for i in each) for each in (follows, found))
+        found = {letter: follows[at] for letter, at in found.items()}
+    arrows = some.sample([a + b for a, b in follows.items()], 8)
+    return " ".join(arrows), " ".join(a + b for a, b in found.items())
 
 
 def lines(cells: str | list, width: int) -> str:
@@ -634,7 +638,7 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
 
 # Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and
 # how many tokens a row should have.
-TASKS = {"hops": (hops, 8, 256), "maze": (maze, 4, 248), "distance": (distance, 4, 248),
+TASKS = {"hops": (hops, 6, 256), "maze": (maze, 4, 248), "distance": (distance, 4, 248),
          "sudoku": (sudoku, 4, 256)}
 TASK_TOKENS = 2_500_000  # what a run of 600 steps of `tiny` needs
 
