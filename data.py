@@ -39,7 +39,6 @@ import random
 import re
 import signal
 import socket
-import string
 import sys
 import sysconfig
 import textwrap
@@ -575,9 +574,23 @@ def lines(cells: str | list, width: int) -> str:
     return "\n".join("".join(map(str, cells[i:i + width])) for i in range(0, len(cells), width))
 
 
-def distance(some: random.Random, level: int) -> tuple[str, str]:
-    """8 x 8 cells, some of them walls (#), and how far each of the cells a to h is from S in steps: 1 to 9,
-    then A, B, …, or - if it cannot be reached. The farthest is up to 4 steps away, 5 or 6, 7 or 8, or more.
+def addition(some: random.Random, level: int) -> tuple[str, str]:
+    """Two numbers of twelve digits, and their sum, from the highest digit on. In `level` columns in a row, and
+    in no longer row, the digits add up to 9, so that a digit depends on what a carry does far behind it.
+    """
+    while True:
+        begin = some.randrange(13 - level)
+        pairs = [(a, 9 - a if begin <= i < begin + level else some.randrange(10))
+                 for i, a in enumerate(some.choices(range(10), k=12))]
+        nines = "".join("9" if a + b == 9 else " " for a, b in pairs)
+        if max(map(len, nines.split())) == level:
+            a, b = (int("".join(map(str, digits))) for digits in zip(*pairs))
+            return f"{a:012}+{b:012}", f"{a + b:013}"
+
+
+def maze(some: random.Random, level: int) -> tuple[str, str]:
+    """8 x 8 cells, some of them walls (#), and which of the cells a to h can be reached from S (1) or not (0).
+    The farthest that can is up to 4 steps away, 5 or 6, 7 or 8, or more.
     """
     n = 8
     while True:
@@ -594,14 +607,7 @@ def distance(some: random.Random, level: int) -> tuple[str, str]:
         if 1 < sum(cell in reached for cell in cells) < 7 and min(max((far - 1) // 2, 1), 4) == level:
             there = {begin: "S", **dict(zip(cells, "abcdefgh"))}
             grid = [there.get(cell, ".#"[wall[cell]]) for cell in range(n * n)]
-            return lines(grid, n), "".join((string.digits + string.ascii_uppercase)[reached[cell]]
-                                           if cell in reached else "-" for cell in cells)
-
-
-def maze(some: random.Random, level: int) -> tuple[str, str]:
-    """The same, and only which of the cells can be reached (1), and which cannot (0)."""
-    grid, steps = distance(some, level)
-    return grid, re.sub("[^0]", "1", steps.replace("-", "0"))
+            return lines(grid, n), "".join("01"[cell in reached] for cell in cells)
 
 
 PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
@@ -638,7 +644,7 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
 
 # Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and
 # how many tokens a row should have.
-TASKS = {"hops": (hops, 6, 256), "maze": (maze, 4, 248), "distance": (distance, 4, 248),
+TASKS = {"hops": (hops, 6, 256), "addition": (addition, 8, 256), "maze": (maze, 4, 248),
          "sudoku": (sudoku, 4, 256)}
 TASK_TOKENS = 2_500_000  # what a run of 600 steps of `tiny` needs
 
