@@ -575,8 +575,8 @@ def lines(cells: str | list, width: int) -> str:
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:
-    """Two numbers of twelve digits, and their sum, from the highest digit on. In `level` columns in a row, and
-    in no longer row, the digits add up to 9, so that a digit depends on what a carry does far behind it.
+    """Two numbers of twelve digits, and their sum, from the highest digit on. In `level` columns in a row,
+    and in no longer row, the digits add up to 9, so that a digit depends on a carry far behind it.
     """
     while True:
         begin = some.randrange(13 - level)
@@ -589,8 +589,8 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
 
 
 def maze(some: random.Random, level: int) -> tuple[str, str]:
-    """8 x 8 cells, some of them walls (#), and which of the cells a to h can be reached from S (1) or not (0).
-    The farthest that can is up to 4 steps away, 5 or 6, 7 or 8, or more.
+    """8 x 8 cells, some of them walls (#), and which of the cells a to h can be reached from S (1 or 0). The
+    farthest that can is up to 4 steps away, 5 or 6, 7 or 8, or more.
     """
     n = 8
     while True:
@@ -1054,8 +1054,10 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
 
 
 def row_of(dataset: str) -> int | None:
-    """The tokens that a row should have, if this is a task."""
-    return TASKS.get(dataset.partition(":")[2], (None,))[-1] if dataset.startswith("task:") else None
+    """The tokens that a row has, if these are prepared pairs, or should have, if this is a task."""
+    if dataset.startswith("task:"):
+        return TASKS.get(dataset[5:], (None,))[-1]
+    return (read_manifest(Path(dataset)) or {}).get("row") if Path(dataset).is_dir() else None
 
 
 def fields_of(settings: dict) -> list[str]:
@@ -1479,6 +1481,18 @@ class Dataset:
             found = np.unique(some[1:][(some[:-1] == start) & (some[1:] != start)]).tolist()
             self.conditions = {i: self.tokenizer.decode([i]) for i in found} if len(found) <= 16 else {}
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def first_pair(self) -> tuple[str, str]:
+        """Prompt, with its condition, and response of the first sample that is held out; "" if there is none
+        or its text gives other tokens.
+        """
+        row, roles = self.val.tokens[0][1:self.val.seq_len].tolist() if self.val else [], self.roles
+        middle = row.index(roles["response"]) if roles["response"] in row else 0
+        ends = [i for i, token in enumerate(row) if token in (roles["start"], roles["end"]) and i > middle]
+        prompt, response = (self.tokenizer.decode(ids) for ids in (
+            row[:middle], row[middle + 1:min(ends, default=len(row))]))
+        same = middle and prompt_ids(self.tokenizer, prompt).tolist()[1:-1] == row[:middle]
+        return (prompt, response) if same else ("", "")
 
     @staticmethod
     def _sample(path: Path) -> str:

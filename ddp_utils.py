@@ -623,7 +623,7 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
     prepared = any(Path(source).is_dir() for source in sources_of(args.data or size["data"], args.mix))
     if args.init_from and trained.is_file() and not args.tokenizer and not prepared:
         args.tokenizer = str(trained)  # the ids of the data have to mean what they meant to the weights
-    args.seq_len = args.seq_len or row_of(args.data or size["data"])
+    args.seq_len = args.seq_len or row_of(sources_of(args.data or size["data"], args.mix)[0])
     model = {field.name: field.default for field in flag_fields(config_class)}
     for key, value in (model | recipe(args, size)).items():
         if getattr(args, key) is None and key not in ("global_batch", "batch"):  # see plan_batch
@@ -1568,6 +1568,7 @@ class Run:
         self._record: dict | None = None  # of the last step, until all that is due after it has been done
         self._replicated = args.strategy in ("ddp", "zero1")  # all ranks hold all parameters
         self._peak_memory = 0.0  # the largest of all ranks, in GB
+        self._expected = ""  # what should follow the prompt of samples, if that is known
 
     def make_model(self, model_class: type, **config) -> nn.Module:
         """The model to train: random, or from --init-from; empty if a checkpoint is going to be restored."""
@@ -1581,6 +1582,8 @@ class Run:
             raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                             "they are to learn, and --loss response needs pairs: use isolated or causal, or "
                             "prepare the data with --prompt-field and --response-field.")
+        if pairs and not args.sample_prompt + args.condition:
+            args.sample_prompt, self._expected = self.dataset.first_pair()
         if pairs and (n := len(prompt_ids(tokenizer, args.sample_prompt, args.condition))) >= args.seq_len:
             raise UserError(f"--sample-prompt has {n} tokens, a row {args.seq_len}: shorten it.")
         names = ("dropout", "eval_cycles", "eot", "attention", "loss", "start", "response", "end")
@@ -1852,7 +1855,7 @@ class Run:
             self._evaluations += 1
             due = sample and args.sample_every and self._evaluations % args.sample_every == 0
             if due and not self._at_end:
-                log.sample(args.sample_prompt + sample(), self.step)
+                self._sample(sample())
         if self.ends_epoch and not self.stopping:
             log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss {mean_loss:.4f} | "
                     f"validation loss {record['val_loss'] or math.nan:.4f} | "
@@ -1860,6 +1863,13 @@ class Run:
             self.epoch = dict.fromkeys(self.epoch, 0)
             self._epoch_loss.zero_()
             self._epoch_begun = time.perf_counter()
+
+    def _sample(self, text: str) -> None:
+        """Shows what follows the prompt; of a pair that is held out, also whether that is right."""
+        gap = "\n" * (self.dataset.roles["response"] >= 0)
+        right = "" if not self._expected else "\nwhich is " + (
+            "right" if text == self._expected else f"wrong; right is\n{self._expected}")
+        self.log.sample(f"{self.args.sample_prompt}{gap}{text}{right}", self.step)
 
     def validation_batches(self, masker=None):
         """The batches of this rank in an evaluation, see data.py."""
@@ -1901,7 +1911,7 @@ class Run:
     def finish(self, sample=None) -> None:
         """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""
         if sample and not self.stopping:
-            self.log.sample(self.args.sample_prompt + sample(), self.step)
+            self._sample(sample())
         self._checkpoints.close()
         self._vote.close()
         if self.world.is_rank0:

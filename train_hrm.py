@@ -20,7 +20,7 @@ from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, l
                        number, parse, positive_int, run_directory, seed_step, set_defaults, start, use_model)
 from model import HRM, HRMConfig, continue_text, learning_rate
 
-# Only `tiny` has been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and 4 times its batch.
+# Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
 START = dict(tie=False, zero_init=True, vocab_lr=4.0)
 PUBLISHED = dict(tie=False, zero_init=False, vocab_lr=1.0)
 WEB = dict(seq_len=1024, data="fineweb-edu", **START)
@@ -28,6 +28,9 @@ SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=6e-3,
                  warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
                  **START),
+    "puzzle": dict(d_model=128, n_head=2, n_layer=1, ff=384, global_batch=16, batch=8, lr=1e-2, warmup=30,
+                   steps=600, eval_every=150, save_every=150, eval_batches=0, data="task:sudoku", tie=False,
+                   zero_init=True, optimizer="muon", sample_every=1, temperature=0.0, max_new_tokens=48),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
                 steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,

@@ -2,7 +2,7 @@
 
     python bench/learning.py --data stdlib --settings hrm,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
     python bench/learning.py --data stdlib --settings hrm=6e-3,plain=6e-3,gpt2=1.2e-2 --seeds 1,2,3
-    python bench/learning.py --data task:maze --settings hrm,plain,deep --steps 600 --equal flops
+    python bench/learning.py --data task:sudoku --settings puzzle,puzzle-plain --lr 1e-2 --steps 600
 
 Each run is a run directory of a trainer under --out, so the same command goes on where it stopped, and
 `python monitor.py DIR …` draws them. The table has the mean over the seeds, lowest and highest, for each
@@ -33,6 +33,11 @@ SETTINGS = {
     "plain-muon": "train_hrm.py --h-cycles 1 --l-cycles 1 --optimizer muon --vocab-lr 1",
     "hrm-muon": "train_hrm.py --optimizer muon --vocab-lr 1",
     "gpt2": "train_gpt2.py --modern --optimizer muon",
+    # for tasks: the same four, with one block a stack
+    "puzzle": "train_hrm.py --size puzzle",
+    "puzzle-plain": "train_hrm.py --size puzzle --h-cycles 1 --l-cycles 1",
+    "puzzle-deep": "train_hrm.py --size puzzle --h-cycles 1 --l-cycles 1 --n-layer 3",
+    "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 2",
 }
 
 
