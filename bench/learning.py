@@ -60,8 +60,37 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     return num_params(model), model.flops_per_token(*bp_steps)
 
 
-def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace) -> dict | None:
-    """The last record of a run, which is made, or finished, if necessary; None if it failed."""
+def harder_half(record: dict) -> float:
+    """Exact matches in the upper half of the levels of a task."""
+    levels = sorted(key for key in record if key.startswith("val_exact/"))
+    return statistics.mean(record[key] for key in levels[len(levels) // 2:])
+
+
+def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
+    """Exact matches in the harder half of the levels, or without levels the validation loss, over the steps:
+    of each setting the mean of its seeds, and thin lines for each seed.
+    """
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 4.5))
+    axes = figure.subplots()
+    for i, (name, seeds) in enumerate(curves.items()):
+        levels = any(key.startswith("val_exact/") for key in seeds[0][-1])
+        points = [[r for r in records if r.get("val_loss") is not None] for records in seeds]
+        lines = [[harder_half(r) if levels else r["val_loss"] for r in records] for records in points]
+        steps = [0, *(r["step"] for r in points[0])] if levels else [r["step"] for r in points[0]]
+        lines = [[0.0] * bool(levels) + line for line in lines]  # before the first step none is right
+        for line in lines:
+            axes.plot(steps, line, color=f"C{i}", linewidth=0.6)
+        axes.plot(steps, [statistics.mean(at) for at in zip(*lines)], color=f"C{i}", marker="os^Dv"[i % 5],
+                  label=name)
+        axes.set(xlabel="steps", ylabel="exact matches, harder half" if levels else "validation loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace) -> list[dict] | None:
+    """The records of a run, which is made, or finished, if necessary; None if it failed."""
     script, *flags = shlex.split(SETTINGS[setting])
     out = args.out / f"{setting}-lr{lr}-seed{seed}-{steps}"
     command = [sys.executable, ROOT / script, "--data", args.data, "--out", out, "--seed", seed, "--lr", lr,
@@ -74,7 +103,7 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
         return None
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     print(f"{out.name}: validation loss {records[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
-    return records[-1]
+    return records
 
 
 def main() -> None:
@@ -89,6 +118,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at a time")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--picture", type=Path, help="a PNG of the curves at the best rates")
     args = parser.parse_args()
     seeds = args.seeds.split(",")
     rates = {name: [rate] if rate else args.lr.split(",") for name, _, rate in (
@@ -102,22 +132,31 @@ def main() -> None:
              for setting in settings}
     runs = [(setting, lr, seed) for seed in seeds for setting in settings for lr in rates[setting]]
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = dict(zip(runs, pool.map(lambda run: train(*run, steps[run[0]], args), runs)))
+        logs = dict(zip(runs, pool.map(lambda run: train(*run, steps[run[0]], args), runs)))
+    found = {run: log and log[-1] for run, log in logs.items()}
     print(f"{args.data}, equal {args.equal}, seeds {args.seeds} {' '.join(args.flags)}\n")
     print("| setting | parameters | GFLOP a token | steps | lr | loss | lowest to highest | exact match |")
     print("|---|---|---|---|---|---|---|---|")
+    curves = {}
     for setting in settings:
         means = {lr: [r for seed in seeds if (r := found[setting, lr, seed])] for lr in rates[setting]}
         means = {lr: records for lr, records in means.items() if records}
         best = min(means, key=lambda lr: statistics.mean(r["val_loss"] for r in means[lr]), default=None)
+        curves |= {setting: [log for seed in seeds if (log := logs[setting, best, seed])]} if best else {}
         for lr, records in means.items():
             losses = [record["val_loss"] for record in records]
             keys = [key for key in records[0] if key.startswith("val_exact")]
             exact = ", ".join(f"{key[10:] or 'all'} {statistics.mean(r[key] for r in records):.1%}"
                               for key in keys)
+            if len(keys) > 1:
+                hard = [harder_half(record) for record in records]
+                exact += (f"; harder half {statistics.mean(hard):.1%}, of seeds "
+                          + ", ".join(f"{x:.1%}" for x in hard))
             print(f"| {setting} | {sizes[setting][0]:,} | {sizes[setting][1] / 1e9:.4f} | {steps[setting]} | "
                   f"{lr}{' (best)' * (lr == best and len(means) > 1)} | {statistics.mean(losses):.4f} | "
                   f"{min(losses):.4f} to {max(losses):.4f} | {exact} |")
+    if args.picture:
+        draw(curves, args.picture)
 
 
 if __name__ == "__main__":
