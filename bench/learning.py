@@ -37,7 +37,7 @@ SETTINGS = {
     "puzzle": "train_hrm.py --size puzzle",
     "puzzle-plain": "train_hrm.py --size puzzle --h-cycles 1 --l-cycles 1",
     "puzzle-deep": "train_hrm.py --size puzzle --h-cycles 1 --l-cycles 1 --n-layer 3",
-    "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 2",
+    "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 2 --n-head 4",
 }
 
 
