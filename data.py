@@ -368,8 +368,8 @@ SHORT_NAMES = {  # repository, configuration
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = ("stdlib, pairs:stdlib, task:NAME, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
-           + ", ".join(SHORT_NAMES))
+SOURCES = ("stdlib, pairs:stdlib, task:NAME (hops, addition, maze, sudoku), text:GLOB, jsonl:GLOB, "
+           "parquet:GLOB, hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
 
@@ -384,9 +384,8 @@ class Source:
     def __init__(self, dataset: str, fields: list[str], val_split: str):
         self.fields, self.done, self.total, self.files = fields, 0, None, []
         prefix, _, where = dataset.partition(":")
-        self.identity = dataset  # of a task, which is endless
         if prefix == "task" and where in TASKS:
-            self.task = where
+            self.identity, self.task = dataset, where
         elif dataset in ("stdlib", "pairs:stdlib"):
             root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
@@ -570,7 +569,7 @@ def hops(some: random.Random, level: int) -> tuple[str, str]:
     return " ".join(arrows), " ".join(a + b for a, b in found.items())
 
 
-def lines(cells: str | list, width: int) -> str:
+def grid_of(cells: list, width: int) -> str:
     return "\n".join("".join(map(str, cells[i:i + width])) for i in range(0, len(cells), width))
 
 
@@ -607,7 +606,7 @@ def maze(some: random.Random, level: int) -> tuple[str, str]:
         if 1 < sum(cell in reached for cell in cells) < 7 and min(max((far - 1) // 2, 1), 4) == level:
             there = {begin: "S", **dict(zip(cells, "abcdefgh"))}
             grid = [there.get(cell, ".#"[wall[cell]]) for cell in range(n * n)]
-            return lines(grid, n), "".join("01"[cell in reached] for cell in cells)
+            return grid_of(grid, n), "".join("01"[cell in reached] for cell in cells)
 
 
 PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
@@ -639,7 +638,7 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
             if not any(solve(grid[:i] + [other] + grid[i + 1:]) for other in others):
                 grid = grid[:i] + [0] + grid[i + 1:]
             if grid.count(0) == 6 * level:
-                return lines(grid, 6), lines(solved, 6)
+                return grid_of(grid, 6), grid_of(solved, 6)
 
 
 # Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and
@@ -1524,7 +1523,8 @@ def mix(datasets: list[Dataset], weights: list[float]) -> Dataset:
     split["train"].parts = list(zip(firsts, (dataset.train.rows for dataset in datasets), shares))
     identity = [[dataset.fingerprint for dataset in datasets], shares]
     vars(mixed).update(split, name="+".join(dataset.name for dataset in datasets),
-                       conditions={i: name for one in datasets for i, name in one.conditions.items()},
+                       conditions={i: name for one in datasets for i, name in one.conditions.items()} if all(
+                           one.conditions for one in datasets) else {},
                        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest())
     return mixed
 
@@ -1753,7 +1753,7 @@ def main() -> None:
     p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
     p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
     p.add_argument("--tokenizer", dest="tokenizer_name",
-                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, else gpt2)")
+                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for tasks, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
                    help="hash:F, a fraction F of the documents, by a hash of their text, or tail:F, the last "
                    "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01)")

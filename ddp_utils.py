@@ -144,7 +144,8 @@ def start(args: argparse.Namespace) -> World:
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
                 "same flags; --precision auto and --device auto need the same type of processor everywhere, "
-                "and --init-from a directory its tokenizer.json, unless --tokenizer is given")
+                "prepared pairs the same files, and --init-from a directory its tokenizer.json, unless "
+                "--tokenizer is given")
     return world
 
 
@@ -494,7 +495,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
          "which is prepared first if necessary, from the hub 20 tokens for each parameter"),
         ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
-         "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, else gpt2)"),
+         "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for tasks, else "
+         "gpt2)"),
         ("--mix", parse_mix, None, "train on several sources, --data A,B, with weights such as 0.7,0.3"),
         ("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B"),
         ("--max-samples", parse_count, None, "prepare only so many documents"),
@@ -512,7 +514,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
         ("--lr", number(0), None, "peak learning rate"),
-        ("--vocab-lr", number(0), 1.0, "learning rate of embedding and head, as a multiple of --lr"),
+        ("--vocab-lr", number(0), 1.0, "learning rate of embedding and head, as a multiple of --lr; some "
+         "sizes have another"),
         ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
         ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
         ("--min-lr-ratio", number(0, 1), 0.1, "last learning rate / peak"),
@@ -569,7 +572,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         ("--prompt", str, None, "continue or answer this text with the newest checkpoint, without training"),
         ("--chat", bool, None, "answer prompts that are typed in, one after another"),
         ("--condition", str, "", "in front of the prompt of a pair: text, or the name of a special token"),
-        ("--sample-prompt", str, "", "the sample at the end of training continues this"),
+        ("--sample-prompt", str, "", "what the samples continue; with pairs by default a prompt that is held "
+         "out"),
         ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
         ("--max-new-tokens", positive_int, 200, "length of a sample"),
         ("--temperature", number(0), 0.8, "0: always the likeliest token"),
@@ -608,14 +612,15 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
     for wrong, sentence in (
             (args.steps and args.epochs, "--epochs is not allowed with --steps: leave one of them out"),
             (args.mix and args.epochs, "--mix has no epochs: give --steps"),
-            (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1"),
+            (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1, "
+             "or --optimizer adamw"),
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
             (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
             (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
             (args.outer_start and not args.outer_every, "--outer-start needs --outer-every"),
             (args.outer_every and args.strategy != "ddp", "--outer-every needs --strategy ddp"),
             (args.outer_every and args.precision == "fp16", "--outer-every needs --precision bf16 or fp32"),
-            (args.outer_every and args.ema, "--ema does not go with --outer-every: leave one of them out")):
+            (args.outer_every and args.ema, "--outer-every needs --ema 0")):
         if wrong:
             raise UserError(f"{sentence}.")
     home = Path((args.init_from or "").removeprefix("hf:"))
@@ -724,7 +729,7 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
 
 
 def load_data(model_class: type, args: argparse.Namespace, world: World) -> Dataset:
-    """The data set of --data, prepared first if necessary: of an endless source 20 tokens a parameter, unless
+    """The data set of --data, prepared first if necessary: of the hub 20 tokens a parameter, unless
     --max-tokens says how many.
     """
     with torch.device("meta"):
@@ -876,12 +881,13 @@ def run_directory(args: argparse.Namespace, name: str) -> Path:
 
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
     """--export, --prompt and --fill: uses the newest checkpoint of a run, or that of --resume."""
-    deeper = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
+    changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
-    model, saved = load_model(model_class, resume, world, print, **deeper)
+    model, saved = load_model(model_class, resume, world, print, **changes)
     for field in flag_fields(model_class.Config):  # one that is given but was not when it was trained
         value, was = getattr(args, field.name), getattr(model.config, field.name)
-        if field.type is bool and was != value != field.default:
+        of_size = field.name in ("tie", "zero_init")  # whose value may be that of the size
+        if field.type is bool and was != value != field.default and not of_size:
             raise UserError(f"{saved['path']} was trained with {field.name} {was}: name the run that has "
                             f"{field.name} {value} with --out.")
     model.compute_dtype = compute_dtype(args.precision, world.device)
@@ -1865,11 +1871,10 @@ class Run:
             self._epoch_begun = time.perf_counter()
 
     def _sample(self, text: str) -> None:
-        """Shows what follows the prompt; of a pair that is held out, also whether that is right."""
+        """Shows what follows the prompt; of a pair that is held out, also the response that it has there."""
         gap = "\n" * (self.dataset.roles["response"] >= 0)
-        right = "" if not self._expected else "\nwhich is " + (
-            "right" if text == self._expected else f"wrong; right is\n{self._expected}")
-        self.log.sample(f"{self.args.sample_prompt}{gap}{text}{right}", self.step)
+        known = f"\nand the response in the data is\n{self._expected}" if self._expected else ""
+        self.log.sample(f"{self.args.sample_prompt}{gap}{text}{known}", self.step)
 
     def validation_batches(self, masker=None):
         """The batches of this rank in an evaluation, see data.py."""

@@ -419,7 +419,7 @@ class HRMConfig(CausalConfig):
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
     halt: bool = flag(False, "let each token choose how many H-cycles it gets")
     max_cycles: int = flag(4, "largest number of H-cycles, with --halt")
-    eval_cycles: int = flag(0, "H-cycles in evaluation and use, with --halt at most; 0: as in training")
+    eval_cycles: int = flag(0, "H-cycles in evaluation and use, with --halt at most; 0, none of its own")
     zero_init: bool = flag(False, "start as the identity: projections at zero and a small head of its own")
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -430,16 +430,12 @@ class HRMConfig(CausalConfig):
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
         if self.zero_init and self.tie:
-            raise UserError("--tie needs --published: a model that starts as the identity would only repeat.")
+            raise UserError("--tie needs --published: a model that starts as the identity would only repeat "
+                            "its input.")
 
     @property
     def cycles(self) -> int:
         return self.max_cycles if self.halt else self.h_cycles
-
-    @property
-    def max_bp_steps(self) -> int:
-        """Stack calls of a fixed-depth pass; with this many bp_steps, backpropagation is not truncated."""
-        return self.h_cycles * (self.l_cycles + 1)
 
     def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
         """Whether so many bp_steps, of so many H-cycles, give the embedding table a gradient."""
@@ -618,8 +614,9 @@ class HRM(CausalLM):
     def hidden(self, idx: Tensor, cache: KVCache) -> Tensor:
         return self.think(idx, cache=cache, fixed_depth=True)[0]
 
-    def example(self, batch: int, device, bp_steps: int = 5) -> dict[str, Any]:
-        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True)
+    def example(self, batch: int, device, bp_steps: int = 5, cycles: int | None = None) -> dict[str, Any]:
+        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
+                               cycles=cycles)
 
     def flops_per_token(self, bp_steps: int = 5, cycles: float | None = None) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T: each stack call
@@ -1021,11 +1018,12 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
     hidden = {key: p for key, p in named if name == "muon" and p.ndim == 2 and ".blocks." in key}
     rest = {key: p for key, p in named if key not in hidden}
-    groups = [{"params": [p for key, p in rest.items() if (p.ndim >= 2, key in VOCAB_TENSORS) == kind],
-               "weight_decay": weight_decay * kind[0], "scale": vocab_lr if kind[1] else 1.0}
-              for kind in itertools.product((True, False), repeat=2)]
-    kind = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
-    optimizers = [kind([g for g in groups if g["params"]], lr=lr, betas=betas)]
+    groups = [{"params": [p for key, p in rest.items()
+                          if (p.ndim >= 2, key in VOCAB_TENSORS) == (matrix, vocab)],
+               "weight_decay": weight_decay * matrix, "scale": vocab_lr if vocab else 1.0}
+              for matrix, vocab in itertools.product((True, False), repeat=2)]
+    adam = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
+    optimizers = [adam([g for g in groups if g["params"]], lr=lr, betas=betas)]
     if hidden:
         optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))

@@ -187,10 +187,10 @@ def measure_network(world: World, limit: float) -> tuple[float, float]:
 def model_of(model_class: type, size: dict, device, **changes) -> nn.Module:
     """A model of this row of a trainer's SIZES, or of one with changes."""
     names = {field.name for field in fields(model_class.Config)}
-    ids = pad_vocab(expected_ids(size["data"], None))
+    ids = size.get("vocab_size") or pad_vocab(expected_ids(size["data"], None))
     config = {key: value for key, value in size.items() if key in names} | changes
     with torch.device(device):
-        return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **config))
+        return model_class(model_class.Config(**config | {"vocab_size": ids, "padded_vocab": ids}))
 
 
 def measure_compute(model_class: type, size: dict, world: World) -> tuple[float, str]:

@@ -28,9 +28,10 @@ SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=6e-3,
                  warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
                  **START),
-    "puzzle": dict(d_model=128, n_head=4, n_layer=1, ff=384, global_batch=16, batch=8, lr=1e-2, warmup=30,
-                   steps=600, eval_every=150, save_every=150, eval_batches=0, data="task:sudoku", tie=False,
-                   zero_init=True, optimizer="muon", sample_every=1, temperature=0.0, max_new_tokens=48),
+    "puzzle": dict(d_model=128, n_head=4, n_layer=1, ff=384, seq_len=256, global_batch=16, batch=8, lr=1e-2,
+                   warmup=30, steps=600, eval_every=150, save_every=150, eval_batches=0, data="task:sudoku",
+                   tie=False, zero_init=True, optimizer="muon", sample_every=1, temperature=0.0,
+                   max_new_tokens=48),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
                 steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,
@@ -59,24 +60,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_flags(
         parser, "recurrence",
         ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
-         "ramp A:B over the first fifth of the run (2:5; from --init-from 5)"),
+         "ramp A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"),
         ("--ponder-cost", number(0), None, "weight of the cost of cycles with --halt, after a warm-up from 0 "
          "over the first fifth of the run (0.01)"),
         ("--published", bool, None, "start as the published HRM-Text: no matrix at zero, one learning rate"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
     add_sampling_flags(parser)
-    args = parse(parser, SIZES, argv)
-    size = SIZES[args.size] | (PUBLISHED if args.published else {})
-    args = parse(parser, {args.size: size}, argv)
+    published = parser.parse_args(argv).published
+    sizes = {name: size | (PUBLISHED if published else {}) for name, size in SIZES.items()}
+    args = parse(parser, sizes, argv)
     if args.halt and args.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     for name in ("max_cycles", "ponder_cost"):
         if getattr(args, name) is not None and not args.halt:
             raise UserError(f"--{name.replace('_', '-')} needs --halt.")
     args.ponder_cost = 0.01 if args.ponder_cost is None else args.ponder_cost
-    set_defaults(args, HRMConfig, size)
+    set_defaults(args, HRMConfig, sizes[args.size])
     cycles = args.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
-    high = 5 if args.tie else max(cycles + 1, 5)
+    high = 5 if args.tie or args.halt or args.inject_input else max(cycles + 1, 5)
     args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp
     calls = cycles * (args.l_cycles + 1)
     if args.bp_steps[1] > max(calls, 5):
@@ -89,7 +90,7 @@ def main() -> None:
     low, high = args.bp_steps
     if args.dry_run is not None:
         from test_ddp import dry_run
-        return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
+        return dry_run(HRM, args, SIZES[args.size], bp_steps=high, cycles=args.random_cycles)
     world = start(args)
     out = run_directory(args, f"hrm-{args.size}")
     if args.export or args.chat or args.prompt is not None:
@@ -99,12 +100,13 @@ def main() -> None:
     dataset = load_data(HRM, args, world)
     run = Run(args, world, dataset, SIZES[args.size], out)
     model = run.make_model(HRM, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    if not model.config.reaches_embedding(high):
-        raise UserError(f"--bp-steps {high} never trains an untied embedding: end with --h-cycles + 1.")
+    if not model.config.reaches_embedding(high, args.random_cycles and 1):
+        raise UserError(f"--bp-steps {high} never trains an untied embedding: give one more than --h-cycles.")
     state = TrainState(model, args, world)
-    examples = [model.example(run.micro_batch, world.device, bp_steps) for bp_steps in args.bp_steps]
-    if not run.begin(state, examples,
-                     lambda record: model.flops_per_token(record["bp_steps"], record["cycles"])):
+    examples = [model.example(run.micro_batch, world.device, n, args.random_cycles) for n in args.bp_steps]
+    mean_cycles = args.random_cycles and (1 + args.random_cycles) / 2
+    if not run.begin(state, examples, lambda record: model.flops_per_token(
+            record["bp_steps"], mean_cycles or record["cycles"])):
         return  # it is complete already
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples)

@@ -1,7 +1,7 @@
 """What more H-cycles give a trained HRM, and which samples take them: exact matches by level of difficulty.
 
-    torchrun --nproc_per_node=2 train_hrm.py --data task:maze --random-cycles 4 --out runs/maze
-    python bench/cycles.py runs/maze --data shards/task-maze-bytes --cycles 1,2,4,8,16
+    torchrun --nproc_per_node=2 train_hrm.py --size puzzle --random-cycles 4 --out runs/random
+    python bench/cycles.py runs/random --data shards/task-sudoku-bytes --cycles 1,2,4,8,16
 
 Of a model trained with --halt also the mean number of cycles that tokens of a response take.
 """
@@ -20,15 +20,14 @@ from model import HRM  # noqa: E402
 
 @torch.no_grad()
 def by_level(model: HRM, dataset: data.Dataset, device) -> dict[str, tuple[float, float]]:
-    """Of each level, and of all as "": exact matches, and the mean of the cycles, fixed or chosen."""
+    """Of each level, and of all as "": exact matches, and the mean of the cycles that tokens chose."""
     names = {-1: "", **dataset.conditions}
     # samples, exact ones, tokens, their cycles
     sums = {i: torch.zeros(4, dtype=torch.float64) for i in names}
     model.conditions = tuple(dataset.conditions)
     for x, y in data.validation_batches(dataset.val, 16, 0, 1, device):
         _, found = model(x, y)
-        ponder = model.think(x)[1]  # of each token, the cycles beyond the first, if it chooses them
-        taken = 1 + ponder if model.config.halt else torch.full_like(ponder, model.config.eval_cycles)
+        taken = 1 + model.think(x)[1]  # of each token that chooses its cycles
         first = model.documents(x)[1]
         level = x.gather(1, (first + 1).clamp(max=x.size(1) - 1))
         counted = model.counted(x) & (y >= 0)

@@ -92,7 +92,9 @@ def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
 def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace) -> list[dict] | None:
     """The records of a run, which is made, or finished, if necessary; None if it failed."""
     script, *flags = shlex.split(SETTINGS[setting])
-    out = args.out / f"{setting}-lr{lr}-seed{seed}-{steps}"
+    source = Path(args.data.replace(":", "-")).name
+    name = "-".join([source, setting, f"lr{lr}-seed{seed}-{steps}", *args.flags])
+    out = args.out / name.replace("/", "-")
     command = [sys.executable, ROOT / script, "--data", args.data, "--out", out, "--seed", seed, "--lr", lr,
                "--steps", steps, "--eval-every", max(steps // 4, 1), "--save-every", max(steps // 4, 1),
                "--max-new-tokens", 1, "--device", args.device, *flags, *args.flags]

@@ -96,20 +96,19 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
     assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.05"
 
 
-def test_samples_answer_a_puzzle_that_is_held_out_and_say_whether_that_is_right(tmp_path, monkeypatch):
+def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards = data.prepare("task:sudoku", tmp_path / "shards", max_samples=200, workers=1)
     question, answer = data.Dataset(shards, 256).first_pair()
     assert question[0] in "1234" and len(question) == 42 and all(
         given in ("0", digit) for given, digit in zip(question[1:], answer))
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
-    done = puzzles.train(0, shards, tmp_path / "wrong")
-    assert done.code == 0 and f"which is wrong; right is\n{answer}\n" in done.out, done.out
-    monkeypatch.setattr(train_hrm, "continue_text", lambda *_: [answer])
-    done = puzzles.train(0, shards, tmp_path / "right")
-    assert f"{question}\n{answer}\nwhich is right\n" in done.out, done.out
+    monkeypatch.setattr(train_hrm, "continue_text", lambda *_: ["some text"])
+    done = puzzles.train(0, shards, tmp_path / "run")
+    shown = f"{question}\nsome text\nand the response in the data is\n{answer}\n"
+    assert done.code == 0 and shown in done.out, done.out
     own = puzzles.train(0, shards, tmp_path / "own", sample_prompt="1 2")
-    assert f"1 2\n{answer}\n\n" in own.out and "which is" not in own.out
+    assert "1 2\nsome text\n\n" in own.out and "in the data is" not in own.out
 
 
 def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):

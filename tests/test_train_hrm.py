@@ -15,6 +15,7 @@ from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of,
 import data
 import train_hrm
 from ddp_utils import RunError, list_checkpoints
+from model import HRM as HRMModel
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
@@ -237,8 +238,33 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     assert not differ(start, *published) and not differ(start, "--published", "--size", "1b")
     assert differ(start, "--size", "1b") == differ(start) == {*start}
     assert differ({"vocab_lr": 4.0}, "--size", "1b", "--init-from", "hf:somewhere") == {"vocab_lr"}
+    assert not differ({"bp_steps": (2, 5)}, "--halt", "--max-cycles", "8")
+    assert not differ({"bp_steps": (2, 9)}, "--random-cycles", "8", "--size", "puzzle")
     assert differ(wanted, "--size", "1b") == others - {"tie"} | {"vocab_size", "warmup"}
     assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
+
+
+def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards):
+    """Of `tie` and `zero_init` a size has values of its own, which ask for nothing."""
+    assert train(0, shards, tmp_path / "run", published=True, tie=True, steps=1, eval_every=1).code == 0
+    used = here("--out", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2", "--eval-cycles", "3")
+    assert used.code == 0 and "step 1 from" in used.out, used.out
+    halting = here("--out", tmp_path / "run", "--prompt", "a", "--halt")
+    assert halting.code == 2 and "was trained with halt False" in halting.out
+
+
+def test_random_cycles_count_in_the_estimate_of_memory():
+    """As many as there can be, not those of the configuration."""
+    random, fixed = (train_hrm.parse_args(["--dry-run", "1x8", flag, "8"]) for flag in (
+        "--random-cycles", "--h-cycles"))
+    assert random.bp_steps == fixed.bp_steps == (2, 9)
+    model = HRMModel(HRMModel.Config(vocab_size=64, padded_vocab=64, d_model=32, n_head=2, n_layer=1, ff=32,
+                                     seq_len=8, tie=False))
+    model(**model.example(1, "cpu", 9, cycles=8))
+    ran = []
+    model.H.register_forward_hook(lambda *_: ran.append(1))
+    model(**model.example(1, "cpu", 9, cycles=8))
+    assert len(ran) == 8
 
 
 def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
