@@ -1673,8 +1673,9 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
             check_source(data, out, settings)
         else:
             if not (local or max_tokens):
-                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens: --max-tokens chooses "
-                      "another number (the default from the hub is 20 for each parameter)", flush=True)
+                why = "" if prefix == "task" else ", 20 for each parameter"
+                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
+                      "another number", flush=True)
             options = {k: v for k, v in settings.items() if k not in ("source", "tokenizer")}
             prepare(data, out, tokenizer_name, **options)
         if not (local or max_tokens) and (settings["max_tokens"] or useful) < useful / 2:

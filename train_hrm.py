@@ -29,7 +29,7 @@ SIZES = {
                  warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
                  **START),
     "puzzle": dict(d_model=128, n_head=4, n_layer=1, ff=384, seq_len=256, global_batch=16, batch=8, lr=1e-2,
-                   warmup=30, steps=600, eval_every=150, save_every=150, eval_batches=0, data="task:sudoku",
+                   warmup=30, steps=600, eval_every=150, save_every=150, eval_batches=0, data="task:addition",
                    tie=False, zero_init=True, optimizer="muon", sample_every=1, temperature=0.0,
                    max_new_tokens=48),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,

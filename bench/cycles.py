@@ -1,7 +1,7 @@
 """What more H-cycles give a trained HRM, and which samples take them: exact matches by level of difficulty.
 
     torchrun --nproc_per_node=2 train_hrm.py --size puzzle --random-cycles 4 --out runs/random
-    python bench/cycles.py runs/random --data shards/task-sudoku-bytes --cycles 1,2,4,8,16
+    python bench/cycles.py runs/random --data shards/task-addition-bytes --cycles 1,2,4,8,16
 
 Of a model trained with --halt also the mean number of cycles that tokens of a response take.
 """

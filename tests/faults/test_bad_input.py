@@ -248,7 +248,7 @@ MISTAKES = {
     "train_mlm.py --comm fp8": "--comm: invalid choice: 'fp8'",
     "train_hrm.py --comm powersgd:4": "--comm: invalid choice: 'powersgd:4'",
     "train_gpt2.py --outer-every 0": "--outer-every: 0 is not at least 1",
-    "train_gpt2.py --outer-every 5 --ema 0.9": "leave one of them out",
+    "train_gpt2.py --outer-every 5 --ema 0.9": "needs --ema 0",
     "train_gpt2.py --dry-run 8": "is not GPUs",
     "test_ddp.py --size nonsense": "has no --size nonsense",
     "test_ddp.py --backend mpi": "--backend: invalid choice",
