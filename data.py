@@ -1674,8 +1674,8 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         else:
             if not (local or max_tokens):
                 why = "" if prefix == "task" else ", 20 for each parameter"
-                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
-                      "another number", flush=True)
+                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens "
+                      "chooses another number", flush=True)
             options = {k: v for k, v in settings.items() if k not in ("source", "tokenizer")}
             prepare(data, out, tokenizer_name, **options)
         if not (local or max_tokens) and (settings["max_tokens"] or useful) < useful / 2:
@@ -1757,7 +1757,8 @@ def main() -> None:
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for tasks, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
                    help="hash:F, a fraction F of the documents, by a hash of their text, or tail:F, the last "
-                   "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01)")
+                   "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01, for "
+                   "tasks 0.05)")
     p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
@@ -1767,7 +1768,7 @@ def main() -> None:
     p.add_argument("--condition-field", help="field that goes in front of the prompt: text, or the name of a "
                    "special token of the tokenizer")
     p.add_argument("--row", type=int, help="tokens in a row into which whole pairs are packed, the --seq-len "
-                   "of the trainer (default: 1024)")
+                   "of the trainer (default: 1024, of a task its own)")
     p.add_argument("--long", choices=("truncate", "drop"), help="what to do with a response that does not "
                    "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
