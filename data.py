@@ -1056,7 +1056,8 @@ def row_of(dataset: str) -> int | None:
     """The tokens that a row has, if these are prepared pairs, or should have, if this is a task."""
     if dataset.startswith("task:"):
         return TASKS.get(dataset[5:], (None,))[-1]
-    return (read_manifest(Path(dataset)) or {}).get("row") if Path(dataset).is_dir() else None
+    with contextlib.suppress(UserError):  # a damaged manifest is reported where all ranks hear of it
+        return (read_manifest(Path(dataset)) or {}).get("row")
 
 
 def fields_of(settings: dict) -> list[str]:

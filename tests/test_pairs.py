@@ -558,6 +558,8 @@ def test_exact_match_by_condition(tmp_path):
     found = {key[10:]: value for key, value in record.items() if key.startswith("val_exact/")}
     assert done.code == 0 and found.keys() == {"A", "B", "C"} and found["B"] < min(found["A"], found["C"])
     assert re.search(r"exact match \d+\.\d% \| A \d+\.\d%, B \d+\.\d%, C \d+\.\d%", done.out), done.out
+    plain = prepare(write(tmp_path / "p.jsonl", samples(300)), tmp_path / "plain")
+    assert not data.mix([data.Dataset(path, 128) for path in (sources[0], plain)], [0.5, 0.5]).conditions
     many = prepare(write(tmp_path / "m.jsonl", [row | {"c": chr(65 + i % 30)} for i, row in enumerate(rows)]),
                    tmp_path / "many", condition_field="c")
     assert not data.Dataset(many, 128).conditions

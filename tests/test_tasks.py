@@ -107,6 +107,11 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = f"{question}\nsome text\nand the response in the data is\n{answer}\n"
     assert done.code == 0 and shown in done.out, done.out
+    maze = data.prepare("task:maze", tmp_path / "maze", max_samples=50, workers=1)  # its rows have 248 tokens
+    assert "rows of 248" in puzzles.train(0, maze, tmp_path / "maze-run").out
+    (maze / "manifest.json").write_text("{")
+    damaged = puzzles.train(0, maze, tmp_path / "maze-run")
+    assert damaged.code == 2 and "is damaged" in damaged.out, damaged.out
     own = puzzles.train(0, shards, tmp_path / "own", sample_prompt="1 2")
     assert "1 2\nsome text\n\n" in own.out and "in the data is" not in own.out
 

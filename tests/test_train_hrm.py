@@ -15,7 +15,6 @@ from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of,
 import data
 import train_hrm
 from ddp_utils import RunError, list_checkpoints
-from model import HRM as HRMModel
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
@@ -52,7 +51,7 @@ def test_another_seed_is_another_run(tmp_path, shards):
 
 
 def test_the_number_of_processes_changes_nothing_but_rounding(tmp_path, shards):
-    common = {"steps": 20, "save_every": 20, "eval_every": 20}
+    common = {"steps": 20, "save_every": 20, "eval_every": 20, "random_cycles": 3}  # alike on all ranks
     train(0, shards, tmp_path / "one", **common)
     for name, ranks, batch in (("two", 2, None), ("accumulated", 2, 2)):
         assert train(ranks, shards, tmp_path / name, batch=batch, **common).code == 0
@@ -244,6 +243,22 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
 
 
+def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards):
+    found = []
+    for flags in ({"lr": 0}, {"vocab_lr": 1}, {"vocab_lr": 4}):
+        out = tmp_path / str(len(found))
+        assert train(0, shards, out, steps=1, eval_every=1, weight_decay=0, bp_steps=4, **flags).code == 0
+        found.append({name: t for name, t in tensors_of(out).items() if name.startswith("model/")})
+    start, one, four = found
+    for name in start:
+        if name in ("model/embed.weight", "model/head.weight"):
+            torch.testing.assert_close(four[name] - start[name], 4 * (one[name] - start[name]), rtol=1e-3,
+                                       atol=1e-6)
+            assert not torch.equal(one[name], start[name])
+        else:
+            assert torch.equal(one[name], four[name]), name
+
+
 def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards):
     """Of `tie` and `zero_init` a size has values of its own, which ask for nothing."""
     assert train(0, shards, tmp_path / "run", published=True, tie=True, steps=1, eval_every=1).code == 0
@@ -255,16 +270,11 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards)
 
 def test_random_cycles_count_in_the_estimate_of_memory():
     """As many as there can be, not those of the configuration."""
-    random, fixed = (train_hrm.parse_args(["--dry-run", "1x8", flag, "8"]) for flag in (
-        "--random-cycles", "--h-cycles"))
-    assert random.bp_steps == fixed.bp_steps == (2, 9)
-    model = HRMModel(HRMModel.Config(vocab_size=64, padded_vocab=64, d_model=32, n_head=2, n_layer=1, ff=32,
-                                     seq_len=8, tie=False))
-    model(**model.example(1, "cpu", 9, cycles=8))
-    ran = []
-    model.H.register_forward_hook(lambda *_: ran.append(1))
-    model(**model.example(1, "cpu", 9, cycles=8))
-    assert len(ran) == 8
+    flags = ("--dry-run", "1x8", "--data", "task:hops", "--global-batch", "64", "--batch", "64",
+             "--d-model", "64", "--n-head", "2", "--n-layer", "1", "--ff", "128", "--no-compile")
+    tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
+        ("--random-cycles", "6"), ("--h-cycles", "6"), ())]
+    assert tables[0] == tables[1] != tables[2], tables
 
 
 def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
