@@ -368,7 +368,7 @@ SHORT_NAMES = {  # repository, configuration
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = ("stdlib, pairs:stdlib, task:NAME (hops, addition, maze, sudoku), text:GLOB, jsonl:GLOB, "
+SOURCES = ("stdlib, pairs:stdlib, task:NAME (addition, minimax, sudoku), text:GLOB, jsonl:GLOB, "
            "parquet:GLOB, hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
@@ -556,19 +556,6 @@ class Source:
             raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
 
 
-def hops(some: random.Random, level: int) -> tuple[str, str]:
-    """Eight arrows between letters, such as ac for a → c, in any order; and where `level` of them lead from
-    each letter, in order.
-    """
-    letters = "abcdefgh"
-    follows = dict(zip(letters, some.sample(letters, 8)))
-    found = {letter: letter for letter in letters}
-    for _ in range(level):
-        found = {letter: follows[at] for letter, at in found.items()}
-    arrows = some.sample([a + b for a, b in follows.items()], 8)
-    return " ".join(arrows), " ".join(a + b for a, b in found.items())
-
-
 def grid_of(cells: list, width: int) -> str:
     return "\n".join("".join(map(str, cells[i:i + width])) for i in range(0, len(cells), width))
 
@@ -587,26 +574,18 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
             return f"{a:012}+{b:012}", f"{a + b:013}"
 
 
-def maze(some: random.Random, level: int) -> tuple[str, str]:
-    """8 x 8 cells, some of them walls (#), and which of the cells a to h can be reached from S (1 or 0). The
-    farthest that can is up to 4 steps away, 5 or 6, 7 or 8, or more.
+def minimax(some: random.Random, level: int) -> tuple[str, str]:
+    """Who chooses in a game of five moves, + for the highest value and - for the lowest, and what its 32 ends
+    are worth; and what all positions are worth, from the first on. In `level` - 1 places the turn passes.
     """
-    n = 8
-    while True:
-        wall = [some.random() < 0.4 for _ in range(n * n)]
-        free = [cell for cell in range(n * n) if not wall[cell]]
-        begin, *cells = some.sample(free, 9) if len(free) > 8 else [0]
-        reached = {begin: 0}
-        for cell in (edge := [begin]):  # which grows
-            for step, inside in ((-n, cell >= n), (n, cell < n * n - n), (-1, cell % n), (1, (cell + 1) % n)):
-                if inside and not wall[cell + step] and cell + step not in reached:
-                    reached[cell + step] = reached[cell] + 1
-                    edge.append(cell + step)
-        far = max((reached.get(cell, 0) for cell in cells), default=0)
-        if 1 < sum(cell in reached for cell in cells) < 7 and min(max((far - 1) // 2, 1), 4) == level:
-            there = {begin: "S", **dict(zip(cells, "abcdefgh"))}
-            grid = [there.get(cell, ".#"[wall[cell]]) for cell in range(n * n)]
-            return grid_of(grid, n), "".join("01"[cell in reached] for cell in cells)
+    orders = ["".join(order) for order in itertools.product("+-", repeat=5)]
+    order = some.choice([o for o in orders if o.count("+-") + o.count("-+") == level - 1])
+    rows = [some.choices("0123456789", k=32)]
+    for turn in reversed(order):
+        best = max if turn == "+" else min
+        rows.append([best(pair) for pair in zip(rows[-1][::2], rows[-1][1::2])])
+    ends, *positions = ("".join(row) for row in rows)
+    return f"{order} {ends}", "\n".join(reversed(positions))
 
 
 PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
@@ -643,8 +622,7 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
 
 # Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and
 # how many tokens a row should have.
-TASKS = {"hops": (hops, 6, 256), "addition": (addition, 8, 256), "maze": (maze, 4, 248),
-         "sudoku": (sudoku, 4, 256)}
+TASKS = {"addition": (addition, 8, 256), "minimax": (minimax, 5, 231), "sudoku": (sudoku, 4, 256)}
 TASK_TOKENS = 2_500_000  # what a run of 600 steps of `tiny` needs
 
 
