@@ -368,7 +368,7 @@ SHORT_NAMES = {  # repository, configuration
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = ("stdlib, pairs:stdlib, task:NAME (addition, minimax, sudoku), text:GLOB, jsonl:GLOB, "
+SOURCES = ("stdlib, pairs:stdlib, task:NAME (addition, doubling, sudoku), text:GLOB, jsonl:GLOB, "
            "parquet:GLOB, hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
@@ -443,7 +443,7 @@ class Source:
 
     def _task(self):
         """A sample is a function of its number. Its level is its condition."""
-        make, levels, _ = TASKS[self.task]
+        make, levels = TASKS[self.task]
         for number in itertools.count():
             some = random.Random(f"{self.task} {number}")
             level = some.randint(1, levels)
@@ -574,18 +574,12 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
             return f"{a:012}+{b:012}", f"{a + b:013}"
 
 
-def minimax(some: random.Random, level: int) -> tuple[str, str]:
-    """Who chooses in a game of five moves, + for the highest value and - for the lowest, and what its 32 ends
-    are worth; and what all positions are worth, from the first on. In `level` - 1 places the turn passes.
+def doubling(some: random.Random, level: int) -> tuple[str, str]:
+    """How often to double a number of 18 digits, `level` times, and the result. A digit depends on more and
+    more of the digits behind it.
     """
-    orders = ["".join(order) for order in itertools.product("+-", repeat=5)]
-    order = some.choice([o for o in orders if o.count("+-") + o.count("-+") == level - 1])
-    rows = [some.choices("0123456789", k=32)]
-    for turn in reversed(order):
-        best = max if turn == "+" else min
-        rows.append([best(pair) for pair in zip(rows[-1][::2], rows[-1][1::2])])
-    ends, *positions = ("".join(row) for row in rows)
-    return f"{order} {ends}", "\n".join(reversed(positions))
+    number = some.randrange(10**16)
+    return f"{level} {number:018}", f"{number * 2**level:018}"
 
 
 PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
@@ -620,10 +614,9 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
                 return grid_of(grid, 6), grid_of(solved, 6)
 
 
-# Tasks of many steps: what makes a sample, how many levels there are, of which the upper half is hard, and
-# how many tokens a row should have.
-TASKS = {"addition": (addition, 8, 256), "minimax": (minimax, 5, 231), "sudoku": (sudoku, 4, 256)}
-TASK_TOKENS = 2_500_000  # what a run of 600 steps of `tiny` needs
+# Tasks of many steps: what makes a sample, and how many levels there are, of which the upper half is hard
+TASKS = {"addition": (addition, 8), "doubling": (doubling, 6), "sudoku": (sudoku, 4)}
+TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `tiny` need
 
 
 def wikitext_articles(lines):
@@ -1033,7 +1026,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
 def row_of(dataset: str) -> int | None:
     """The tokens that a row has, if these are prepared pairs, or should have, if this is a task."""
     if dataset.startswith("task:"):
-        return TASKS.get(dataset[5:], (None,))[-1]
+        return TASK_ROW
     with contextlib.suppress(UserError):  # a damaged manifest is reported where all ranks hear of it
         return (read_manifest(Path(dataset)) or {}).get("row")
 

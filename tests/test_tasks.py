@@ -13,7 +13,7 @@ import train_hrm
 
 
 def made(name: str, level: int, count: int = 40) -> list[tuple[str, str]]:
-    make, levels, _ = data.TASKS[name]
+    make, levels = data.TASKS[name]
     assert level <= levels
     return [make(random.Random(f"{name} {level} {i}"), level) for i in range(count)]
 
@@ -27,19 +27,14 @@ def test_addition(level):
         assert max(len([*run]) for nine, run in itertools.groupby(nines) if nine) == level
 
 
-@pytest.mark.parametrize("level", range(1, 6))
-def test_minimax(level):
-    def worth(order, ends):  # of this position and, of each move, all after it
-        if not order:
-            return [ends]
-        left, right = (worth(order[1:], half) for half in (ends[:len(ends) // 2], ends[len(ends) // 2:]))
-        value = (max if order[0] == "+" else min)(left[0], right[0])
-        return [value, *map("".join, zip(left, right))]
-
-    for text, answer in made("minimax", level):
-        order, ends = text.split()
-        assert len(order) == 5 and len(ends) == 32 and len([*itertools.groupby(order)]) == level
-        assert worth(order, ends) == [*answer.splitlines(), ends]
+@pytest.mark.parametrize("level", range(1, 7))
+def test_doubling(level):
+    for text, answer in made("doubling", level):
+        times, number = map(int, text.split())
+        assert len(text) == 20 and len(answer) == 18 and times == level
+        for _ in range(level):
+            number += number
+        assert int(answer) == number
 
 
 @pytest.mark.parametrize("level", range(1, 5))
@@ -71,16 +66,16 @@ def test_sudoku(level):
 
 def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
     """So it is the same with any number of workers, and after a stop."""
-    whole = data.prepare("task:minimax", tmp_path / "whole", max_samples=3000, shard_tokens=20000, workers=1)
-    data.prepare("task:minimax", tmp_path / "two", max_samples=3000, shard_tokens=20000, workers=2)
+    whole = data.prepare("task:doubling", tmp_path / "whole", max_samples=3000, shard_tokens=20000, workers=1)
+    data.prepare("task:doubling", tmp_path / "two", max_samples=3000, shard_tokens=20000, workers=2)
     for path in whole.glob("*.bin"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
-    source = data.Source("task:minimax", ["level"], "hash:0.05")
+    source = data.Source("task:doubling", ["level"], "hash:0.05")
     first = list(itertools.islice(source.documents(0), 50))
     assert list(itertools.islice(source.documents(20), 30)) == first[20:]
-    assert {level for (_, _, level), _ in first} <= set("12345")
+    assert {level for (_, _, level), _ in first} <= set("123456")
     manifest = json.loads((whole / "manifest.json").read_text())
-    assert manifest["row"] == 231 and manifest["settings"]["val_split"] == "hash:0.05"
+    assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.05"
 
 
 def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
@@ -94,10 +89,10 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = f"{question}\nsome text\nand the response in the data is\n{answer}\n"
     assert done.code == 0 and shown in done.out, done.out
-    games = data.prepare("task:minimax", tmp_path / "games", max_samples=50, workers=1)
-    assert "rows of 231" in puzzles.train(0, games, tmp_path / "games-run").out
-    (games / "manifest.json").write_text("{")
-    damaged = puzzles.train(0, games, tmp_path / "games-run")
+    short = data.prepare("task:doubling", tmp_path / "short", max_samples=50, workers=1, row=90)
+    assert "rows of 90" in puzzles.train(0, short, tmp_path / "short-run").out
+    (short / "manifest.json").write_text("{")
+    damaged = puzzles.train(0, short, tmp_path / "short-run")
     assert damaged.code == 2 and "is damaged" in damaged.out, damaged.out
     own = puzzles.train(0, shards, tmp_path / "own", sample_prompt="1 2")
     assert "1 2\nsome text\n\n" in own.out and "in the data is" not in own.out
@@ -107,7 +102,7 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data, "TASK_TOKENS", 30000)
     done = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2).train(
-        0, "task:minimax", tmp_path / "run", steps=2, eval_every=2)
-    assert done.code == 0 and "task:minimax is prepared up to 30,000 tokens" in done.out, done.out
-    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 5 \d+\.\d%", done.out) and "rows of 231" in done.out
-    assert (tmp_path / "shards" / "task-minimax-bytes" / "manifest.json").exists()
+        0, "task:doubling", tmp_path / "run", steps=2, eval_every=2)
+    assert done.code == 0 and "task:doubling is prepared up to 30,000 tokens" in done.out, done.out
+    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 6 \d+\.\d%", done.out) and "rows of 256" in done.out
+    assert (tmp_path / "shards" / "task-doubling-bytes" / "manifest.json").exists()

@@ -270,7 +270,7 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards)
 
 def test_random_cycles_count_in_the_estimate_of_memory():
     """As many as there can be, not those of the configuration."""
-    flags = ("--dry-run", "1x8", "--data", "task:minimax", "--global-batch", "64", "--batch", "64",
+    flags = ("--dry-run", "1x8", "--data", "task:doubling", "--global-batch", "64", "--batch", "64",
              "--d-model", "64", "--n-head", "2", "--n-layer", "1", "--ff", "128", "--no-compile")
     tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
         ("--random-cycles", "6"), ("--h-cycles", "6"), ())]
