@@ -81,7 +81,11 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
 def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards = data.prepare("task:sudoku", tmp_path / "shards", max_samples=200, workers=1)
-    question, answer = data.Dataset(shards, 256).first_pair()
+    held_out = data.Dataset(shards, 256)
+    question, answer = held_out.first_pair()
+    first = held_out.val.tokens[0].tolist()
+    assert question + answer == held_out.tokenizer.decode(
+        [i for i in first[:first.index(held_out.roles["start"], 1)] if i < 256])
     assert question[0] in "1234" and len(question) == 42 and all(
         given in ("0", digit) for given, digit in zip(question[1:], answer))
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
@@ -91,6 +95,7 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     assert done.code == 0 and shown in done.out, done.out
     short = data.prepare("task:doubling", tmp_path / "short", max_samples=50, workers=1, row=90)
     assert "rows of 90" in puzzles.train(0, short, tmp_path / "short-run").out
+    assert train_hrm.parse_args(["--data", f"{short},{short}", "--mix", "0.5,0.5"]).seq_len == 90
     (short / "manifest.json").write_text("{")
     damaged = puzzles.train(0, short, tmp_path / "short-run")
     assert damaged.code == 2 and "is damaged" in damaged.out, damaged.out

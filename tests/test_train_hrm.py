@@ -268,12 +268,24 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards)
     assert halting.code == 2 and "was trained with halt False" in halting.out
 
 
+def test_eval_cycles_are_those_of_evaluations_alone(tmp_path, shards):
+    """And a run may be resumed with others."""
+    flags = {"steps": 2, "save_every": 1, "eval_every": 1, "log_every": 1}
+    for name, cycles in (("two", None), ("five", 5)):
+        assert train(0, shards, tmp_path / name, **flags, eval_cycles=cycles).code == 0
+    two, five = (log_of(tmp_path / name) for name in ("two", "five"))
+    assert [r["loss"] for r in two] == [r["loss"] for r in five]
+    assert all(a["val_loss"] != b["val_loss"] for a, b in zip(two, five))
+    assert train(0, shards, tmp_path / "five", **flags | {"steps": 3}, eval_cycles=1).code == 0
+    assert log_of(tmp_path / "five")[-1]["step"] == 3
+
+
 def test_random_cycles_count_in_the_estimate_of_memory():
     """As many as there can be, not those of the configuration."""
     flags = ("--dry-run", "1x8", "--data", "task:doubling", "--global-batch", "64", "--batch", "64",
              "--d-model", "64", "--n-head", "2", "--n-layer", "1", "--ff", "128", "--no-compile")
     tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
-        ("--random-cycles", "6"), ("--h-cycles", "6"), ())]
+        ("--random-cycles", "6", "--bp-steps", "24"), ("--h-cycles", "6", "--bp-steps", "24"), ())]
     assert tables[0] == tables[1] != tables[2], tables
 
 
