@@ -578,7 +578,7 @@ def doubling(some: random.Random, level: int) -> tuple[str, str]:
     """How often to double a number of 18 digits, `level` times, and the result. A digit depends on more and
     more of the digits behind it.
     """
-    number = some.randrange(10**16)
+    number = some.randrange(10**15)
     return f"{level} {number:018}", f"{number * 2**level:018}"
 
 
@@ -615,7 +615,7 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
 
 
 # Tasks of many steps: what makes a sample, and how many levels there are, of which the upper half is hard
-TASKS = {"addition": (addition, 8), "doubling": (doubling, 6), "sudoku": (sudoku, 4)}
+TASKS = {"addition": (addition, 8), "doubling": (doubling, 8), "sudoku": (sudoku, 4)}
 TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `tiny` need
 
 

@@ -27,7 +27,7 @@ def test_addition(level):
         assert max(len([*run]) for nine, run in itertools.groupby(nines) if nine) == level
 
 
-@pytest.mark.parametrize("level", range(1, 7))
+@pytest.mark.parametrize("level", range(1, 9))
 def test_doubling(level):
     for text, answer in made("doubling", level):
         times, number = map(int, text.split())
@@ -73,7 +73,7 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
     source = data.Source("task:doubling", ["level"], "hash:0.05")
     first = list(itertools.islice(source.documents(0), 50))
     assert list(itertools.islice(source.documents(20), 30)) == first[20:]
-    assert {level for (_, _, level), _ in first} <= set("123456")
+    assert {level for (_, _, level), _ in first} <= set("12345678")
     manifest = json.loads((whole / "manifest.json").read_text())
     assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.05"
 
@@ -109,5 +109,5 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     done = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2).train(
         0, "task:doubling", tmp_path / "run", steps=2, eval_every=2)
     assert done.code == 0 and "task:doubling is prepared up to 30,000 tokens" in done.out, done.out
-    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 6 \d+\.\d%", done.out) and "rows of 256" in done.out
+    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 8 \d+\.\d%", done.out) and "rows of 256" in done.out
     assert (tmp_path / "shards" / "task-doubling-bytes" / "manifest.json").exists()
