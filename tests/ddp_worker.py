@@ -1,6 +1,7 @@
 """Checks that need several processes: test_ddp_utils.py runs this file under torchrun. Each check runs on all
 ranks, and raises AssertionError there if it fails."""
 
+import argparse
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from states import train_state
 
+import data
 import ddp_utils
 import monitor
 import test_ddp
@@ -264,6 +266,17 @@ def check_activation_checkpointing_is_chosen_for_the_smallest_gpu(world: World) 
     for gigabytes, mode in ((1000.0, "none"), (1000.0 if world.is_rank0 else 0.0, "block")):
         assert run._choose_checkpointing(inputs, gigabytes) == mode
         assert {block.checkpointing for block in ddp_utils.blocks_of(run.state.model)} == {mode}
+
+
+def check_samples_have_one_prompt(world: World) -> None:
+    """With zero3 they would write unlike many tokens, and one would be alone."""
+    run, tokenizer = ddp_utils.Run.__new__(ddp_utils.Run), data.with_roles(data.load_tokenizer("bytes"))
+    run.args, run.world, run.saved, run._expected = train_hrm.parse_args([]), world, None, ""
+    run.dataset = argparse.Namespace(tokenizer=tokenizer, first_pair=lambda: ("why", "so"))
+    for name in ("d_model", "ff", "n_layer", "n_head"):
+        setattr(run.args, name, TINY[name])
+    run.make_model(HRM, vocab_size=tokenizer.vocab_size, **tokenizer.roles)
+    assert (run.args.sample_prompt, run._expected) == ("why", "so")
 
 
 def check_stop(world: World) -> None:

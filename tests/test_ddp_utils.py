@@ -20,7 +20,8 @@ from model import GPT2, HRM, MLM, Block, HRMConfig
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "bf16_gradients",
           "meeting", "memory", "gathering", "owners",
-          "activation_checkpointing_is_chosen_for_the_smallest_gpu", "stop"]
+          "activation_checkpointing_is_chosen_for_the_smallest_gpu", "samples_have_one_prompt",
+          "stop"]
 
 
 def test_two_processes():

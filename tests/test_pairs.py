@@ -105,6 +105,9 @@ def test_a_condition_is_text_or_a_special_token(tmp_path):
     found = all_documents(out)
     assert sorted(found)[0] == [START, *b"easyb", RESPONSE, *b"c"]
     assert sorted(found)[-1] == [START, 257, *b"b", RESPONSE, *b"d"]
+    source = write(tmp_path / "m.jsonl", [rows[1] | {"q": f"{i}"} for i in range(30)])
+    marked = data.Dataset(prepare(source, tmp_path / "m", condition_field="kind", val_split="hash:0.5"), 128)
+    assert marked.val and marked.first_pair() == ("", "")  # as text, the condition would be other tokens
 
 
 def test_long_responses_are_dropped_and_empty_ones_too(tmp_path):
@@ -146,6 +149,11 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     assert row == [258, 261, ord("b"), 259, ord("c"), 260]
     model = gpt2(start=258, response=259, end=260)
     assert model.counted(torch.tensor([row + [258]])).tolist() == [[False] * 3 + [True] * 2 + [False] * 2]
+    source = write(tmp_path / "n.jsonl", [{"q": f"{i}", "a": "c"} for i in range(30)])
+    plain = data.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6, workers=1,
+                         val_split="hash:0.5")
+    prompt, response = data.Dataset(plain, 6).first_pair()
+    assert prompt.isdigit() and response == "c"  # without the end token
 
 
 def test_any_number_of_workers_and_two_kills_give_the_same_bytes(tmp_path):
@@ -552,11 +560,13 @@ def test_exact_match_by_condition(tmp_path):
     other = [row | {"c": "C", "a": "no"} for row in rows]
     sources = [prepare(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c")
                for name, some in (("one", rows), ("two", other))]
-    trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=5, lr=1e-2, log_every=40)
+    assert data.Dataset(sources[0], 128).conditions == {65: "A", 66: "B"}
+    trainer = Trainer("train_gpt2.py", seq_len=None, max_new_tokens=5, lr=1e-2, log_every=40)
     done = trainer.train(0, ",".join(map(str, sources)), tmp_path / "run", mix="0.5,0.5", eval_batches=0)
     record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     found = {key[10:]: value for key, value in record.items() if key.startswith("val_exact/")}
     assert done.code == 0 and found.keys() == {"A", "B", "C"} and found["B"] < min(found["A"], found["C"])
+    assert record["val_accuracy"] > 0.5  # a share of labels, not of samples
     assert re.search(r"exact match \d+\.\d% \| A \d+\.\d%, B \d+\.\d%, C \d+\.\d%", done.out), done.out
     plain = prepare(write(tmp_path / "p.jsonl", samples(300)), tmp_path / "plain")
     assert not data.mix([data.Dataset(path, 128) for path in (sources[0], plain)], [0.5, 0.5]).conditions

@@ -73,7 +73,7 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
     source = data.Source("task:doubling", ["level"], "hash:0.05")
     first = list(itertools.islice(source.documents(0), 50))
     assert list(itertools.islice(source.documents(20), 30)) == first[20:]
-    assert {level for (_, _, level), _ in first} <= set("12345678")
+    assert {level for (_, _, level), _ in first} == set("12345678")
     manifest = json.loads((whole / "manifest.json").read_text())
     assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.05"
 
@@ -81,26 +81,29 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
 def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards = data.prepare("task:sudoku", tmp_path / "shards", max_samples=200, workers=1)
-    held_out = data.Dataset(shards, 256)
-    question, answer = held_out.first_pair()
-    first = held_out.val.tokens[0].tolist()
-    assert question + answer == held_out.tokenizer.decode(
-        [i for i in first[:first.index(held_out.roles["start"], 1)] if i < 256])
-    assert question[0] in "1234" and len(question) == 42 and all(
+    dataset = data.Dataset(shards, 256)
+    question, answer = dataset.first_pair()
+    assert question[0] in "1234" and len(question) == 42 and len(answer) == 41
+    assert question[1:].count("0") == 6 * int(question[0]) and all(
         given in ("0", digit) for given, digit in zip(question[1:], answer))
+    first = dataset.tokenizer.decode(dataset.val.grids[0][1][0])
+    assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
     monkeypatch.setattr(train_hrm, "continue_text", lambda *_: ["some text"])
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = f"{question}\nsome text\nand the response in the data is\n{answer}\n"
     assert done.code == 0 and shown in done.out, done.out
     short = data.prepare("task:doubling", tmp_path / "short", max_samples=50, workers=1, row=90)
-    assert "rows of 90" in puzzles.train(0, short, tmp_path / "short-run").out
+    done = puzzles.train(0, short, tmp_path / "short-run")
+    assert done.code == 0 and "rows of 90" in done.out, done.out
     assert train_hrm.parse_args(["--data", f"{short},{short}", "--mix", "0.5,0.5"]).seq_len == 90
     (short / "manifest.json").write_text("{")
     damaged = puzzles.train(0, short, tmp_path / "short-run")
     assert damaged.code == 2 and "is damaged" in damaged.out, damaged.out
-    own = puzzles.train(0, shards, tmp_path / "own", sample_prompt="1 2")
-    assert "1 2\nsome text\n\n" in own.out and "in the data is" not in own.out
+    assert data.row_of(str(short)) is None  # which is too early to tell all ranks
+    for own, prompt in (({"sample_prompt": "1 2"}, "1 2"), ({"condition": "3"}, "")):
+        done = puzzles.train(0, shards, tmp_path / f"own{prompt}", **own)
+        assert f":\n{prompt}\nsome text\n\n" in done.out and "in the data is" not in done.out
 
 
 def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):
@@ -111,3 +114,4 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     assert done.code == 0 and "task:doubling is prepared up to 30,000 tokens" in done.out, done.out
     assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 8 \d+\.\d%", done.out) and "rows of 256" in done.out
     assert (tmp_path / "shards" / "task-doubling-bytes" / "manifest.json").exists()
+    assert data.read_manifest(data.locate("task:sudoku", None, 0, 0, max_samples=50, row=300))["row"] == 300

@@ -13,6 +13,7 @@ from conftest import SHARED, finish, run
 from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of, tensors_of, worker
 
 import data
+import test_ddp
 import train_hrm
 from ddp_utils import RunError, list_checkpoints
 
@@ -139,11 +140,12 @@ def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
     assert (tmp_path / "runs/hrm-tiny-corpus-bpe512/tokenizer.json").exists()
 
 
-def test_a_directory_of_plain_shards_trains(tmp_path, shards):
+def test_a_directory_of_plain_shards_trains(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(train_hrm, "continue_text", lambda *_: ["some text"])
     for shard in shards.glob("*.bin"):
         (tmp_path / shard.name).symlink_to(shard)
-    done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2)
-    assert done.code == 0, done.out
+    done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2, sample_prompt="def")
+    assert done.code == 0 and "after step 2:\ndefsome text\n" in done.out, done.out
     assert log_of(tmp_path / "run")[-1]["val_loss"] is not None
 
 
@@ -229,6 +231,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
 
     published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
     assert not differ(wanted, *published) and row["global_batch"] * row["seq_len"] == 196_608
+    assert test_ddp.model_of(train_hrm.HRM, row, "meta").embed.weight.shape == (65536, 1536)
     assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
     given = ("--tie", "--optimizer", "adamw", "--schedule", "cosine", "--grad-clip", "1", "--ema", "0")
     others = {"tie", "optimizer", "schedule", "grad_clip", "ema"}
@@ -239,6 +242,8 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     assert differ({"vocab_lr": 4.0}, "--size", "1b", "--init-from", "hf:somewhere") == {"vocab_lr"}
     assert not differ({"bp_steps": (2, 5)}, "--halt", "--max-cycles", "8")
     assert not differ({"bp_steps": (2, 9)}, "--random-cycles", "8", "--size", "puzzle")
+    for reached in (("--tie", "--published"), ("--inject-input",)):
+        assert not differ({"bp_steps": (2, 5)}, "--h-cycles", "8", *reached)
     assert differ(wanted, "--size", "1b") == others - {"tie"} | {"vocab_size", "warmup"}
     assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
 
@@ -268,25 +273,46 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards)
     assert halting.code == 2 and "was trained with halt False" in halting.out
 
 
-def test_eval_cycles_are_those_of_evaluations_alone(tmp_path, shards):
-    """And a run may be resumed with others."""
-    flags = {"steps": 2, "save_every": 1, "eval_every": 1, "log_every": 1}
-    for name, cycles in (("two", None), ("five", 5)):
-        assert train(0, shards, tmp_path / name, **flags, eval_cycles=cycles).code == 0
-    two, five = (log_of(tmp_path / name) for name in ("two", "five"))
-    assert [r["loss"] for r in two] == [r["loss"] for r in five]
-    assert all(a["val_loss"] != b["val_loss"] for a, b in zip(two, five))
-    assert train(0, shards, tmp_path / "five", **flags | {"steps": 3}, eval_cycles=1).code == 0
-    assert log_of(tmp_path / "five")[-1]["step"] == 3
-
-
-def test_random_cycles_count_in_the_estimate_of_memory():
-    """As many as there can be, not those of the configuration."""
+def test_random_cycles_count_in_the_estimates(tmp_path, shards, monkeypatch):
+    """Of memory as many as there can be, of FLOPs their mean, not those of the configuration."""
     flags = ("--dry-run", "1x8", "--data", "task:doubling", "--global-batch", "64", "--batch", "64",
              "--d-model", "64", "--n-head", "2", "--n-layer", "1", "--ff", "128", "--no-compile")
     tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
-        ("--random-cycles", "6", "--bp-steps", "24"), ("--h-cycles", "6", "--bp-steps", "24"), ())]
+        ("--random-cycles", "6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
     assert tables[0] == tables[1] != tables[2], tables
+    begun = []
+
+    def begin(run, state, examples, flops_per_token):  # and no more, as if the run were complete
+        begun.extend((state.model, examples, flops_per_token))
+        run._resources.close()
+
+    monkeypatch.setattr(train_hrm.Run, "begin", begin)
+    assert train(0, shards, tmp_path / "run", random_cycles=6).code == 0
+    model, examples, flops_per_token = begun
+    assert [(example["bp_steps"], example["cycles"]) for example in examples] == [(2, 6), (7, 6)]
+    assert flops_per_token({"bp_steps": 7, "cycles": 1.0}) == model.flops_per_token(7, 3.5)
+
+
+def test_cycles_of_evaluation(tmp_path, shards):
+    """They count in that of a trainer, from other weights and after a resume, too, in --prompt and --export;
+    a run keeps its own.
+    """
+    flags = {"published": True, "steps": 1, "eval_every": 1, "lr": 0}
+    four = {"eval_cycles": 4}
+    for name, changes in (("plain", {}), ("eval", four), ("all", {"h_cycles": 4}),
+                          ("from", four | {"size": "tiny", "init_from": tmp_path / "plain"}),
+                          ("plain", four | {"steps": 2})):
+        assert train(0, shards, tmp_path / name, **flags | changes).code == 0
+    two, *deep = [log_of(tmp_path / name)[i]["val_loss"] for name, i in (
+        ("plain", 0), ("plain", 1), ("eval", 0), ("all", 0), ("from", 0))]
+    assert two not in deep and len(set(deep)) == 1
+
+    def answer(*flags) -> str:
+        return here("--out", tmp_path / "eval", "--prompt", "def", "--temperature", "0", *flags).out
+    assert answer() == answer("--eval-cycles", "4") != answer("--eval-cycles", "2")
+    assert here("--out", tmp_path / "eval", "--export").code == 0
+    exported = json.loads((tmp_path / "eval" / "hf" / "config.json").read_text())
+    assert (exported["H_cycles"], exported["num_hidden_layers"]) == (4, 16)
 
 
 def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
@@ -308,6 +334,16 @@ def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     done = train(0, shards, tmp_path / "never", **flags | {"bp_steps": 2})
     assert done.code == 2 and "--bp-steps 2 never trains an untied embedding" in done.out, done.out
+    for h_cycles in (1, 3):  # which the random ones replace
+        out = tmp_path / f"random{h_cycles}"
+        done = train(0, shards, out, **flags | {"bp_steps": 2, "random_cycles": 3, "h_cycles": h_cycles})
+        assert done.code == 0, done.out
+        cycles = [record["cycles"] for record in log_of(out)]
+        assert set(cycles) == {1, 2, 3}
+        for path in list_checkpoints(out):
+            saved = torch.load(path, weights_only=True)
+            reached = cycles[:saved["step"]].count(1)
+            assert saved["tensors"]["optimizer"].get("embed.weight/step", 0) == reached
 
 
 def test_weights_of_another_tokenizer_or_family_are_refused(tmp_path, shards, existing, corpus):
