@@ -556,10 +556,6 @@ class Source:
             raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
 
 
-def grid_of(cells: list, width: int) -> str:
-    return "\n".join("".join(map(str, cells[i:i + width])) for i in range(0, len(cells), width))
-
-
 def addition(some: random.Random, level: int) -> tuple[str, str]:
     """Two numbers of twelve digits, and their sum, from the highest digit on. In `level` columns in a row,
     and in no longer row, the digits add up to 9, so that a digit depends on a carry far behind it.
@@ -575,8 +571,8 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
 
 
 def doubling(some: random.Random, level: int) -> tuple[str, str]:
-    """How often to double a number of 18 digits, `level` times, and the result. A digit depends on more and
-    more of the digits behind it.
+    """How often to double a number, `level` times, and the number and the result in 18 digits each. A digit
+    depends on more and more of those behind it.
     """
     number = some.randrange(10**15)
     return f"{level} {number:018}", f"{number * 2**level:018}"
@@ -588,6 +584,9 @@ PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6
 
 def sudoku(some: random.Random, level: int) -> tuple[str, str]:
     """A sudoku of 6 x 6 cells in boxes of 2 x 3, with 6 blanks (0) a level, and its only solution."""
+    def rows(grid: list[int]) -> str:
+        return "\n".join("".join(map(str, grid[i:i + 6])) for i in range(0, 36, 6))
+
     def digits(grid: list[int], i: int) -> set[int]:
         return {1, 2, 3, 4, 5, 6} - {grid[j] for j in PEERS[i]}
 
@@ -611,7 +610,7 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
             if not any(solve(grid[:i] + [other] + grid[i + 1:]) for other in others):
                 grid = grid[:i] + [0] + grid[i + 1:]
             if grid.count(0) == 6 * level:
-                return grid_of(grid, 6), grid_of(solved, 6)
+                return rows(grid), rows(solved)
 
 
 # Tasks of many steps: what makes a sample, and how many levels there are, of which the upper half is hard
