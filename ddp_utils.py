@@ -543,12 +543,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
                         help="only estimate the memory that each process needs: here, or on, say, 8x141")
     add_flags(
         parser, "slow links between nodes, with --strategy ddp",
-        ("--comm", ("fp32", "bf16"), "fp32", "what gradients are sent as"),
-        ("--outer-every", positive_int, None, "DiLoCo: average the parameters every so many steps instead of "
-         "the gradients in every step"),
-        ("--outer-start", nonnegative_int, 0, "first train so many steps as without --outer-every"),
-        ("--outer-lr", number(0), 0.7, "step size of the outer update"),
-        ("--outer-momentum", fraction, 0.5, "its Nesterov momentum"))
+        ("--comm", ("fp32", "bf16", "late"), "fp32", "what gradients are sent as; late: as int8, while the "
+         "next step is computed, and applied one step late (with --optimizer muon)"))
     add_flags(
         parser, "output",
         ("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)"),
@@ -617,10 +613,7 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
             (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
             (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
-            (args.outer_start and not args.outer_every, "--outer-start needs --outer-every"),
-            (args.outer_every and args.strategy != "ddp", "--outer-every needs --strategy ddp"),
-            (args.outer_every and args.precision == "fp16", "--outer-every needs --precision bf16 or fp32"),
-            (args.outer_every and args.ema, "--outer-every needs --ema 0")):
+            (args.comm == "late" and args.precision == "fp16", "--comm late needs --precision bf16 or fp32")):
         if wrong:
             raise UserError(f"{sentence}.")
     home = Path((args.init_from or "").removeprefix("hf:"))
@@ -935,10 +928,10 @@ def print_pieces(pieces) -> None:
 
 
 def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
-    """DistributedDataParallel around the model, unless there is one process or the model is sharded. `comm`
-    is what gradients are sent as. Parameters must agree before the first step.
+    """DistributedDataParallel around the model, unless there is one process, the model is sharded, or `comm`,
+    what gradients are sent as, is late. Parameters must agree before the first step.
     """
-    if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
+    if world.world_size == 1 or comm == "late" or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
@@ -1013,47 +1006,105 @@ class EMA:
         free_gathered_params(self.model)
 
 
-class Outer:
-    """DiLoCo (Douillard et al., 2023, arXiv 2311.08105): processes train apart, and every H steps the mean
-    of what each has moved, sent in bfloat16, makes one step of SGD with Nesterov momentum from where they
-    last met.
+def quantise(values: Tensor) -> Tensor:
+    """float32 (n,), n a multiple of 128, as int8 (n + n / 64,): a level from -127 to 127 for each, then for
+    each block of 128 a scale in bfloat16. A block with NaN or inf comes back as NaN.
+    """
+    blocks = values.view(-1, 128)
+    scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
+    levels = (blocks / scales.float()).nan_to_num_().round_().clamp_(-127, 127)  # 0 / 0 is 0 here
+    return torch.cat((levels.to(torch.int8).view(-1), scales.view(torch.int8).view(-1)))
+
+
+def dequantise(packed: Tensor) -> Tensor:
+    """What `quantise` was given, rounded."""
+    levels, scales = packed.split([n := len(packed) // 130 * 128, len(packed) - n])
+    return (levels.view(-1, 128) * scales.view(torch.bfloat16).float()[:, None]).view(-1)
+
+
+class Late:
+    """Gradients that are sent, as int8, while the next step is computed, and applied one step late.
+
+    The update u(t) for the gradient of step t is made when the micro-batches of step t + 1 are done, and
+    moves the parameters by 2 u(t) - u(t - 1), which makes up for the delay (arXiv 2606.30634). In the end
+    they move by what is left, so that a run moves by the sum of all u. All ranks always have the same state.
     """
 
-    def __init__(self, model: nn.Module, every: int, start: int, lr: float, momentum: float):
-        self.params = dict(model.named_parameters())
-        self.every, self.start, self.lr, self.momentum = every, start, lr, momentum
-        self.velocity = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.params.items()}
-        self.parted = False  # whether the processes have ever trained apart, so that their optimizers differ
-        self._origin: list[Tensor] | None = None  # where they last met
+    def __init__(self, model: nn.Module, world: World, timeout: float):
+        self.world, self.params = world, [p for p in model.parameters() if p.requires_grad]
+        numbers = sum(p.numel() for p in self.params)
+        self._share = -(-numbers // (128 * world.world_size)) * 128  # of the sum, each rank makes one
+        device = world.device
+        # of the newest step: the sum of the gradients of all ranks, the labels they count, the learning rate
+        self.gradient = torch.zeros(numbers, device=device)
+        self.labels = torch.zeros((), dtype=torch.float64, device=device)
+        self.lr = torch.zeros((), dtype=torch.float64)
+        self.moved = torch.zeros(numbers, device=device)  # u of the step before
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "gradients")
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._under_way: concurrent.futures.Future | None = None
 
-    def apart(self, step: int) -> bool:
-        """Whether step `step`, counted from 0, is made without the others. To be asked before the step."""
-        if step >= self.start and self._origin is None:
-            self.parted = True
-            self._origin = [p.detach().clone() for p in self.params.values()]
-        return step >= self.start
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint needs. Waits for the exchange."""
+        self._wait()
+        return {"gradient": self.gradient, "labels": self.labels, "lr": self.lr, "moved": self.moved}
 
-    def meets(self, step: int) -> bool:
-        """Whether the processes meet after `step` steps, if nothing else makes them."""
-        return (step - self.start) % self.every == 0
+    def exchange(self, labels: Tensor) -> Tensor:
+        """Begins to add up the gradients of all ranks, which count so many labels; what `take` does."""
+        packed = self.pack([p.grad for p in self.params])
+        due, self.labels = self.take(), labels
+        on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
+        on_host.copy_(packed, non_blocking=True)
+        copied = torch.cuda.Event() if packed.is_cuda else None
+        if copied:
+            copied.record()
+        self._under_way = self._thread.submit(self._add_up, on_host, copied)
+        return due
 
-    @torch.no_grad()
-    def meet(self) -> None:
-        """Gives all processes the same parameters again."""
-        moves = [(origin - p).to(torch.bfloat16).view(-1)
-                 for origin, p in zip(self._origin, self.params.values())]
-        together = torch.cat(moves).div_(dist.get_world_size())
-        dist.all_reduce(together)
-        moves = together.split([p.numel() for p in self.params.values()])
-        for origin, move, (name, p) in zip(self._origin, moves, self.params.items()):
-            move = move.float().view_as(p)
-            velocity = self.velocity[name].mul_(self.momentum).add_(move)
-            origin.sub_(move.add_(velocity, alpha=self.momentum), alpha=self.lr)
-            p.copy_(origin)
+    def pack(self, gradients: list[Tensor | None]) -> Tensor:
+        """Gradients of all parameters in shares (ranks, bytes), one for each rank to add up."""
+        flat = torch.cat([(torch.zeros_like(p) if g is None else g).view(-1)
+                          for p, g in zip(self.params, gradients)])
+        flat = nn.functional.pad(flat, (0, self._share * self.world.world_size - len(flat)))
+        return torch.stack([quantise(share) for share in flat.split(self._share)])
+
+    def _add_up(self, packed: Tensor, copied) -> Tensor:
+        """The packed sum, (ranks, bytes of a share), in a thread of its own, which alone uses this group."""
+        if copied:
+            copied.synchronize()
+        received, together = torch.empty_like(packed), torch.empty_like(packed)
+        dist.all_to_all_single(received, packed, group=self._group)
+        share = quantise(sum(map(dequantise, received)))  # in the order of ranks
+        dist.all_gather([*together], share, group=self._group)
+        return together
+
+    def take(self) -> Tensor:
+        """Puts the gradient that is due into place, and returns how many labels it counts: at first none."""
+        self._wait()
+        for p, gradient in zip(self.params, self.gradient.split([p.numel() for p in self.params])):
+            p.grad = gradient.view_as(p)
+        due, self.labels = self.labels, torch.zeros_like(self.labels)
+        return due
+
+    def _wait(self) -> None:
+        if self._under_way:
+            together, self._under_way = self._under_way.result().to(self.world.device), None
+            self.gradient = torch.cat([*map(dequantise, together)])[:len(self.moved)]
+
+    @contextlib.contextmanager
+    def corrected(self, final: bool):
+        """Inside, the parameters move by u(t), then by u(t) - u(t - 1) more, or in the end u(t - 1) less."""
+        before = torch.cat([p.detach().view(-1) for p in self.params])
+        yield
+        moved = torch.cat([p.detach().view(-1) for p in self.params]) - before
+        more = -self.moved if final else moved - self.moved
+        torch._foreach_add_([p.detach().view(-1) for p in self.params],
+                            more.split([p.numel() for p in self.params]))
+        self.moved = torch.zeros_like(moved) if final else moved
 
 
 class TrainState:
-    """A model in training: `model`, `wrapped` (its DDP), optimizers, loss scaler, averaged weights, DiLoCo.
+    """A model in training: `model`, `wrapped` (its DDP), optimizers, loss scaler, averaged weights.
     `tensors` says what of it a checkpoint holds; saving and `restore` both walk that.
     """
 
@@ -1065,11 +1116,10 @@ class TrainState:
             args.strategy)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, args.ema) if args.ema else None
-        self.outer = Outer(model, args.outer_every, args.outer_start, args.outer_lr,
-                           args.outer_momentum) if args.outer_every else None
-        self.apart = False  # whether the ranks' parameters differ now, with DiLoCo
+        self.late = Late(model, world, args.timeout) if args.comm == "late" else None
         self.sums, self.unit, self._counting = {}, 1.0, None  # see `backward`
         self._labels = torch.tensor(float(world.world_size), dtype=torch.float64, device=world.device)
+        self._due = self._labels  # the labels that the gradients count which are applied next
         on_cuda = world.device.type == "cuda"
         can_compile = on_cuda and torch.cuda.get_device_capability(world.device) >= (7, 0)  # as Triton needs
         self.compiled = can_compile if args.compile is None else args.compile
@@ -1084,7 +1134,7 @@ class TrainState:
     def no_sync(self, accumulating: bool):
         """A context in which DDP keeps gradients local: for all micro-batches of a step but the last."""
         ddp = isinstance(self.wrapped, DistributedDataParallel)
-        return self.wrapped.no_sync() if ddp and (accumulating or self.apart) else contextlib.nullcontext()
+        return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
 
     def warm_up(self, first: dict, settled: dict) -> None:
         """Throw-away backward passes of model(**first), then of model(**settled) twice.
@@ -1115,18 +1165,22 @@ class TrainState:
             self.sums[name] = self.sums.get(name, 0) + total
         if last:
             self._labels = self.sums["labels"].double()
-            self._counting = None if self.apart else dist.all_reduce(self._labels, async_op=True)
+            self._counting = dist.all_reduce(self._labels, async_op=True)
         self.scaler.scale(objective * (labels / self.unit)).backward()
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Makes the gradients those of the mean over all labels of a step; clips. Returns the norm before."""
+    def clip_gradients(self, max_norm: float, final: bool = False) -> Tensor:
+        """Makes the gradients those of the mean over all labels of a step; clips. Returns the norm before.
+        With --comm late they become those of the step before, or if `final` those that are left of this one.
+        """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         if self._counting:
             self._counting.wait()
-        averaged = 1 if self.apart else self.world.world_size
-        scale = torch.where(self._labels > 0, averaged * self.unit / self._labels, 0.0).float()
+        averaged, self._due = self.world.world_size, self._labels
+        if self.late:
+            averaged, self._due = 1, self.late.take() if final else self.late.exchange(self._labels)
+        scale = torch.where(self._due > 0, averaged * self.unit / self._due, 0.0).float()
         return clip_gradients(self.model.parameters(), max_norm, scale)
 
     def take_means(self) -> dict[str, Tensor]:
@@ -1134,25 +1188,29 @@ class TrainState:
         add up to them. `labels` is how many this rank had. Begins the next step.
         """
         sums, self.sums = self.sums, {}
-        labels = self._labels.clamp(min=1) * (self.world.world_size if self.apart else 1)
+        labels = self._labels.clamp(min=1)
         return {name: total if name == "labels" else total / labels for name, total in sums.items()}
 
-    def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
-        """Steps the optimizers unless the gradient norm, the same on all ranks (except between DiLoCo's
-        meetings), is not finite, or the step has no labels; zeroes the gradients; updates the average. Fused
-        optimizers skip on the device, so the host never waits for the norm; others have no such switch.
+    def optimizer_step(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
+        """Steps the optimizers unless the gradient norm, the same on all ranks, is not finite, or the step
+        has no labels; zeroes the gradients; updates the average. Fused optimizers skip on the device, so the
+        host never waits for the norm; others have no such switch. With --comm late the learning rate is that
+        of the step before, too.
         """
-        skip = 1.0 - (grad_norm.isfinite() & (self._labels > 0)).float()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("scale", 1.0)
-            inner = inner_optimizer(optimizer)
-            if inner.defaults.get("fused"):
-                device = optimizer.param_groups[0]["params"][0].device  # the host's with --cpu-offload
-                inner.grad_scale, inner.found_inf = None, skip.to(device)
-                optimizer.step()
-            elif not skip.item():
-                optimizer.step()
+        if self.late:
+            lr, self.late.lr = self.late.lr.item(), torch.tensor(lr, dtype=torch.float64)
+        skip = 1.0 - (grad_norm.isfinite() & (self._due > 0)).float()
+        with self.late.corrected(final) if self.late else contextlib.nullcontext():
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group.get("scale", 1.0)
+                inner = inner_optimizer(optimizer)
+                if inner.defaults.get("fused"):
+                    device = optimizer.param_groups[0]["params"][0].device  # the host's with --cpu-offload
+                    inner.grad_scale, inner.found_inf = None, skip.to(device)
+                    optimizer.step()
+                elif not skip.item():
+                    optimizer.step()
         self.scaler.update()  # by what unscale_ has found
         self.wrapped.zero_grad(set_to_none=True)
         if self.ema:
@@ -1173,12 +1231,10 @@ class TrainState:
         has it, and the others yield one of its shape on the meta device.
         """
         shared = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
-                  "outer": self.outer.velocity if self.outer else {}, "optimizer": {}}
+                  "late": self.late.tensors() if self.late else {}, "optimizer": {}}
         owned, held = {}, self.optimizer_tensors()
         zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has some of them
         (owned if zero1 else shared)["optimizer"] = held
-        if self.outer and self.outer.parted:  # each rank has its own
-            owned["local"] = {f"{self.world.rank}/optimizer/{name}": t for name, t in held.items()}
         for group, named in shared.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
         for group, named in owned.items():
@@ -1199,20 +1255,14 @@ class TrainState:
         rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
         another type starts without optimizer state.
         """
-        tensors, world = saved["tensors"], self.world
+        tensors, world = dict.fromkeys(GROUPS, {}) | saved["tensors"], self.world
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
         changed = {parameter_of(name) for name, _ in ours.items() ^ theirs.items()}
-        if self.outer:  # a rank that has skipped all updates so far has saved less
-            local = {f"{rank}/optimizer/{name}" for rank in range(world.world_size) for name in ours
-                     if parameter_of(name) not in changed}
-            self.outer.parted = (bool(tensors["local"]) and local <= tensors["local"].keys()
-                                 and saved["step"] >= self.outer.start
-                                 and saved["settings"]["world_size"] == world.world_size)
-        if tensors["local"] and not (self.outer and self.outer.parted):
-            say("the optimizer state of each rank cannot be used by this run: all start with that of rank 0")
+        if tensors["late"] and not self.late:
+            say("the gradient that --comm late has not applied yet is left out")
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
@@ -1242,9 +1292,7 @@ class TrainState:
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
 
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
-# Groups of tensors in a checkpoint, each a dict by name: `outer` is DiLoCo's momentum, `local` what differs
-# between ranks, as `3/optimizer/embed.weight/exp_avg`.
-GROUPS = ("model", "ema", "optimizer", "outer", "local")
+GROUPS = ("model", "ema", "optimizer", "late")  # of tensors in a checkpoint, each a dict by name
 
 
 class CorruptCheckpoint(Exception):
@@ -1779,15 +1827,16 @@ class Run:
         self.ends_epoch = self._long_epochs and (
             (self.samples + self.global_batch) // rows > self.samples // rows)
         self.step, self.samples = self.step + 1, self.samples + self.global_batch
+        if state.late and self._at_end:
+            left = state.clip_gradients(self.args.grad_clip, final=True)
+            state.optimizer_step(0.0, left, final=True)
+            grad_norm = torch.maximum(grad_norm, left)  # NaN, if one is
         # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
         self._epoch_loss += means["loss"].float()
         self.epoch["steps"] += 1
         self._vote.count(grad_norm, state.scaler)
         self.stopping = self._vote.read()
         self._vote.start()
-        if state.apart and (self._save_due or state.outer.meets(self.step)):
-            state.outer.meet()  # a checkpoint needs the same parameters on all ranks
-            state.apart = False
         self.log.tick(self.step)
         if self._log_due or self._save_due:
             self._record = self._record_of(means, grad_norm, lr, numbers)
@@ -1827,13 +1876,12 @@ class Run:
             if not self._evaluation_due or self._record["val_loss"] is not None:
                 self._log(sample)
             self._record, self._window = None, (time.perf_counter(), self.step)
-        self.state.apart = bool(self.state.outer) and self.state.outer.apart(self.step)
 
     def _save(self) -> None:
         """Saves if that is due. Compares the parameters of all ranks before a save, and every 200 steps."""
         # A skipped update changed nothing: not worth pushing an older checkpoint out, except at the end.
-        due = self._save_due and (self.done or not self._record["skipped"])
-        if due or self.step - self._compared >= 200 and not self.state.apart:
+        due = self._save_due and (self.done or self.state.late or not self._record["skipped"])
+        if due or self.step - self._compared >= 200:
             assert_in_sync(self.state.model.state_dict())
             self._compared = self.step
         if due and self._checkpoints.saved_step != self.step:
@@ -1852,7 +1900,7 @@ class Run:
             log.write(record, heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None)
             seconds_per_step = (time.perf_counter() - self._begun) / max(self.step - self._first, 1)
             log.step_line(record, max(self.total_steps - self.step, 0) * seconds_per_step,
-                          "apart" if self.state.apart else "OK" if self._replicated else "shards")
+                          "OK" if self._replicated else "shards")
         if record["val_loss"] is not None:
             log.evaluation_line(record, self._entropy)
             if self._checkpoints.saved_step == self.step:

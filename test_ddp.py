@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import importlib
 import json
+import math
 import os
 import platform
 import re
@@ -39,6 +40,7 @@ CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smalle
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 BUCKET = 25 * 2**20  # bytes in which DDP sends gradients
+GOOD = 0.93  # of the time, at least, should be computing
 
 # -----------------------------------------------------------------------------------------------------------
 # Before there is a process group
@@ -231,15 +233,22 @@ def predict(args: argparse.Namespace, size: dict, world: World, latency: float, 
     print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters, {global_batch} "
           f"sequences of {size['seq_len']} tokens a step\n{note}: {slowest / 1e9:,.1f} GFLOP/s on the "
           f"slowest rank, {fastest / 1e9:,.1f} on the fastest; compute {compute:.3f} s a step")
-    for way, nbytes, messages, every in (
-            ("--comm fp32", 4 * parameters, buckets, 1), ("--comm bf16", 2 * parameters, buckets, 1),
-            ("--outer-every 50", 2 * parameters, 1, 50)):
-        network = (messages * latency + nbytes * per_byte) / every if world.world_size > 1 else 0
-        seconds = compute + network
-        print(f"{way:17} | {nbytes / 1e6:8,.1f} MB every {every:2} steps | network {network:8.3f} s | step "
-              f"{seconds:8.3f} s | {tokens / seconds:9,.0f} tokens/s | efficiency {compute / seconds:6.1%}")
-    print("assumed: nothing is sent while something is computed, so these are the slowest steps; left out: "
-          "the optimizer, loading", flush=True)
+    best, flags = 0.0, ""
+    for comm, nbytes, messages in (("fp32", 4 * parameters, buckets), ("bf16", 2 * parameters, buckets),
+                                   ("late", 65 * parameters // 64, 2)):
+        network = messages * latency + nbytes * per_byte if world.world_size > 1 else 0
+        late = comm == "late"
+        seconds = max(compute, network) if late else compute + network
+        # the sequences with which computing takes long enough
+        enough = network / compute * global_batch * (GOOD if late else GOOD / (1 - GOOD)) / world.world_size
+        print(f"--comm {comm} | {nbytes / 1e6:8,.1f} MB a step | network {network:8.3f} s | step "
+              f"{seconds:8.3f} s | {tokens / seconds:9,.0f} tokens/s | efficiency {compute / seconds:6.1%}, "
+              f"{GOOD:.0%} with --global-batch {max(math.ceil(enough), 1) * world.world_size}")
+        if best < GOOD and compute / seconds > best:
+            best, flags = compute / seconds, f" --comm {comm}" + " --optimizer muon" * late
+    print("assumed: with fp32 and bf16 nothing is sent while something is computed, so these are their "
+          f"slowest steps; left out: the optimizer, loading\nso use: train_{args.model}.py --size {args.size}"
+          f"{flags}", flush=True)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -316,11 +325,11 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     sharded = strategy in ("zero2", "zero3")
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
-    apart = strategy == "ddp" and bool(args.outer_every)  # DiLoCo keeps two copies
+    late = strategy == "ddp" and args.comm == "late"  # the sum of gradients, the move before, a copy
     return {"parameters": held + gathered,
             "gradients": held + (outside + max(blocks) if sharded else max(sizes.values())),
             "optimizer": 0 if offload else state if strategy == "ddp" else state / processes,
-            "other": (args.ema > 0) * held + apart * 2 * everything, "activations": activations}
+            "other": (args.ema > 0) * held + late * 3 * everything, "activations": activations}
 
 
 def fits(held: dict[str, float], gigabytes: float) -> bool:

@@ -166,25 +166,6 @@ def check_bf16_gradients(world: World) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=1e-3)
 
 
-def check_meeting(world: World) -> None:
-    """DiLoCo's update: Nesterov momentum on the mean of what the ranks have moved."""
-    model = make()
-    outer = ddp_utils.Outer(model, every=5, start=0, lr=0.5, momentum=0.25)
-    assert outer.apart(0) and not outer.meets(4) and outer.meets(5)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    velocity = 0.0
-    for round_ in range(2):
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= (world.rank + 1) / 16  # the mean is 3/32
-        outer.meet()
-        velocity = 0.25 * velocity + 3 / 32
-        for name, p in model.named_parameters():
-            expected[name] -= 0.5 * (3 / 32 + 0.25 * velocity)
-            torch.testing.assert_close(p.detach(), expected[name], rtol=0, atol=2e-3)
-    ddp_utils.assert_in_sync(model.state_dict())
-
-
 def check_memory(world: World) -> None:
     """Parameters, gradients and optimizer state in bytes after a step, as --dry-run says it, and half of it
     where that is what a strategy promises."""
@@ -238,22 +219,18 @@ def check_gathering(world: World) -> None:
 
 def check_owners(world: World) -> None:
     """What only one rank has arrives on rank 0 for a checkpoint, and comes back from there."""
-    for strategy, outer_every in (("zero1", None), ("ddp", 3)):
-        state = train_state(make(world.rank), world, strategy=strategy, outer_every=outer_every)
-        if outer_every:
-            assert state.outer.apart(0)
-        torch.nn.functional.mse_loss(state.model(*batch(world.rank))[0], torch.zeros(())).backward()
-        state.optimizer_step(1e-2, torch.ones(()))
-        group = "local" if outer_every else "optimizer"
-        entries = [entry[1:] for entry in state.tensors() if entry[0] == group]
-        assert {owner for _, _, owner in entries} == {0, 1}
-        for name, tensor, owner in entries:
-            assert (tensor.device.type == "meta") == (owner != world.rank), name
-            there = ddp_utils.transfer(tensor, owner, 0, world)
-            assert (there is None) == (world.rank != 0)
-            back = ddp_utils.transfer(there if world.rank == 0 else tensor, 0, owner, world)
-            assert (back is None) == (world.rank != owner)
-            assert back is None or torch.equal(back, tensor)
+    state = train_state(make(world.rank), world, strategy="zero1")
+    torch.nn.functional.mse_loss(state.model(*batch(world.rank))[0], torch.zeros(())).backward()
+    state.optimizer_step(1e-2, torch.ones(()))
+    entries = [entry[1:] for entry in state.tensors() if entry[0] == "optimizer"]
+    assert {owner for _, _, owner in entries} == {0, 1}
+    for name, tensor, owner in entries:
+        assert (tensor.device.type == "meta") == (owner != world.rank), name
+        there = ddp_utils.transfer(tensor, owner, 0, world)
+        assert (there is None) == (world.rank != 0)
+        back = ddp_utils.transfer(there if world.rank == 0 else tensor, 0, owner, world)
+        assert (back is None) == (world.rank != owner)
+        assert back is None or torch.equal(back, tensor)
 
 
 def check_activation_checkpointing_is_chosen_for_the_smallest_gpu(world: World) -> None:

@@ -71,10 +71,8 @@ class Lab:
                 ip("-n", node, "address", "add", f"192.168.50.{20 + i}/24", "dev", "eth0")
                 ip("-n", node, "link", "set", "eth0", "up")
                 ip("-n", node, "link", "set", "lo", "up")
-                for namespace, device in ((node, "eth0"), (self.switch, f"port{i}")):
-                    if self.rate:
-                        ip("-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", self.rate,
-                           "burst", "256kb", "latency", "50ms", program="tc")
+                if self.rate:
+                    self.limit(i, self.rate)
                 self.home(i).mkdir()
         except BaseException:
             self.__exit__()
@@ -87,6 +85,12 @@ class Lab:
         for process in self.processes:
             process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def limit(self, node: int, rate: str) -> None:
+        """Limits what a node sends and receives, from now on."""
+        for namespace, device in ((self.nodes[node], "eth0"), (self.switch, f"port{node}")):
+            ip("-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate,
+               "burst", "256kb", "latency", "50ms", program="tc")
 
     def home(self, node: int) -> Path:
         """The directory in which the commands of a node run."""
