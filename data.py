@@ -705,12 +705,8 @@ def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
     """Writes the arrays as one shard. Returns its sha256."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = *FORMATS[dtype], sum(map(len, arrays))
-    chunks = [header, *(a.astype(np.dtype(dtype).newbyteorder("<"), copy=False) for a in arrays)]
-    write_atomically(path, *chunks)
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
+    write_atomically(path, header, *(a.astype(np.dtype(dtype).newbyteorder("<"), copy=False) for a in arrays))
+    return sha256_of(path)
 
 
 def open_shard(path: Path) -> np.ndarray:
