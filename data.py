@@ -885,25 +885,23 @@ class ShardWriter:
         self.directory, self.manifest, self._thread = directory, manifest, thread
         shards = manifest["shards"]
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
-        self.samples = sum(s["documents"] for s in shards)
-        self.train_tokens = sum(s["tokens"] for s in shards if s["split"] == "train")
         self.arrays, self.tokens, self.documents = {"train": [], "val": []}, Counter(), Counter()
         self.writing = thread.submit(lambda: None)  # the last write, a Future
-        self.counts, self.packers = Counter(manifest.get("pairs")), {}
+        self.packers: dict[str, Packer] = {}
+        self.counts = Counter(manifest.get("pairs") or {
+            "read": sum(s["tokens"] for s in shards if s["split"] == "train"),  # before packing
+            "documents": sum(s["documents"] for s in shards)})
         if "roles" in manifest:
-            self.train_tokens, self.samples = self.counts["read"], self.counts["documents"]
             truncate = manifest["settings"]["long"] == "truncate"
             self.packers = {split: Packer(manifest["row"], manifest["roles"], truncate, self.counts)
                             for split in self.arrays}
 
     def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
-        if self.packers:
-            self.counts["read"] += len(tokens) * (split == "train")  # before packing, for the limits
-            self.counts["documents"] += 1
         self.arrays[split] += self.packers[split].add(tokens) if self.packers else [tokens]
         self.tokens[split] += len(tokens)
         self.documents[split] += piece == 0
-        self.train_tokens += len(tokens) * (split == "train")
+        self.counts["read"] += len(tokens) * (split == "train")
+        self.counts["documents"] += piece == 0
         self.position = [document, piece + 1]
         if self.tokens[split] >= self.manifest["settings"]["shard_tokens"]:
             self.commit()
@@ -1009,7 +1007,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             print(f"{out} resumes after {len(manifest['shards'])} shards", flush=True)
         writer = ShardWriter(out, manifest, thread)
         tokenize(writer, source, read_tokenizer_json(out, manifest), workers or cpu_count())
-        if not writer.train_tokens or writer.packers and not writer.counts["samples"]:
+        if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
                             "longer than --row, or all of it fell into the validation split.")
         writer.commit(complete=True)
@@ -1067,15 +1065,15 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: 
     """Encodes the source from the writer's position on, up to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
     settings = writer.manifest["settings"]
-    limit, first, start = settings["max_tokens"], writer.train_tokens, time.perf_counter()
-    batches = in_batches(read_pieces(source, settings, writer.position, writer.samples))
+    limit, first, start = settings["max_tokens"], writer.counts["read"], time.perf_counter()
+    batches = in_batches(read_pieces(source, settings, writer.position, writer.counts["documents"]))
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
         for batch, arrays in in_order(batches, workers, settings["tokenizer"], tokenizer_json):
             for (document, piece, split, _), tokens in zip(batch, arrays):
-                if not limit or writer.train_tokens < limit:
+                if not limit or writer.counts["read"] < limit:
                     writer.add(document, piece, split, tokens)
-            done = writer.train_tokens
+            done = writer.counts["read"]
             rate = (done - first) / (time.perf_counter() - start) / 1e6
             bar.set_postfix_str(f"{done / 1e6:.1f}M tokens, {rate:.2f}M tokens/s", refresh=False)
             bar.update((min(done, limit) if limit else source.done) - bar.n)
