@@ -426,15 +426,14 @@ class Source:
 
     def _pairs(self):
         """Of each function of Python's own source: head and docstring, and the rest as the response."""
-        for path in self.files:
-            raw = path.read_bytes()
-            self.done += len(raw)
+        for blocks, _ in self._stdlib():
+            text = "".join(blocks)
             try:
                 with warnings.catch_warnings(action="ignore"):
-                    tree = ast.parse(raw)
-                lines = io.StringIO(raw.decode("utf-8"), newline=None).readlines()  # as ast counts them
-            except (SyntaxError, UnicodeDecodeError, ValueError):  # Python's own tests include such files
+                    tree = ast.parse(text.encode())
+            except (SyntaxError, ValueError):  # Python's own tests include such files
                 continue
+            lines = io.StringIO(text, newline=None).readlines()  # as ast counts them
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
                     first, end = node.lineno - 1, node.body[0].end_lineno
