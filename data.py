@@ -841,13 +841,13 @@ class Packer:
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Takes a sample; returns the rows that are closed for it."""
         prompt = 1 + int((tokens == self.roles["response"]).argmax())
-        if len(tokens) - (self.roles["end"] >= 0) == prompt:
-            return self._drop("empty responses")
-        if prompt >= self.row:
-            return self._drop("too long prompts")
+        dropped = ("empty responses" if len(tokens) - (self.roles["end"] >= 0) == prompt else
+                   "too long prompts" if prompt >= self.row else
+                   "too long responses" if len(tokens) > self.space and not self.truncate else None)
+        if dropped:
+            self.counts[dropped] += 1
+            return []
         if len(tokens) > self.space:
-            if not self.truncate:
-                return self._drop("too long responses")
             self.counts["truncated responses"] += 1
             tokens = tokens[:self.row]
         self.counts["samples"] += 1
@@ -857,10 +857,6 @@ class Packer:
             self.space, self.counts["samples"], [])
         bisect.insort(self.open, (free - len(tokens), number, [*samples, tokens]))
         return self.close(1) if len(self.open) > self.WINDOW else []
-
-    def _drop(self, why: str) -> list:
-        self.counts[why] += 1
-        return []
 
     def close(self, count: int) -> list[np.ndarray]:
         """The fullest `count` open rows, which are then closed."""
