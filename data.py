@@ -1396,8 +1396,8 @@ class Dataset:
 
     def __init__(self, directory: str | Path, seq_len: int, tokenizer_name: str | None = None):
         directory = Path(directory)
-        manifest = read_manifest(directory)
-        if manifest and "roles" in manifest and seq_len not in (1, manifest["row"]):  # 1: only to look at it
+        manifest = read_manifest(directory) or {}
+        if "roles" in manifest and seq_len not in (1, manifest["row"]):  # 1: only to look at it
             raise UserError(f"{directory} has rows of {manifest['row']} tokens: use --seq-len "
                             f"{manifest['row']}, or prepare it with --row {seq_len}.")
         if manifest:
@@ -1432,10 +1432,9 @@ class Dataset:
         if largest >= self.tokenizer.num_ids:
             raise UserError(f"{directory} holds the id {largest}, but {self.tokenizer.name} has "
                             f"{self.tokenizer.num_ids} ids: name the right one with --tokenizer.")
-        plain = {"start": self.tokenizer.eot, "response": -1, "end": -1}
-        self.roles = manifest.get("roles", plain) if manifest else plain  # see roles_of
+        self.roles = manifest.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
         self.conditions = {}
-        if manifest and manifest["settings"].get("condition_field") and self.val:
+        if manifest.get("settings", {}).get("condition_field") and self.val:
             some, start = self.val.tokens[0][:1_000_000], self.roles["start"]
             found = np.unique(some[1:][(some[:-1] == start) & (some[1:] != start)]).tolist()
             self.conditions = {i: self.tokenizer.decode([i]) for i in found} if len(found) <= 16 else {}
