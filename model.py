@@ -65,19 +65,21 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens so far, (slots, 2, B, H, T, D): one slot per attention call of a forward
-    pass. The calls come in a fixed order, so a slot is the number of calls before it.
+    """Keys and values of up to `seq_len` tokens: a slot (2, B, H, T, D) per attention call of a forward pass.
+    The calls come in a fixed order, so a slot is the number of calls before it.
     """
 
-    def __init__(self, slots: int, batch: int, n_head: int, seq_len: int, head_dim: int, device, dtype):
-        self.memory = torch.empty(slots, 2, batch, n_head, seq_len, head_dim, device=device, dtype=dtype)
-        self.length, self.slot = 0, 0
+    def __init__(self, seq_len: int):
+        self.memory: list[Tensor] = []
+        self.seq_len, self.length, self.slot = seq_len, 0, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far. Only
         an empty cache takes several tokens at once, because is_causal aligns queries with the first keys.
         """
         assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
+        if self.slot == len(self.memory):
+            self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
         stored, end = self.memory[self.slot], self.length + k.size(2)
         stored[0, :, :, self.length:end], stored[1, :, :, self.length:end] = k, v
         self.slot += 1
@@ -606,11 +608,6 @@ class HRM(CausalLM):
             dist.all_reduce(left, op=dist.ReduceOp.MAX)
         return left.item() == 0
 
-    def new_cache(self, batch: int, device) -> KVCache:
-        c = self.config
-        slots = c.n_layer * (c.eval_cycles or c.cycles) * (c.l_cycles + 1)
-        return KVCache(slots, batch, c.n_head, c.seq_len, c.head_dim, device, self.compute_dtype)
-
     def hidden(self, idx: Tensor, cache: KVCache) -> Tensor:
         return self.think(idx, cache=cache, fixed_depth=True)[0]
 
@@ -737,10 +734,6 @@ class GPT2(CausalLM):
         if cache:
             cache.advance(T)
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
-
-    def new_cache(self, batch: int, device) -> KVCache:
-        c = self.config
-        return KVCache(c.n_layer, batch, c.n_head, c.seq_len, c.head_dim, device, self.compute_dtype)
 
     def flops_per_token(self) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T."""
@@ -922,7 +915,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
     training, seq_len, answers = model.training, model.config.seq_len, model.config.response >= 0
     model.eval()
     generator = torch.Generator(device=idx.device).manual_seed(seed)
-    cache, new = model.new_cache(idx.size(0), idx.device), idx
+    cache, new = KVCache(seq_len), idx
     try:
         for _ in range(max_new_tokens):
             if cache.length + new.size(1) > seq_len:

@@ -29,6 +29,7 @@ from model import (
     Block,
     HRMBlock,
     HRMConfig,
+    KVCache,
     Linear,
     Stack,
     continue_text,
@@ -437,7 +438,7 @@ SHAPES = [{}, {"inject_input": True}, {"depth": 2}, {"halt": True},
 @pytest.mark.parametrize("config", SHAPES, ids=str)
 def test_decoding_with_the_cache_equals_the_full_pass(config, prompt):
     model, idx = hrm(**config).eval(), tokens(batch=3)
-    full, cache = model(idx), model.new_cache(3, "cpu")
+    full, cache = model(idx), KVCache(model.config.seq_len)
     parts = [idx[:, :prompt], *idx[:, prompt:].split(1, dim=1)]
     for end, part in enumerate(parts, prompt):
         logits = model.decode(part, cache)
@@ -449,9 +450,9 @@ def test_decoding_with_the_cache_equals_the_full_pass(config, prompt):
 @torch.no_grad()
 def test_control_a_cache_with_two_slots_exchanged_is_noticed():
     model, idx = hrm(), tokens()
-    cache = model.new_cache(2, "cpu")
+    cache = KVCache(model.config.seq_len)
     model.decode(idx[:, :-1], cache)
-    cache.memory[[0, 2]] = cache.memory[[2, 0]]
+    cache.memory[0], cache.memory[2] = cache.memory[2], cache.memory[0]
     assert largest_error(model.decode(idx[:, -1:], cache), model(idx)[:, -1]) > 1e-4
 
 
@@ -459,7 +460,7 @@ def test_control_a_cache_with_two_slots_exchanged_is_noticed():
 def test_a_filled_cache_refuses_several_tokens():
     """is_causal aligns queries with the first keys, so they would silently see too little."""
     model, idx = hrm(), tokens()
-    cache = model.new_cache(2, "cpu")
+    cache = KVCache(model.config.seq_len)
     model.decode(idx[:, :4], cache)
     with pytest.raises(AssertionError, match="one token at a time"):
         model.decode(idx[:, 4:6], cache)
@@ -917,7 +918,7 @@ def test_more_cycles_in_evaluation_than_in_training():
     for model in (deep, plain, other):
         model.eval()
     assert torch.equal(deep(x), plain(x)) and torch.equal(other(x, cycles=5), plain(x))
-    cache = deep.new_cache(len(x), "cpu")
+    cache = KVCache(deep.config.seq_len)
     assert torch.allclose(deep.decode(x, cache), plain(x)[:, -1], atol=1e-5)
 
 

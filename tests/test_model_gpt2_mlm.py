@@ -25,6 +25,7 @@ from model import (
     Block,
     GPT2Block,
     GPT2Config,
+    KVCache,
     MLMBlock,
     MLMConfig,
     from_hf,
@@ -323,7 +324,7 @@ def test_control_attention_that_is_not_causal(config, monkeypatch):
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 def test_decoding_with_the_cache_equals_the_full_pass(config, prompt):
     model, idx = gpt2(**config).eval(), tokens(batch=3)
-    full, cache = model(idx), model.new_cache(3, "cpu")
+    full, cache = model(idx), KVCache(model.config.seq_len)
     for end, part in enumerate([idx[:, :prompt], *idx[:, prompt:].split(1, dim=1)], prompt):
         logits = model.decode(part, cache)
         assert cache.length == end
@@ -331,7 +332,7 @@ def test_decoding_with_the_cache_equals_the_full_pass(config, prompt):
         assert torch.equal(logits.argmax(-1), full[:, end - 1].argmax(-1))
     # control: slots that are exchanged are noticed
     cache.length -= 1
-    cache.memory[[0, 1]] = cache.memory[[1, 0]]
+    cache.memory[0], cache.memory[1] = cache.memory[1], cache.memory[0]
     assert largest_error(model.decode(idx[:, -1:], cache), full[:, -1]) > 1e-4
 
 

@@ -15,7 +15,7 @@ from conftest import ROOT, finish, kill, run, start
 from runs import SMALL, Trainer, tensors_of
 
 import data
-from model import GPT2, HRM, Block, GPT2Config, HRMConfig, generate
+from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache, generate
 
 START, RESPONSE, END = 256, 258, 259
 ROLES = {"start": START, "response": RESPONSE, "end": -1}
@@ -471,7 +471,7 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
         _, statistics = model(row[None], torch.cat((row[1:], row[:1]))[None])
         assert round((statistics["samples"] * statistics["labels"]).item()) == 1
         assert round((statistics["exact"] * statistics["labels"]).item()) == exact
-        full, cache = model(row[None]), model.new_cache(1, "cpu")
+        full, cache = model(row[None]), KVCache(model.config.seq_len)
         prompt = row.tolist().index(RESPONSE) + 1
         for end, part in enumerate([row[None, :prompt], *row[None, prompt:prompt + 4].split(1, 1)], prompt):
             if row[end - 1] != START:
