@@ -569,26 +569,22 @@ class HRM(CausalLM):
         z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
         out, ponder = 0.0, torch.zeros_like(remaining)
-        if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
-            for cycle in range(1, cycles + 1):
-                last = cycle == cycles
+        h_kept = min(cycles, bp_steps - 1)  # calls of H that keep a graph, counted from the end;
+        l_kept = bp_steps - h_kept  # and calls of L
+        for cycle in range(1, cycles + 1):
+            later = cycles - cycle
+            if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
                 z_h, z_l = recur(z_h, z_l, min(c.l_cycles, bp_steps - 1), True)
-                weight, remaining = self.halting_weight(z_h, remaining, last)
+                weight, remaining = self.halting_weight(z_h, remaining, not later)
                 out = out + weight.unsqueeze(-1) * z_h
                 ponder = ponder + remaining
-                if last or not fixed_depth and self.everyone_halted(remaining):
+                if later and not fixed_depth and self.everyone_halted(remaining):
                     break
-            out = out.to(z_h.dtype)
-        else:
-            h_kept = min(cycles, bp_steps - 1)  # calls of H that keep a graph, counted from the end;
-            l_kept = bp_steps - h_kept  # and calls of L
-            for cycle in range(1, cycles + 1):
-                later = cycles - cycle
+            else:
                 z_h, z_l = recur(z_h, z_l, l_kept - later * c.l_cycles, later < h_kept)
-            out = z_h
         if cache:
             cache.advance(T)
-        return out, ponder, cycle
+        return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """The weight (B, T) of this cycle in the output, and the mass that remains for later ones. A token
