@@ -654,12 +654,10 @@ class GPT2Block(Block):
         self.attn_out = Linear(c.d_model, c.d_model, bias=not c.modern)
         self.up = Linear(c.d_model, 4 * c.d_model, bias=not c.modern)
         self.down = Linear(4 * c.d_model, c.d_model, bias=not c.modern)
-        for layer in (self.qkv, self.up):
-            nn.init.normal_(layer.weight, std=0.02)
-        for layer in (self.attn_out, self.down):  # what is added to the residual stream
-            nn.init.normal_(layer.weight, std=0.0 if c.modern else 0.02 / math.sqrt(2 * c.n_layer))
-        if not c.modern:
-            for layer in (self.qkv, self.attn_out, self.up, self.down):
+        added = 0.0 if c.modern else 0.02 / math.sqrt(2 * c.n_layer)  # to the residual stream
+        for layer, std in (self.qkv, 0.02), (self.up, 0.02), (self.attn_out, added), (self.down, added):
+            nn.init.normal_(layer.weight, std=std)
+            if not c.modern:
                 nn.init.zeros_(layer.bias)
 
     def block(self, x: Tensor, rope: Tensor | None = None, mask=None, cache: KVCache | None = None) -> Tensor:
