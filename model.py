@@ -457,8 +457,7 @@ class HRMBlock(Block):
         self.down = Linear(c.ff, c.d_model, bias=False)
         for layer in (self.gqkv, self.attn_out, self.gate_up, self.down):
             init_normal(layer.weight, layer.in_features ** -0.5)  # LeCun normal
-        if c.zero_init:
-            for layer in (self.attn_out, self.down):  # what is added to the residual stream
+            if c.zero_init and layer in (self.attn_out, self.down):  # what is added to the residual stream
                 nn.init.zeros_(layer.weight)
 
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
