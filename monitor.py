@@ -519,22 +519,6 @@ def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
 # Command line
 
 
-def parse_args(argv) -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to list and draw")
-    parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
-    parser.add_argument("--once", action="store_true", help="stop after the first reading")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
-                        "training_history.png in a single run's directory, runs.png here for several)")
-    args = parser.parse_args(argv)
-    if not 0.1 <= args.interval <= 1e6:
-        parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
-    if args.output and not args.runs:
-        parser.error("--output needs the directory of a run")
-    return args
-
-
 def watch_machine(args: argparse.Namespace) -> None:
     wait = min(0.5, args.interval)  # the first reading comes soon
     while True:
@@ -546,11 +530,8 @@ def watch_machine(args: argparse.Namespace) -> None:
 
 def show_runs(args: argparse.Namespace) -> None:
     runs = read_runs(args.runs)
-    if args.json:
-        lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
-    else:
-        lines = format_table(runs)
-    print("\n".join(lines), flush=True)
+    lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
+    print("\n".join(lines if args.json else format_table(runs)), flush=True)
     path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
     try:
         draw_curves(runs, path)
@@ -561,8 +542,19 @@ def show_runs(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code: 2 for a UserError, else 0, also after Ctrl-C or a broken pipe."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to list and draw")
+    parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
+    parser.add_argument("--once", action="store_true", help="stop after the first reading")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
+                        "training_history.png in a single run's directory, runs.png here for several)")
     try:
-        args = parse_args(argv)
+        args = parser.parse_args(argv)
+        if not 0.1 <= args.interval <= 1e6:
+            parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
+        if args.output and not args.runs:
+            parser.error("--output needs the directory of a run")
         show_runs(args) if args.runs else watch_machine(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
