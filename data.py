@@ -7,14 +7,10 @@
     python data.py verify shards/stdlib-bpe4096        # all bytes against their checksums
     python data.py peek   shards/stdlib-bpe4096        # a few rows as text
 
-Three design decisions:
-
-* A shard is a header and an array (the format of llm.c and modded-nanogpt), so it is read by memory-mapping.
-* `prepare` can be killed at any moment: the manifest lists finished shards and where in the source they end.
-* The order of training samples is a pure function of (seed, position), whatever the number of ranks. A
-  checkpoint stores only how many samples were consumed.
-
-torch is imported only by the reader: `prepare` and its worker processes start five times faster without it.
+A shard is a header and an array (the format of llm.c and modded-nanogpt), so it is read by memory-mapping.
+`prepare` can be killed at any moment: the manifest lists finished shards and where in the source they end.
+The order of samples is a pure function of seed and position, on any number of ranks, so a checkpoint stores
+only how many were consumed. torch is imported only by the reader: `prepare` starts five times faster without.
 """
 
 import argparse
@@ -375,10 +371,9 @@ BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twi
 
 
 class Source:
-    """Documents in a fixed order, readable from any document number on. `fields` are those that hold the
-    text, or of pairs the prompt, the response and perhaps the condition.
-
-    A resumed `prepare` must find the same `identity`. The progress bar shows `done` of `total` bytes.
+    """Documents in a fixed order, readable from any number on. `fields` hold the text, or of pairs prompt,
+    response and perhaps condition. A resumed `prepare` must find the same `identity`. The progress bar shows
+    `done` of `total` bytes.
     """
 
     def __init__(self, dataset: str, fields: list[str], val_split: str):
@@ -570,9 +565,7 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
 
 
 def doubling(some: random.Random, level: int) -> tuple[str, str]:
-    """How often to double a number, `level` times, and the number and the result in 18 digits each. A digit
-    depends on more and more of those behind it.
-    """
+    """How often to double a number, and it; the result, whose digits depend on many of those behind them."""
     number = some.randrange(10**15)
     return f"{level} {number:018}", f"{number * 2**level:018}"
 
@@ -646,9 +639,7 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
 
 
 def pieces(blocks):
-    """Re-cuts a document into pieces of about BLOCK characters that end with a line, or at least a word. A
-    tuple, which is a pair, stays whole.
-    """
+    """Re-cuts a document, unless it is a pair, into about BLOCK characters that end with a line or a word."""
     if isinstance(blocks, tuple):
         yield blocks
         return
@@ -825,10 +816,9 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
 
 class Packer:
     """Packs whole samples into rows of `row` tokens: each into the open row that it fills best, of at most
-    WINDOW. What is left of a row becomes start tokens.
-
-    Where the start of the next sample ends one, it has to be in the row, too. A response that is too long is
-    cut, so that it has no end, or dropped unless `truncate`, as too long prompts and empty responses are.
+    WINDOW. What is left of a row becomes start tokens; if these end a sample, the row keeps room for one. A
+    too long response is cut, so that it has no end, or dropped unless `truncate`, as too long prompts and
+    empty responses are.
     """
 
     WINDOW = 1000
@@ -869,11 +859,9 @@ class Packer:
 
 
 class ShardWriter:
-    """Collects tokens and writes them as shards in a thread, so that tokenizing continues meanwhile. It packs
-    pairs into rows, and ends their shard with one more start token, because a row is read with what follows.
-
-    A training shard and the validation tokens collected so far are committed together, so a resumed run needs
-    only one position in the source: where the newest shard ends.
+    """Collects tokens and writes them as shards, in a thread. It packs pairs into rows, and ends their shard
+    with one more start token, because a row is read with what follows. A training shard and the validation
+    tokens so far are committed together, so a resumed run needs one position: where the newest shard ends.
     """
 
     def __init__(self, directory: Path, manifest: dict, thread: ThreadPoolExecutor):
@@ -933,9 +921,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             workers: int | None = None, prompt_field: str | None = None, response_field: str | None = None,
             condition_field: str | None = None, row: int | None = None, long: str | None = None) -> Path:
     """Tokenizes `dataset` into shards under `out`; returns that directory. Arguments as on the command line.
-
-    Kill it and run it again: it resumes after the last finished shard. The bytes are those of an
-    uninterrupted run, with any number of workers. Raises UserError for what the user can fix.
+    After a kill it resumes; the bytes are the same then, and with any number of workers. Raises UserError.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
@@ -1254,7 +1240,6 @@ class Masker:
 
     def __call__(self, x: np.ndarray, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Masks x (B, T) in place; returns positions and labels, int64 (B, K) each, positions ascending.
-
         Where a row has fewer than K ordinary tokens the label is −1, which the loss ignores.
         """
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
@@ -1324,10 +1309,8 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 
 
 class Shards:
-    """The shards of one split as rows of `seq_len` tokens, and the same rows shifted by one token.
-
-    A row lies within one shard; the rest at the end of a shard that does not fill a row is not used. In a
-    mix, `parts` has the first row, the rows and the share of each source.
+    """The shards of one split as rows of `seq_len` tokens, and the same rows shifted by one token. A row lies
+    within one shard, whose rest is not used. In a mix, `parts` has first row, rows and share of each source.
     """
 
     MIX = 1000  # in so many samples, each source has its share exactly
@@ -1553,7 +1536,6 @@ class Loader:
 def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
                        limit: int | None = None, masker: Masker | None = None):
     """Yields batches like Loader's: the first `limit` rows (None: all) in order, equally many on each rank.
-
     Past the last row labels are −1, which the loss ignores: each row counts once, on any number of ranks.
     """
     import torch
