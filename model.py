@@ -74,9 +74,8 @@ class KVCache:
         self.seq_len, self.length, self.slot = seq_len, 0, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far. Only
-        an empty cache takes several tokens at once, because is_causal aligns queries with the first keys.
-        """
+        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far."""
+        # because is_causal aligns queries with the first keys
         assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
         if self.slot == len(self.memory):
             self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
@@ -134,10 +133,8 @@ class Block(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal: bool = False,
                dropout: float = 0.0) -> Tensor:
         """Attention of q, k, v (B, H, T, D); `mask` is boolean, True where attention is allowed, or a
-        BlockMask of FlexAttention.
-
-        torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few thousand tokens,
-        two bfloat16 products with the scores (B, H, T, T) in between are faster.
+        BlockMask. torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few
+        thousand tokens, two bfloat16 products with the scores (B, H, T, T) in between are faster.
         """
         if mask is not None and not isinstance(mask, Tensor):
             return self.flex_attention(q, k, v, block_mask=mask)
@@ -526,10 +523,9 @@ class HRM(CausalLM):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead.
-
-        The objective is what backward is called on. The statistics are those of CausalLM.loss, `cycles`, the
-        H-cycles that ran, and `ponder`. bp_steps None: no truncation. `cycles` replaces the configuration's.
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple instead: what backward is called on,
+        and the statistics of CausalLM.loss with `cycles`, the H-cycles that ran, and `ponder`. bp_steps None:
+        no truncation. `cycles` replaces the configuration's.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
@@ -637,10 +633,9 @@ class GPT2Config(CausalConfig):
 
 
 class GPT2Block(Block):
-    """Pre-norm block: causal attention, and an MLP of 4 C hidden units with GELU.
-
-    The modern one has no biases, RMSNorm without parameters, rotary positions, normalized queries and keys
-    (Henry et al., arXiv 2010.04245), squared ReLU (So et al., arXiv 2109.08668), and starts as the identity.
+    """Pre-norm block: causal attention, and an MLP of 4 C hidden units with GELU. The modern one has no
+    biases, RMSNorm without parameters, rotary positions, normalized queries and keys (Henry et al., arXiv
+    2010.04245), squared ReLU (So et al., arXiv 2109.08668), and starts as the identity.
     """
 
     def __init__(self, c: GPT2Config):
@@ -701,9 +696,7 @@ class GPT2(CausalLM):
         return self.head.weight if self.config.modern else self.embed.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple (objective, statistics) instead: what
-        backward is called on, and the statistics of CausalLM.loss.
-        """
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), loss and statistics of CausalLM.loss."""
         x = self.hidden(idx)
         if targets is None:
             return F.linear(x, self.head_weight.to(x.dtype))
@@ -789,9 +782,7 @@ class MLMBlock(Block):
 
 
 class MLM(nn.Module):
-    """An encoder for masked language modeling. A token attends to its own document alone: documents start
-    with the id `eot`, and a row may hold several.
-    """
+    """An encoder that fills masks. A token attends to its own document alone; documents start with `eot`."""
 
     Config = MLMConfig
 
@@ -813,10 +804,9 @@ class MLM(nn.Module):
 
     def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None):
         """Logits (B, T, V) of idx (B, T); given the masked positions (B, K), int64, and labels (B, K), a
-        tuple (objective, statistics) instead, computed at these positions only. Labels below 0 are ignored.
-
-        The statistics are detached scalars: `labels`, how many count, `loss`, the mean cross-entropy in nats,
-        and in evaluation `correct`, the fraction of labels that have the largest logit.
+        tuple instead, computed there only: what backward is called on, and detached scalars: `labels`, how
+        many are not below 0, so count, `loss`, their mean cross-entropy in nats, and in evaluation `correct`,
+        the fraction of them that have the largest logit.
         """
         c, x = self.config, self.hidden(idx)
         if positions is not None:  # whole rows are picked: backward sorts B · K indices, not B · K · C
@@ -863,9 +853,7 @@ class MLM(nn.Module):
         return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
 
     def flops_per_token(self, mask_rate: float = 0.3) -> float:
-        """Matrix-product FLOPs per token of a training step, attention counted as full T × T, in local layers
-        too; the head runs on the fraction `mask_rate` of the tokens.
-        """
+        """As GPT2.flops_per_token, also in local layers; the head runs on `mask_rate` of the tokens."""
         c = self.config
         matrices = c.n_layer * (4 * c.d_model**2 + 3 * c.d_model * c.ff)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
@@ -1185,9 +1173,7 @@ def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
 
 
 def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
-    """Writes a directory that transformers' `AutoModelFor….from_pretrained` and `AutoTokenizer` load, without
-    the rows that pad the vocabulary. Raises UserError if the model has no counterpart there.
-    """
+    """Writes a directory that transformers reads, without padding rows. UserError if it has no such model."""
     directory = Path(directory)
     family, c, masked = HF_FAMILIES[type(model)], model.config, isinstance(model, MLM)
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32",
@@ -1233,9 +1219,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
 
 
 def from_hf(model_class: type, source: str) -> nn.Module:
-    """A model of this class from a Hugging Face directory, or from a repository on the hub. UserError if it
-    holds another architecture, or other shapes than its config.json says.
-    """
+    """A model of this class from a Hugging Face directory or hub repository. UserError if that is no such."""
     directory = Path(source)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # comes with datasets
