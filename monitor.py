@@ -88,9 +88,8 @@ def human_time(seconds: float) -> str:
 
 
 def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> tuple[int, int] | None:
-    """(bytes in use, limit) of the tightest memory limit on this process, as containers have; else None.
-
-    cgroups v2 only. Inactive file cache, which the kernel can drop, does not count as in use.
+    """(bytes in use, limit) of the tightest memory limit of cgroups v2 on this process, as containers have;
+    else None. Inactive file cache, which the kernel can drop, does not count as in use.
     """
     lines = own.read_text().splitlines() if own.exists() else []
     group, found = root / next((line[4:] for line in lines if line.startswith("0::/")), ""), []
@@ -167,7 +166,6 @@ def read_gpus() -> list[dict]:
 
 def read_machine(seconds: float) -> dict:
     """Watches the machine for `seconds`; CPU and network are means over that time. Sizes are in bytes.
-
     `process_ram` is that of all trainers, or of this process if none runs. Raises UserError without psutil.
     """
     try:
@@ -245,10 +243,7 @@ def curve_values(record: dict) -> dict[str, float]:
 
 
 class RunLog:
-    """The log of a run in directory `out`. Only rank 0 (`active`) writes; elsewhere all methods do nothing.
-
-    `wandb` sends the curves to Weights & Biases as well.
-    """
+    """The log of a run in directory `out`. Only rank 0 (`active`) writes; elsewhere methods do nothing."""
 
     def __init__(self, out: Path, active: bool, prefix: str, wandb=False):
         self.out, self.active, self.prefix = Path(out), active, prefix
@@ -273,10 +268,9 @@ class RunLog:
                 self._text.write(text + "\n")
 
     def begin(self, step: int, settings: dict, complete) -> bool:
-        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records.
-
-        Keeps the record of `step` itself if complete(record), and returns, on rank 0, whether it did.
-        Raises UserError if --wandb does not work, or nothing can be written.
+        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. Keeps that of
+        `step` itself if complete(record), and returns, on rank 0, whether it did. Raises UserError if --wandb
+        does not work, or nothing can be written.
         """
         if not self.active:
             return False
@@ -363,10 +357,8 @@ class RunLog:
 
     def write(self, record: dict, machines: dict[str, float] | None = None) -> None:
         """Adds the record of a step to all curves, in TensorBoard and wandb with `machines`, those of this
-        machine or, where there are several, of all. NaN and infinity, which JSON lacks, become null.
-
-        TensorBoard gets a step before metrics.jsonl does, so a kill can leave it too many points, which
-        `begin` drops, but never too few.
+        machine or, where there are several, of all. NaN and infinity, which JSON lacks, become null. A kill
+        can leave TensorBoard, which is first, too many points, which `begin` drops, but never too few.
         """
         if not self.active:
             return
@@ -442,9 +434,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
-    """Draws loss, learning rate and throughput of runs, records by name, into a PNG 800 pixels wide.
-
-    Over steps for one run, over tokens for several. Raises ImportError and UserError.
+    """Draws loss, learning rate and throughput of runs, records by name, into a PNG 800 pixels wide, over
+    steps for one run, over tokens for several. Raises ImportError and UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     figure = Figure(figsize=(8, 8))

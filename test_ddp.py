@@ -256,9 +256,7 @@ def predict(args: argparse.Namespace, size: dict, world: World, latency: float, 
 
 
 class _Alive(TorchDispatchMode):
-    """Remembers the storage of every tensor that is computed, without keeping it alive. In compiled blocks it
-    sees the operations of their graphs.
-    """
+    """Remembers the storage of each tensor that is computed, in compiled blocks too, without keeping it."""
 
     supports_higher_order_operators = True
     ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo compiles nothing in a mode
@@ -310,11 +308,10 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
 
 def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
               activations: int) -> dict[str, float]:
-    """Bytes in each process, by type, at the peak, with `strategy` instead of that of the flags.
-
-    zero2 and zero3 hold their shards and what is gathered: zero2 all parameters, zero3 those of two blocks
-    (one is fetched ahead) and those outside of blocks; and the gradients of a block and of what is outside.
-    With the others, the largest gradient comes in two parts, of embedding and head.
+    """Bytes in each process, by type, at the peak, with `strategy` instead of that of the flags. zero2 and
+    zero3 hold their shards and what is gathered: zero2 all parameters, zero3 those of two blocks (one is
+    fetched ahead) and those outside of blocks; and the gradients of a block and of what is outside. With the
+    others, the largest gradient comes in two parts, of embedding and head.
     """
     strategy, _, offload = strategy.partition(" ")
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
