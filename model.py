@@ -84,10 +84,6 @@ class KVCache:
         self.slot += 1
         return stored[0, :, :, :end], stored[1, :, :, :end]
 
-    def advance(self, tokens: int) -> None:
-        """Ends a forward pass over `tokens` new tokens."""
-        self.length, self.slot = self.length + tokens, 0
-
 
 @functools.cache
 def compiled_once(function):
@@ -394,6 +390,7 @@ class CausalLM(nn.Module):
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
         x = self.hidden(idx, cache)[:, -1]
+        cache.length, cache.slot = cache.length + idx.size(1), 0
         return F.linear(x, self.head_weight.to(x.dtype)).float()
 
     def example(self, batch: int, device, **more) -> dict[str, Any]:
@@ -577,8 +574,6 @@ class HRM(CausalLM):
                     break
             else:
                 z_h, z_l = recur(z_h, z_l, l_kept - later * c.l_cycles, later < h_kept)
-        if cache:
-            cache.advance(T)
         return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
@@ -717,8 +712,6 @@ class GPT2(CausalLM):
         x = F.dropout(x.to(self.compute_dtype), c.dropout, self.training)
         for block in self.transformer["blocks"]:
             x = block(x, rope, mask, cache)
-        if cache:
-            cache.advance(T)
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
 
     def flops_per_token(self) -> float:
