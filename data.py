@@ -408,7 +408,9 @@ class Source:
         """Yields (document, split) from document `start` on. A document is blocks of text, or a tuple: the
         fields of a pair. split None means by a hash of the text, or of the prompt.
         """
-        return itertools.islice(self._read(), start, None)  # the blocks of text files are not read
+        pairs = len(self.fields) > 1
+        for texts, split in itertools.islice(self._read(), start, None):  # skipped texts stay unread
+            yield (tuple(texts) if pairs else texts), split
 
     def _stdlib(self):
         for path in self.files:
@@ -484,7 +486,7 @@ class Source:
             with self._open(path) as raw:
                 for number, line in enumerate(gzip.open(raw) if path.suffix == ".gz" else raw, 1):
                     self.done = before + raw.tell()
-                    yield self._document(self._json_texts(f"{path}, line {number},", line)), None
+                    yield self._json_texts(f"{path}, line {number},", line), None
 
     def _json_texts(self, where, line):
         try:
@@ -525,13 +527,10 @@ class Source:
             if name == SHORT_NAMES["wikitext"][0]:
                 found = ([article] for article in wikitext_articles(text for text, in found))
             for texts in found:
-                yield self._document(texts), None
+                yield texts, None
         except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
             raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
-
-    def _document(self, texts):
-        return texts if len(self.fields) == 1 else tuple(texts)
 
     def _check_fields(self, where, there):
         if missing := [field for field in self.fields if field not in there]:
