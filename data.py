@@ -45,8 +45,7 @@ import urllib.request
 import warnings
 import zlib
 from collections import Counter, deque
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -120,10 +119,9 @@ def without_surrogates(text: str) -> str:
 
 
 class Tokenizer:
-    """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority.
-
-    `num_ids` counts all ids; `vocab_size` excludes [MASK] if that is the last, as only masked language models
-    need it. Ordinary text never encodes to a special id.
+    """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
+    never encodes to a special id. `num_ids` counts all ids; `vocab_size` excludes [MASK] if that is the last,
+    as only masked language models need it.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
@@ -1117,7 +1115,7 @@ def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
                     yield batch, future.result()
             for batch, future in window:
                 yield batch, future.result()
-        except BrokenProcessPool:
+        except BrokenExecutor:
             raise UserError("a worker process was killed, perhaps because memory ran out: finished shards "
                             "are kept; run the same command again with fewer --workers.")
 
