@@ -6,17 +6,11 @@
     python monitor.py runs/one runs/two --output two.png
     watch -n 4 python monitor.py runs/one                # the table again and again, in a remote terminal
 
-A trainer reports to a RunLog, which writes to the run directory:
-
-    train.log             everything that was printed
-    metrics.jsonl         one JSON object for each logged step
-    history.json          the same as lists, for plotting
-    training_history.png  loss, learning rate and throughput, if matplotlib is installed
-    tb/                   the same curves for TensorBoard, if it is installed
-
-A logged step has one line in metrics.jsonl and one point in each curve, even after a kill: see RunLog.write.
-GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and torch's own messages.
-torch is imported only in what a trainer calls, so the commands start at once.
+A trainer reports to a RunLog, which writes to the run directory: what was printed (train.log), a JSON object
+for each logged step (metrics.jsonl), the same as lists (history.json), and, if matplotlib and tensorboard are
+installed, the curves as a picture and for TensorBoard. A logged step has one line and one point in each
+curve, even after a kill: see RunLog.write. GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and
+torch's own messages. torch is imported only in what a trainer calls, so the commands start at once.
 """
 
 import argparse
