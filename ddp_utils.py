@@ -483,7 +483,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
                                    help=f"the opposite of --{name}")
         elif choices := field.metadata["choices"]:
             group.add_argument(f"--{name}", choices=choices, help=text)
-        else:  # the default comes in set_defaults, because sizes have defaults of their own
+        else:  # the default comes in `parse`, because sizes have defaults of their own
             text += "" if field.name in keys else f" ({field.default})"
             group.add_argument(f"--{name}", type=positive_int if field.type is int else fraction, help=text)
     group.add_argument("--vocab-size", type=positive_int, help="rows of the embedding table (default: the "
@@ -579,35 +579,29 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:
     """The row of the size; to train further from --init-from, with gentler defaults of its own."""
-    if not args.init_from:
-        return size
-    gentle = {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-              "global_batch": min(32, size["global_batch"]), "schedule": "cosine", "vocab_lr": 1.0,
-              "ema": min(0.999, size.get("ema", 0.0))}
-    return size | {key: value for key, value in gentle.items()
-                   if key != "epochs" or not (args.steps or args.mix)}
+    if args.init_from:
+        size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
+                       "global_batch": min(32, size["global_batch"]), "schedule": "cosine", "vocab_lr": 1.0,
+                       "ema": min(0.999, size.get("ema", 0.0))}
+    return {key: value for key, value in size.items() if key != "epochs" or not (args.steps or args.mix)}
 
 
-def parse(parser: ArgumentParser, sizes: dict[str, dict], argv: list[str] | None) -> argparse.Namespace:
-    """The flags. The row of the size also replaces defaults that the other sizes share, as that of --ema."""
-    args = parser.parse_args(argv)
-    if args.init_from and not args.size:
-        raise UserError("--init-from needs the --size of the weights, for its context and micro-batch.")
-    size = args.size or "tiny"
-    own = {key: value for key, value in recipe(args, sizes[size]).items()
-           if parser.get_default(key) is not None}  # set_defaults fills in the others
-    parser.set_defaults(size=size, **own)
-    return parser.parse_args(argv)
-
-
-def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> argparse.Namespace:
-    """Fills in the flags that were not given, from the row of the size, then from the model's configuration.
+def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
+          argv: list[str] | None) -> argparse.Namespace:
+    """The flags. Those that are not given come from the row of the size, then from the model's configuration.
     Raises UserError for flags that exclude each other.
     """
+    given = parser.parse_args(argv)
+    if given.init_from and not given.size:
+        raise UserError("--init-from needs the --size of the weights, for its context and micro-batch.")
+    size = given.size or "tiny"
+    defaults = {field.name: field.default for field in flag_fields(config_class)} | recipe(given, sizes[size])
+    parser.set_defaults(**defaults | {"size": size, "global_batch": None, "batch": None})  # see plan_batch
+    args = parser.parse_args(argv)
     sharded = args.strategy in ("zero2", "zero3")
     for wrong, sentence in (
-            (args.steps and args.epochs, "--epochs is not allowed with --steps: leave one of them out"),
-            (args.mix and args.epochs, "--mix has no epochs: give --steps"),
+            (given.steps and given.epochs, "--epochs is not allowed with --steps: leave one of them out"),
+            (given.mix and given.epochs, "--mix has no epochs: give --steps"),
             (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1, "
              "or --optimizer adamw"),
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
@@ -616,16 +610,13 @@ def set_defaults(args: argparse.Namespace, config_class: type, size: dict) -> ar
             (args.comm == "late" and args.precision == "fp16", "--comm late needs --precision bf16 or fp32")):
         if wrong:
             raise UserError(f"{sentence}.")
+    sources = sources_of(args.data, args.mix)
+    args.seq_len = given.seq_len or row_of(sources[0]) or args.seq_len
     home = Path((args.init_from or "").removeprefix("hf:"))
     trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
-    prepared = any(Path(source).is_dir() for source in sources_of(args.data or size["data"], args.mix))
+    prepared = any(Path(source).is_dir() for source in sources)
     if args.init_from and trained.is_file() and not args.tokenizer and not prepared:
         args.tokenizer = str(trained)  # the ids of the data have to mean what they meant to the weights
-    args.seq_len = args.seq_len or row_of(sources_of(args.data or size["data"], args.mix)[0])
-    model = {field.name: field.default for field in flag_fields(config_class)}
-    for key, value in (model | recipe(args, size)).items():
-        if getattr(args, key) is None and key not in ("global_batch", "batch"):  # see plan_batch
-            setattr(args, key, value)
     return args
 
 

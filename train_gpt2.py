@@ -19,7 +19,7 @@ import argparse
 
 import data
 from ddp_utils import (Run, TrainState, add_sampling_flags, launch, load_data, make_parser, parse,
-                       run_directory, seed_step, set_defaults, start, use_model)
+                       run_directory, seed_step, start, use_model)
 from model import GPT2, GPT2Config, continue_text, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
@@ -42,8 +42,7 @@ SIZES = {
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, GPT2Config, SIZES)
     add_sampling_flags(parser)
-    args = parse(parser, SIZES, argv)
-    return set_defaults(args, GPT2Config, SIZES[args.size])
+    return parse(parser, GPT2Config, SIZES, argv)
 
 
 def main() -> None:

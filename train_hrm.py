@@ -17,7 +17,7 @@ import re
 import data
 from data import UserError
 from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, load_data, make_parser,
-                       number, parse, positive_int, run_directory, seed_step, set_defaults, start, use_model)
+                       number, parse, positive_int, run_directory, seed_step, start, use_model)
 from model import HRM, HRMConfig, continue_text, learning_rate
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
@@ -66,16 +66,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ("--published", bool, None, "start as the published HRM-Text: no matrix at zero, one learning rate"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
     add_sampling_flags(parser)
-    published = parser.parse_args(argv).published
-    sizes = {name: size | (PUBLISHED if published else {}) for name, size in SIZES.items()}
-    args = parse(parser, sizes, argv)
-    if args.halt and args.random_cycles:
+    given = parser.parse_args(argv)
+    if given.halt and given.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     for name in ("max_cycles", "ponder_cost"):
-        if getattr(args, name) is not None and not args.halt:
+        if getattr(given, name) is not None and not given.halt:
             raise UserError(f"--{name.replace('_', '-')} needs --halt.")
+    sizes = {name: size | (PUBLISHED if given.published else {}) for name, size in SIZES.items()}
+    args = parse(parser, HRMConfig, sizes, argv)
     args.ponder_cost = 0.01 if args.ponder_cost is None else args.ponder_cost
-    set_defaults(args, HRMConfig, sizes[args.size])
     cycles = args.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
     high = 5 if args.tie or args.halt or args.inject_input else max(cycles + 1, 5)
     args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp

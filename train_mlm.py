@@ -21,7 +21,7 @@ import torch
 import data
 from data import UserError
 from ddp_utils import (Run, TrainState, World, add_flags, launch, load_data, local_rank, make_parser, number,
-                       parse, reduce_sum, run_directory, seed_step, set_defaults, start, use_model)
+                       parse, reduce_sum, run_directory, seed_step, start, use_model)
 from model import MLM, MLMConfig, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -72,8 +72,7 @@ def list_presets() -> None:
         print(f"torchrun --nproc_per_node={preset['gpus']} train_mlm.py --preset {name}{source}")
 
 
-def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict]:
-    """The flags, and the row of defaults that they began with."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, MLMConfig, SIZES)
     add_flags(
         parser, "masked language model",
@@ -83,16 +82,13 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict]
         ("--mask-all", bool, None, "replace all of them by [MASK], not 80 %% by [MASK] and 10 %% at random"),
         ("--whole-words", bool, None, "mask whole words"),
         ("--fill", str, None, "print the likeliest tokens for each [MASK] in this text"))
-    args = parser.parse_args(argv)
-    if args.preset and args.size:
+    given = parser.parse_args(argv)
+    if given.preset and given.size:
         raise UserError("--preset has a size of its own: leave --size out.")
-    preset = dict(PRESETS.get(args.preset, {}))
+    preset = {key: value for key, value in PRESETS.get(given.preset, {}).items()
+              if key not in ("gpus", "use")}
     parser.set_defaults(size=preset.pop("size", None))
-    args = parse(parser, SIZES, argv)
-    if args.steps:
-        preset.pop("epochs", None)
-    row = SIZES[args.size] | {key: value for key, value in preset.items() if key not in ("gpus", "use")}
-    return set_defaults(args, MLMConfig, row), row
+    return parse(parser, MLMConfig, {name: size | preset for name, size in SIZES.items()}, argv)
 
 
 def mean_bytes(batches, tokenizer, world: World) -> float:
@@ -106,7 +102,8 @@ def mean_bytes(batches, tokenizer, world: World) -> float:
 
 
 def main() -> None:
-    args, size = parse_args()
+    args = parse_args()
+    size = SIZES[args.size] | PRESETS.get(args.preset, {})
     if args.list_presets:
         return list_presets() if local_rank() == 0 else None
     if args.dry_run is not None:
