@@ -1771,8 +1771,8 @@ class Run:
         self._entropy = unigram_entropy(dataset.val or dataset.train, pairs and model.counted)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
-            f"{self._model_class.__name__} {vars(args).get('preset') or args.size}: "
-            f"{num_params(state.model):,} parameters; {shape}; {c.vocab_size} ids in {c.padded_vocab} rows",
+            f"{self._model_class.__name__} {args.size}: {num_params(state.model):,} parameters; {shape}; "
+            f"{c.vocab_size} ids in {c.padded_vocab} rows",
             f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
             f"({world.backend_reason}), {hosts}, {torch.get_num_threads()} threads each; "
             f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "

@@ -36,40 +36,38 @@ SIZES = {
     "large": dict(n_layer=28, n_head=16, d_model=1024, ff=2624, global_batch=1024, batch=32, lr=5e-4,
                   warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
-# A preset is a whole recipe. The narrow ones are for learning how things work.
+# Whole recipes: GPUs, use case, size and what differs from it. The narrow ones are for learning how it works.
+NARROW = dict(n_layer=4, n_head=4, d_model=8, ff=32, epochs=5)
 PRESETS = {
-    "h200_8gpu_fast": dict(gpus=8, use="does everything work?", size="tiny", n_layer=4, n_head=4, d_model=8,
-                           ff=32, global_batch=512, epochs=3),
-    "h200_8gpu_standard": dict(gpus=8, use="a first look at a data set", size="tiny", n_layer=6, n_head=8,
-                               d_model=16, ff=64, global_batch=256, epochs=5),
-    "h200_8gpu_quality": dict(gpus=8, use="the best of the narrow ones", size="tiny", n_layer=8, n_head=12,
-                              d_model=24, ff=96, global_batch=128, epochs=10),
-    "4gpu_standard": dict(gpus=4, use="a first look on four GPUs", size="tiny", n_layer=4, n_head=4,
-                          d_model=8, ff=32, global_batch=128, epochs=5),
-    "2gpu_standard": dict(gpus=2, use="a first look on two GPUs", size="tiny", n_layer=4, n_head=4, d_model=8,
-                          ff=32, global_batch=64, epochs=5),
-    "1gpu_standard": dict(gpus=1, use="a first look on one GPU", size="tiny", n_layer=4, n_head=4, d_model=8,
-                          ff=32, global_batch=16, epochs=5),
-    "1gpu_17m": dict(gpus=1, use="a small encoder worth using", size="17m"),
-    "8gpu_base": dict(gpus=8, use="ModernBERT-base from scratch", size="base"),
-    "8gpu_large": dict(gpus=8, use="ModernBERT-large from scratch", size="large"),
+    "h200_8gpu_fast": (8, "does everything work?", "tiny", NARROW | dict(global_batch=512, epochs=3)),
+    "h200_8gpu_standard": (8, "a first look at a data set", "tiny", NARROW | dict(
+        n_layer=6, n_head=8, d_model=16, ff=64, global_batch=256)),
+    "h200_8gpu_quality": (8, "the best of the narrow ones", "tiny", NARROW | dict(
+        n_layer=8, n_head=12, d_model=24, ff=96, global_batch=128, epochs=10)),
+    "4gpu_standard": (4, "a first look on four GPUs", "tiny", NARROW | dict(global_batch=128)),
+    "2gpu_standard": (2, "a first look on two GPUs", "tiny", NARROW | dict(global_batch=64)),
+    "1gpu_standard": (1, "a first look on one GPU", "tiny", NARROW | dict(global_batch=16)),
+    "1gpu_17m": (1, "a small encoder worth using", "17m", {}),
+    "8gpu_base": (8, "ModernBERT-base from scratch", "base", {}),
+    "8gpu_large": (8, "ModernBERT-large from scratch", "large", {}),
 }
+RECIPES = SIZES | {name: SIZES[size] | flags for name, (_, _, size, flags) in PRESETS.items()}
 EVAL_RATE = 0.15
 
 
 def list_presets() -> None:
     print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
           "use case")
-    for name, preset in PRESETS.items():
-        row = SIZES[preset["size"]] | preset
+    for name, (_, use, _, _) in PRESETS.items():
+        row = RECIPES[name]
         length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
         print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
-              f"{length:>9} {row['lr']:6g}  {row['use']}")
+              f"{length:>9} {row['lr']:6g}  {use}")
     print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
           "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
-    for name, preset in PRESETS.items():
-        source = " --data imdb" if preset["size"] == "tiny" else ""  # the larger ones need more: FineWeb-Edu
-        print(f"torchrun --nproc_per_node={preset['gpus']} train_mlm.py --preset {name}{source}")
+    for name, (gpus, _, size, _) in PRESETS.items():
+        source = " --data imdb" if size == "tiny" else ""  # the larger ones need more: FineWeb-Edu
+        print(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,10 +83,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.preset and given.size:
         raise UserError("--preset has a size of its own: leave --size out.")
-    preset = {key: value for key, value in PRESETS.get(given.preset, {}).items()
-              if key not in ("gpus", "use")}
-    parser.set_defaults(size=preset.pop("size", None))
-    return parse(parser, MLMConfig, {name: size | preset for name, size in SIZES.items()}, argv)
+    parser.set_defaults(size=given.preset)
+    return parse(parser, MLMConfig, RECIPES, argv)
 
 
 def mean_bytes(batches, tokenizer, world: World) -> float:
@@ -103,21 +99,20 @@ def mean_bytes(batches, tokenizer, world: World) -> float:
 
 def main() -> None:
     args = parse_args()
-    size = SIZES[args.size] | PRESETS.get(args.preset, {})
     if args.list_presets:
         return list_presets() if local_rank() == 0 else None
     if args.dry_run is not None:
         from test_ddp import dry_run
-        return dry_run(MLM, args, size, mask_rate=args.mask_rate)
+        return dry_run(MLM, args, RECIPES[args.size], mask_rate=args.mask_rate)
     world = start(args)
-    out = run_directory(args, f"mlm-{args.preset or args.size}")
+    out = run_directory(args, f"mlm-{args.size}")
     if args.export or args.fill is not None:
         return use_model(MLM, args, world, out)
 
     # ------------------------------------------------------------------------------ data, model, optimizer
     dataset = load_data(MLM, args, world)
     tokenizer = dataset.tokenizer
-    run = Run(args, world, dataset, size, out)
+    run = Run(args, world, dataset, RECIPES[args.size], out)
     model = run.make_model(MLM, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     state = TrainState(model, args, world)
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed, args.mask_all, args.whole_words)

@@ -830,8 +830,7 @@ def test_plan_batch_always_divides_or_says_what_does():
 @pytest.mark.parametrize("trainer", ["train_hrm", "train_gpt2", "train_mlm"])
 def test_every_recipe_fits_any_number_of_processes(trainer):
     module = importlib.import_module(trainer)
-    rows = [*module.SIZES.values(), *(module.SIZES[preset["size"]] | preset
-                                      for preset in getattr(module, "PRESETS", {}).values())]
+    rows = [*getattr(module, "RECIPES", module.SIZES).values()]
     for row, world_size in itertools.product(rows, [*range(1, 10), 12, 16, 24, 64]):
         wanted = row["global_batch"]
         found, batch, grad_accum = data.plan_batch(world_size, None, None, None, wanted, row["batch"])
