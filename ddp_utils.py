@@ -1852,9 +1852,9 @@ class Run:
             record["mfu"] = flops / (self._peak_flops * world.world_size)
         return record
 
-    def report(self, evaluate, sample=None) -> None:
+    def report(self, evaluate) -> None:
         """Does what is due after a step, or was still due at a resume: save, evaluate, log, sample.
-        Every rank calls evaluate(), which returns entries of the record, `val_loss` among them, and sample().
+        Every rank calls evaluate(), which returns entries of the record, `val_loss` among them.
         """
         if self._record:
             self._save()  # before the evaluation, which can take long
@@ -1865,7 +1865,7 @@ class Run:
                 else:
                     self._record |= found
             if not self._evaluation_due or self._record["val_loss"] is not None:
-                self._log(sample)
+                self._log()
             self._record, self._window = None, (time.perf_counter(), self.step)
 
     def _save(self) -> None:
@@ -1882,7 +1882,7 @@ class Run:
             self._say_here(f"step {self.step}/{self.total_steps} | {self._record['mem_gb']:.1f} GB | in "
                            "sync, node 0 saves a checkpoint")
 
-    def _log(self, sample) -> None:
+    def _log(self) -> None:
         args, record, log, world = self.args, self._record, self.log, self.world
         mean_loss = self.epoch["loss"] / self.epoch["steps"]
         if self.ends_epoch or self._at_end:
@@ -1898,9 +1898,9 @@ class Run:
                 self._checkpoints.mark_best(record["val_loss"])
             log.save_history()
             self._evaluations += 1
-            due = sample and args.sample_every and self._evaluations % args.sample_every == 0
-            if due and not self._at_end:
-                self._sample(sample())
+            every = vars(args).get("sample_every")  # the masked model writes none
+            if every and self._evaluations % every == 0 and not self._at_end:
+                self._sample()
         if self.ends_epoch and not self.stopping:
             log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss {mean_loss:.4f} | "
                     f"validation loss {record['val_loss'] or math.nan:.4f} | "
@@ -1909,8 +1909,13 @@ class Run:
             self._epoch_loss.zero_()
             self._epoch_begun = time.perf_counter()
 
-    def _sample(self, text: str) -> None:
-        """Shows what follows the prompt; of a pair that is held out, also the response that it has there."""
+    def _sample(self) -> None:
+        """Shows what follows the prompt; of a pair that is held out, also the response that it has there. All
+        ranks take part, for each may hold a shard.
+        """
+        with self.state.averaged_weights():
+            text = "".join(continue_text(self.state.model, self.dataset.tokenizer, self.world.device,
+                                         self.args.sample_prompt, self.args))
         gap = "\n" * (self.dataset.roles["response"] >= 0)
         known = f"\nand the response in the data is\n{self._expected}" if self._expected else ""
         self.log.sample(f"{self.args.sample_prompt}{gap}{text}{known}", self.step)
@@ -1952,10 +1957,10 @@ class Run:
             means = dict(zip(names, reduce_sum([*sums], self.world)))  # waits for the device
         return {name: total / max(means["labels"], 1) for name, total in means.items()}
 
-    def finish(self, sample=None) -> None:
+    def finish(self) -> None:
         """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""
-        if sample and not self.stopping:
-            self._sample(sample())
+        if "sample_every" in self.args and not self.stopping:
+            self._sample()
         self._checkpoints.close()
         self._vote.close()
         if self.world.is_rank0:

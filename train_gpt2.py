@@ -20,7 +20,7 @@ import argparse
 import data
 from ddp_utils import (Run, TrainState, add_sampling_flags, launch, load_data, make_parser, parse,
                        run_directory, seed_step, start, use_model)
-from model import GPT2, GPT2Config, continue_text, learning_rate
+from model import GPT2, GPT2Config, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
 # 20 tokens for each parameter, and the learning rates of Brown et al., 2020.
@@ -66,12 +66,8 @@ def main() -> None:
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples)
 
-    def sample() -> str:  # on all ranks, each of which may hold a shard
-        with state.averaged_weights():
-            return "".join(continue_text(model, dataset.tokenizer, world.device, args.sample_prompt, args))
-
     # -------------------------------------------------------------------------------------------- training
-    run.report(run.evaluate, sample)  # what a resumed run still has to do after its last step
+    run.report(run.evaluate)  # what a resumed run still has to do after its last step
     while not run.done:
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         seed_step(args.seed, run.step, world.rank)
@@ -84,9 +80,9 @@ def main() -> None:
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr)
-        run.report(run.evaluate, sample)
+        run.report(run.evaluate)
     loader.close()
-    run.finish(sample)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import data
 from data import UserError
 from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, load_data, make_parser,
                        number, parse, positive_int, run_directory, seed_step, start, use_model)
-from model import HRM, HRMConfig, continue_text, learning_rate
+from model import HRM, HRMConfig, learning_rate
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
 START = dict(tie=False, zero_init=True, vocab_lr=4.0)
@@ -110,12 +110,8 @@ def main() -> None:
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples)
 
-    def sample() -> str:  # on all ranks, each of which may hold a shard
-        with state.averaged_weights():
-            return "".join(continue_text(model, dataset.tokenizer, world.device, args.sample_prompt, args))
-
     # -------------------------------------------------------------------------------------------- training
-    run.report(run.evaluate, sample)  # what a resumed run still has to do after its last step
+    run.report(run.evaluate)  # what a resumed run still has to do after its last step
     while not run.done:
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         ramp = min(1.0, run.step / (RAMP * run.total_steps))
@@ -135,9 +131,9 @@ def main() -> None:
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr, bp_steps=bp_steps)
-        run.report(run.evaluate, sample)
+        run.report(run.evaluate)
     loader.close()
-    run.finish(sample)
+    run.finish()
 
 
 if __name__ == "__main__":

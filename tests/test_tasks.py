@@ -9,6 +9,7 @@ import pytest
 from runs import Trainer
 
 import data
+import ddp_utils
 import train_hrm
 
 
@@ -89,7 +90,7 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     first = dataset.tokenizer.decode(dataset.val.grids[0][1][0])
     assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
-    monkeypatch.setattr(train_hrm, "continue_text", lambda *_: ["some text"])
+    monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = f"{question}\nsome text\nand the response in the data is\n{answer}\n"
     assert done.code == 0 and shown in done.out, done.out

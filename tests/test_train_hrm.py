@@ -13,6 +13,7 @@ from conftest import SHARED, finish, run
 from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of, tensors_of, worker
 
 import data
+import ddp_utils
 import test_ddp
 import train_hrm
 from ddp_utils import RunError, list_checkpoints
@@ -141,7 +142,7 @@ def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
 
 
 def test_a_directory_of_plain_shards_trains(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(train_hrm, "continue_text", lambda *_: ["some text"])
+    monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])
     for shard in shards.glob("*.bin"):
         (tmp_path / shard.name).symlink_to(shard)
     done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2, sample_prompt="def")
