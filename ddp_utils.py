@@ -946,11 +946,6 @@ def inner_optimizer(optimizer):
     return getattr(optimizer, "optim", optimizer)
 
 
-def parameter_of(name: str) -> str:
-    """The parameter in a name of optimizer state, as `embed.weight/exp_avg` or `3/optimizer/…`, else ""."""
-    return name.rpartition("/")[0].rpartition("/")[2]
-
-
 def clip_gradients(parameters, max_norm: float, scale: float | Tensor = 1.0) -> Tensor:
     """Multiplies gradients with `scale`, and then down to a total norm of max_norm (0: any). Returns the norm
     before that.
@@ -1221,18 +1216,18 @@ class TrainState:
         If `owner` is None, all ranks have the tensor, or a shard of it (DTensor); else only the rank `owner`
         has it, and the others yield one of its shape on the meta device.
         """
-        shared = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
-                  "late": self.late.tensors() if self.late else {}, "optimizer": {}}
-        owned, held = {}, self.optimizer_tensors()
+        groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
+                  "late": self.late.tensors() if self.late else {}, "optimizer": self.optimizer_tensors()}
         zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has some of them
-        (owned if zero1 else shared)["optimizer"] = held
-        for group, named in shared.items():
+        held = groups.pop("optimizer") if zero1 else None
+        for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
-        for group, named in owned.items():
+        if zero1:
             of_ranks = [None] * self.world.world_size
-            dist.all_gather_object(of_ranks, {name: tensor.to("meta") for name, tensor in named.items()})
+            dist.all_gather_object(of_ranks, {name: tensor.to("meta") for name, tensor in held.items()})
             for owner, shapes in enumerate(of_ranks):
-                yield from ((group, name, named.get(name, shape), owner) for name, shape in shapes.items())
+                for name, shape in shapes.items():
+                    yield "optimizer", name, held.get(name, shape), owner
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer state on this process by parameter and key, such as `embed.weight/exp_avg`."""
@@ -1251,13 +1246,13 @@ class TrainState:
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
-        changed = {parameter_of(name) for name, _ in ours.items() ^ theirs.items()}
+        changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}  # parameters
         if tensors["late"] and not self.late:
             say("the gradient that --comm late has not applied yet is left out")
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
-            elif tensors[group] and parameter_of(name) not in changed:
+            elif tensors[group] and name.rpartition("/")[0] not in changed:
                 if owner is None:
                     copy_from_rank0(tensor, tensors[group][name], world)
                 elif (received := transfer(tensors[group][name], 0, owner, world)) is not None:
