@@ -46,8 +46,8 @@ from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count,
                   fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
                   prompt_ids, row_of, sources_of, unigram_entropy, validation_batches, without_response,
                   write_atomically)
-from model import (GPT2, VOCAB_TENSORS, Block, continue_text, fill_masks, from_hf, make_optimizers,
-                   num_params, pad_vocab, to_hf)
+from model import (GPT2, VOCAB_TENSORS, Block, CausalConfig, continue_text, fill_masks, from_hf,
+                   make_optimizers, num_params, pad_vocab, to_hf)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -559,22 +559,19 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
          "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up"),
         ("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training"))
+    if issubclass(config_class, CausalConfig):  # it writes text
+        add_flags(
+            parser, "sampling",
+            ("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training"),
+            ("--chat", bool, None, "answer prompts that are typed in, one after another"),
+            ("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token"),
+            ("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt"),
+            ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
+            ("--max-new-tokens", positive_int, 200, "length of a sample"),
+            ("--temperature", number(0), 0.8, "0: always the likeliest token"),
+            ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
+            ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
     return parser
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(
-        parser, "sampling",
-        ("--prompt", str, None, "continue or answer this text with the newest checkpoint, without training"),
-        ("--chat", bool, None, "answer prompts that are typed in, one after another"),
-        ("--condition", str, "", "in front of the prompt of a pair: text, or the name of a special token"),
-        ("--sample-prompt", str, "", "what the samples continue; with pairs by default a prompt that is held "
-         "out"),
-        ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
-        ("--max-new-tokens", positive_int, 200, "length of a sample"),
-        ("--temperature", number(0), 0.8, "0: always the likeliest token"),
-        ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
-        ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
 
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:

@@ -18,8 +18,8 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 import argparse
 
 import data
-from ddp_utils import (Run, TrainState, add_sampling_flags, launch, load_data, make_parser, parse,
-                       run_directory, seed_step, start, use_model)
+from ddp_utils import (Run, TrainState, launch, load_data, make_parser, parse, run_directory, seed_step,
+                       start, use_model)
 from model import GPT2, GPT2Config, learning_rate
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
@@ -40,9 +40,7 @@ SIZES = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, GPT2Config, SIZES)
-    add_sampling_flags(parser)
-    return parse(parser, GPT2Config, SIZES, argv)
+    return parse(make_parser(__doc__, GPT2Config, SIZES), GPT2Config, SIZES, argv)
 
 
 def main() -> None:

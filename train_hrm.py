@@ -16,8 +16,8 @@ import re
 
 import data
 from data import UserError
-from ddp_utils import (Run, TrainState, add_flags, add_sampling_flags, launch, load_data, make_parser,
-                       number, parse, positive_int, run_directory, seed_step, start, use_model)
+from ddp_utils import (Run, TrainState, add_flags, launch, load_data, make_parser, number, parse,
+                       positive_int, run_directory, seed_step, start, use_model)
 from model import HRM, HRMConfig, learning_rate
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
@@ -65,7 +65,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
          "over the first fifth of the run (0.01)"),
         ("--published", bool, None, "start as the published HRM-Text: no matrix at zero, one learning rate"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
-    add_sampling_flags(parser)
     given = parser.parse_args(argv)
     if given.halt and given.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
