@@ -1276,12 +1276,8 @@ NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "optimizer", "late")  # of tensors in a checkpoint, each a dict by name
 
 
-class CorruptCheckpoint(Exception):
-    """A checkpoint file that is not what was written."""
-
-
 def read_checkpoint(path: Path) -> dict:
-    """A checkpoint whose every byte has been checked. Raises CorruptCheckpoint.
+    """A checkpoint whose every byte has been checked. Raises RunError if it is not what was written.
 
     torch.load ignores the checksums in the file, so zipfile checks them, and mmap makes torch use the same
     directory of the file as zipfile. The bit sums then show that what was read is what was saved.
@@ -1298,7 +1294,7 @@ def read_checkpoint(path: Path) -> dict:
             raise ValueError(f"it is that of step {saved['step']}")
         return saved
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
-        raise CorruptCheckpoint(first_line(error)) from None
+        raise RunError(first_line(error)) from None
 
 
 def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
@@ -1332,7 +1328,7 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
             try:
                 saved = read_checkpoint(path)
                 break
-            except CorruptCheckpoint as error:
+            except RunError as error:
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
         if candidates and saved is None:
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "

@@ -54,7 +54,7 @@ class Witness:
         now = list_checkpoints(self.out)
         steps = [int(NAME.fullmatch(path.name)[1]) for path in now]
         for path in [*now, *self.out.glob("checkpoints/best.pt")]:
-            read_checkpoint(path)  # raises CorruptCheckpoint
+            read_checkpoint(path)  # raises RunError
         for name in self.seen - {path.name for path in now}:
             newer = [step for step in steps if step > int(NAME.fullmatch(name)[1])]
             assert len(newer) >= KEEP, f"{name} was there and is gone; there are {steps}"

@@ -16,7 +16,7 @@ from processes import Group
 from runs import Trainer
 
 import data
-from ddp_utils import CorruptCheckpoint, list_checkpoints, read_checkpoint
+from ddp_utils import RunError, list_checkpoints, read_checkpoint
 from model import GPT2, from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -90,7 +90,7 @@ def test_checkpoints(tmp_path, shards, planted):
                   lambda: torch.save(saved, path, _use_new_zipfile_serialization=False),
                   lambda: path.write_bytes(pickle.dumps(Planted(planted)))):
         write()
-        with pytest.raises(CorruptCheckpoint):
+        with pytest.raises(RunError):
             read_checkpoint(path)
         for flags in ({"out": out}, {"out": out, "prompt": "x"},
                       {"out": tmp_path / "other", "size": "tiny", "init_from": path}):
