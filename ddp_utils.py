@@ -1564,12 +1564,6 @@ class StopVote:
                            "checkpoint, or from the one before if you delete that.")
         return int(number)
 
-    def close(self) -> None:
-        """Ends the vote under way and restores Python's own handlers of signals."""
-        self.read()
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
 
 class Run:
     """One run of a trainer: its directory, its log, how far it is, and what is due after a step.
@@ -1948,7 +1942,7 @@ class Run:
         if "sample_every" in self.args and not self.stopping:
             self._sample()
         self._checkpoints.close()
-        self._vote.close()
+        self._vote.read()  # none is left under way
         if self.world.is_rank0:
             self._summarize()
         in_sync = "of all ranks were in sync" if self._replicated else "are in shards"

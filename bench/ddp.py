@@ -65,7 +65,7 @@ def worker(args) -> None:
             seconds = [float(spent[0]) / world.world_size, float(spent[1])]
             (go / f"tmp-{world.world_size}").write_text(json.dumps(seconds))
             os.replace(go / f"tmp-{world.world_size}", go / f"done{round_}-{world.world_size}")
-    vote.close()
+    vote.read()
 
 
 def main() -> None:
