@@ -312,8 +312,7 @@ class Heartbeat:
         deadline = time.monotonic() + self.timeout
         while not self.call(lambda: self.store.check(self.keys)):
             if time.monotonic() > deadline:
-                missing = [f"rank {key}" for key in self.keys
-                           if not self.call(lambda: self.store.check([key]))]  # noqa: B023
+                missing = self.call(lambda: [f"rank {k}" for k in self.keys if not self.store.check([k])])
                 raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
                                f"{self.timeout:g} s: start the same command there, with its own node rank.")
             if self.cause:
