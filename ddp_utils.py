@@ -1601,8 +1601,7 @@ class Run:
                                     **flags_of_model(model_class.Config, args), **config)
         pairs = vars(config).get("response", -1) >= 0
         attention, loss = (vars(config).get(name) for name in ("attention", "loss"))
-        if attention == "prefix" and loss == "all" or not pairs and (
-                attention == "prefix" or loss == "response"):
+        if attention == "prefix" and loss == "all" or loss == "response" and not pairs:
             raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                             "they are to learn, and --loss response needs pairs: use isolated or causal, or "
                             "prepare the data with --prompt-field and --response-field.")
