@@ -1567,7 +1567,7 @@ class StopVote:
 class Run:
     """One run of a trainer: its directory, its log, how far it is, and what is due after a step.
 
-    A trainer calls `begin` and `report` once, `end_step` and `report` in each step, and `finish` at the end.
+    A trainer calls `begin` once, `report` before and `end_step` in each step, and `finish` at the end.
     What is due (`_save_due`, `_evaluation_due`, `_log_due`) follows from what is the same on all ranks.
     """
 
@@ -1830,9 +1830,10 @@ class Run:
             record["mfu"] = flops / (self._peak_flops * world.world_size)
         return record
 
-    def report(self, evaluate) -> None:
+    def report(self, evaluate) -> bool:
         """Does what is due after a step, or was still due at a resume: save, evaluate, log, sample.
-        Every rank calls evaluate(), which returns entries of the record, `val_loss` among them.
+        Every rank calls evaluate(), which returns entries of the record, `val_loss` among them. Returns
+        whether there is another step.
         """
         if self._record:
             self._save()  # before the evaluation, which can take long
@@ -1845,6 +1846,7 @@ class Run:
             if not self._evaluation_due or self._record["val_loss"] is not None:
                 self._log()
             self._record, self._window = None, (time.perf_counter(), self.step)
+        return not self.done
 
     def _save(self) -> None:
         """Saves if that is due. Compares the parameters of all ranks before a save, and every 200 steps."""

@@ -65,8 +65,7 @@ def main() -> None:
                          world.device, run.samples)
 
     # -------------------------------------------------------------------------------------------- training
-    run.report(run.evaluate)  # what a resumed run still has to do after its last step
-    while not run.done:
+    while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         seed_step(args.seed, run.step, world.rank)
         for micro_step in range(run.grad_accum_steps):
@@ -78,7 +77,6 @@ def main() -> None:
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr)
-        run.report(run.evaluate)
     loader.close()
     run.finish()
 

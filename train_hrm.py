@@ -110,8 +110,7 @@ def main() -> None:
                          world.device, run.samples)
 
     # -------------------------------------------------------------------------------------------- training
-    run.report(run.evaluate)  # what a resumed run still has to do after its last step
-    while not run.done:
+    while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         ramp = min(1.0, run.step / (RAMP * run.total_steps))
         bp_steps, ponder_weight = low + int(ramp * (high - low)), ramp * args.ponder_cost
@@ -130,7 +129,6 @@ def main() -> None:
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr, bp_steps=bp_steps)
-        run.report(run.evaluate)
     loader.close()
     run.finish()
 

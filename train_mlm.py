@@ -131,8 +131,7 @@ def main() -> None:
                 "val_nats_per_byte": means["loss"] / bytes_per_token}
 
     # -------------------------------------------------------------------------------------------- training
-    run.report(evaluate)  # what a resumed run still has to do after its last step
-    while not run.done:
+    while run.report(evaluate):  # what is due after a step, or was when a run that resumes was stopped
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
         seed_step(args.seed, run.step, world.rank)
         for micro_step in range(run.grad_accum_steps):
@@ -144,7 +143,6 @@ def main() -> None:
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr)
-        run.report(evaluate)
     loader.close()
     run.finish()
 
