@@ -1670,8 +1670,6 @@ class Run:
             self.step, settings, lambda record: record["val_loss"] is not None or not self._evaluation_due))
         if self.saved and not complete:
             self._record = self.saved["record"]  # so `report` does the rest
-        elif self.ends_epoch:
-            self.epoch = dict.fromkeys(self.epoch, 0)
         if world.is_rank0:
             write_atomically(self.out / "config.json", json.dumps(self._identity, indent=2).encode())
             write_atomically(self.out / "tokenizer.json", tokenizer.to_json().encode())
@@ -1793,6 +1791,10 @@ class Run:
         """
         rows, state = self.dataset.train.rows, self.state
         means = state.take_means()
+        if self.ends_epoch:  # the step before this one
+            self.epoch = dict.fromkeys(self.epoch, 0)
+            self._epoch_loss.zero_()
+            self._epoch_begun = self._window[0]
         self.ends_epoch = self._long_epochs and (
             (self.samples + self.global_batch) // rows > self.samples // rows)
         self.step, self.samples = self.step + 1, self.samples + self.global_batch
@@ -1885,9 +1887,6 @@ class Run:
             log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss {mean_loss:.4f} | "
                     f"validation loss {record['val_loss'] or math.nan:.4f} | "
                     f"{monitor.human_time(self.epoch['seconds'])}")
-            self.epoch = dict.fromkeys(self.epoch, 0)
-            self._epoch_loss.zero_()
-            self._epoch_begun = time.perf_counter()
 
     def _sample(self) -> None:
         """Shows what follows the prompt; of a pair that is held out, also the response that it has there. All
