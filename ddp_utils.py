@@ -107,8 +107,7 @@ def launch(main) -> None:
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
     with contextlib.suppress(OSError):  # the terminal may be gone
-        sys.stdout.flush()
-        sys.stderr.flush()
+        sys.stdout.flush()  # stderr keeps no whole line back
     os._exit(code)
 
 
@@ -476,10 +475,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
     for field in flag_fields(config_class):
         name, text = field.name.replace("_", "-"), field.metadata["help"]
         if field.type is bool:
-            group.add_argument(f"--{name}", action="store_true", default=None, help=text)
+            group.add_argument(f"--{name}", action="store_true", help=text)
             if field.default:
-                group.add_argument(f"--un{name}", action="store_false", dest=field.name, default=None,
-                                   help=f"the opposite of --{name}")
+                group.add_argument(f"--un{name}", action="store_false", dest=field.name, help="the opposite")
         elif choices := field.metadata["choices"]:
             group.add_argument(f"--{name}", choices=choices, help=text)
         else:  # the default comes in `parse`, because sizes have defaults of their own
