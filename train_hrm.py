@@ -61,19 +61,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser, "recurrence",
         ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
          "ramp A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"),
-        ("--ponder-cost", number(0), None, "weight of the cost of cycles with --halt, after a warm-up from 0 "
-         "over the first fifth of the run (0.01)"),
+        ("--ponder-cost", number(0), 0.01, "weight of the cost of cycles with --halt, after a warm-up from 0 "
+         "over the first fifth of the run"),
         ("--published", bool, None, "start as the published HRM-Text: no matrix at zero, one learning rate"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
     given = parser.parse_args(argv)
     if given.halt and given.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     for name in ("max_cycles", "ponder_cost"):
-        if getattr(given, name) is not None and not given.halt:
+        if getattr(given, name) != parser.get_default(name) and not given.halt:
             raise UserError(f"--{name.replace('_', '-')} needs --halt.")
     sizes = {name: size | (PUBLISHED if given.published else {}) for name, size in SIZES.items()}
     args = parse(parser, HRMConfig, sizes, argv)
-    args.ponder_cost = 0.01 if args.ponder_cost is None else args.ponder_cost
     cycles = args.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
     high = 5 if args.tie or args.halt or args.inject_input else max(cycles + 1, 5)
     args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp

@@ -89,9 +89,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def mean_bytes(batches, tokenizer, world: World) -> float:
     """Mean number of bytes of the tokens that are masked in these batches, over all ranks."""
-    lengths = [0] * tokenizer.num_ids
-    for i, token in tokenizer.spellings().items():
-        lengths[i] = len(token)
+    spellings = tokenizer.spellings()
+    lengths = [len(spellings.get(i, "")) for i in range(tokenizer.num_ids)]
     labels = torch.cat([labels[labels >= 0] for _, _, labels in batches])
     size, count = reduce_sum([torch.tensor(lengths, device=world.device)[labels].sum(), len(labels)], world)
     return size / count
