@@ -1166,7 +1166,9 @@ def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
 
 
 def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
-    """Writes a directory that transformers reads, without padding rows. UserError if it has no such model."""
+    """Writes a directory that `from_pretrained` of transformers loads, without rows that pad the vocabulary.
+    Raises UserError if the model has no counterpart there.
+    """
     directory = Path(directory)
     family, c, masked = HF_FAMILIES[type(model)], model.config, isinstance(model, MLM)
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32",
@@ -1212,7 +1214,9 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
 
 
 def from_hf(model_class: type, source: str) -> nn.Module:
-    """A model of this class from a Hugging Face directory or hub repository. UserError if that is no such."""
+    """A model of this class from a Hugging Face directory, or from a repository on the hub. UserError if it
+    holds another architecture, or other shapes than its config.json says.
+    """
     directory = Path(source)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # comes with datasets

@@ -247,8 +247,9 @@ def predict(args: argparse.Namespace, size: dict, world: World, latency: float, 
         if best < GOOD and compute / seconds > best:
             best, flags = compute / seconds, f" --comm {comm}" + " --optimizer muon" * late
     print("assumed: with fp32 and bf16 nothing is sent while something is computed, so these are their "
-          f"slowest steps; left out: the optimizer, loading\nso use: train_{args.model}.py --size {args.size}"
-          f"{flags}", flush=True)
+          "slowest steps, and that late, which travels over TCP, has a link as measured; left out: the "
+          "optimizer, loading, adding up, the first tenth of a run with late, which waits\n"
+          f"so use: train_{args.model}.py --size {args.size}{flags}", flush=True)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -322,11 +323,11 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     sharded = strategy in ("zero2", "zero3")
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
-    late = strategy == "ddp" and args.comm == "late"  # the sum of gradients, the move before, a copy
+    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
     return {"parameters": held + gathered,
-            "gradients": held + (outside + max(blocks) if sharded else max(sizes.values())),
+            "gradients": held + (outside + max(blocks) if sharded else max(sizes.values())) + late,  # copies
             "optimizer": 0 if offload else state if strategy == "ddp" else state / processes,
-            "other": (args.ema > 0) * held + late * 3 * everything, "activations": activations}
+            "other": (args.ema > 0) * held + late, "activations": activations}
 
 
 def fits(held: dict[str, float], gigabytes: float) -> bool:

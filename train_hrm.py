@@ -108,23 +108,27 @@ def main() -> None:
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples)
 
+    def plan(step: int) -> tuple[float, int, int | None]:
+        """How far the ramps of a step are, its bp_steps and its cycles: the same on all ranks."""
+        ramp = min(1.0, step / (RAMP * run.total_steps))
+        draw = random.Random(f"{args.seed} {step}")
+        cycles = args.random_cycles and draw.randint(1, args.random_cycles)
+        return ramp, low + int(ramp * (high - low)), cycles
+
     # -------------------------------------------------------------------------------------------- training
     while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
-        ramp = min(1.0, run.step / (RAMP * run.total_steps))
-        bp_steps, ponder_weight = low + int(ramp * (high - low)), ramp * args.ponder_cost
+        ramp, bp_steps, cycles = plan(run.step)
         seed_step(args.seed, run.step, world.rank)
-        draw = random.Random(f"{args.seed} {run.step}")  # the same on all ranks
-        cycles = args.random_cycles and draw.randint(1, args.random_cycles)
         for micro_step in range(run.grad_accum_steps):
             x, y = next(loader)  # (B, T) each
             last = micro_step == run.grad_accum_steps - 1
             with state.no_sync(not last):
                 objective, statistics = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
-                                                      ponder_weight=ponder_weight)
+                                                      ponder_weight=ramp * args.ponder_cost)
                 state.backward(objective, statistics, last)
         grad_norm = state.clip_gradients(args.grad_clip)
-        if not model.config.reaches_embedding(bp_steps, cycles):
+        if not model.config.reaches_embedding(*plan(run.step - state.delay)[1:]):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr, bp_steps=bp_steps)

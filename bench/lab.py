@@ -5,14 +5,15 @@ Needs root and iproute2.
     python bench/lab.py --parameters 12.4M --compute 0.233,0.095 --rate 1gbit
 
 Five processes share the few cores of this machine, so how long they compute says nothing about five PCs.
-Instead a micro-batch is a pause, as long as the card of a PC would compute; what the trainers send then goes
-over the links of the lab (tests/lab.py), through the same code: DDP and its hook, or `Late`. Because quantising
-for five processes on these cores would hide all else, `Late` here sends numbers that were packed before; how
-long packing takes is measured apart, on one core. The table has, for each pause,
+Instead a step is a pause, as long as the card of a PC would compute; what the trainers send then goes
+over the links of the lab (tests/lab.py), through the same code: DDP and its hook, or `Late`. Because
+quantising for five processes on these cores would hide all else, `Late` here sends numbers that were packed
+before; how long packing takes is measured apart, on one core. The table has, for each pause,
 
     free      a step over links without a limit, in ms
     limited   a step over links of --rate
-    kept      free / limited: the share of their speed that the PCs keep, because of the network alone
+    kept      free / limited: the share of their speed that the PCs keep, as far as the network goes
+    linear    pause / limited: less than that, because here five processes also share the cores to send
 
 A model with a tenth of the parameters on a card that is ten times as fast has the same ratios.
 """
@@ -40,7 +41,7 @@ def communicate() -> None:
     import torch
 
     import ddp_utils
-    comm, compute, micro_steps, steps = json.loads(os.environ["WORK"])
+    comm, compute, steps = json.loads(os.environ["WORK"])
     world = ddp_utils.init("gloo", "cpu", 300)
     n = int(os.environ["PARAMETERS"]) // BLOCKS
 
@@ -65,7 +66,8 @@ def communicate() -> None:
 
         def _wait(self):
             if self._under_way:
-                self._under_way = self._under_way.result() and None
+                self._under_way.result()
+                self._under_way = None
 
     model = Sum()
     wrapped = ddp_utils.wrap(model, world, comm)
@@ -73,11 +75,11 @@ def communicate() -> None:
     labels, times = torch.ones((), dtype=torch.float64), []
     for _ in range(3 + steps):
         begun = time.perf_counter()
-        time.sleep(compute * (1 - 1 / micro_steps))  # backward of the last overlaps with sending in DDP
-        time.sleep(compute / micro_steps)
-        wrapped().backward()
+        time.sleep(compute)
         if late:
             late.exchange(labels)
+        else:
+            wrapped().backward()
         wrapped.zero_grad(set_to_none=True)
         ddp_utils.reduce_sum([0.0], world)  # the vote, and how many labels there are
         times.append(time.perf_counter() - begun)
@@ -91,7 +93,7 @@ def step_seconds(args, comm: str, compute: float, rate: str | None) -> float:
     """Median over the steps of a lab."""
     try:
         with Lab(args.nodes, rate) as lab:
-            work = json.dumps([comm, compute, args.micro_steps, args.steps])
+            work = json.dumps([comm, compute, args.steps])
             done = [lab.wait(process, 600) for process in lab.by_hand(
                 args.nodes, "bench/lab.py", WORK=work, PARAMETERS=args.parameters)]
     except Unavailable as reason:
@@ -103,7 +105,7 @@ def step_seconds(args, comm: str, compute: float, rate: str | None) -> float:
 
 
 def packing_seconds(parameters: int, nodes: int) -> float:
-    """What a node computes for --comm late in a step, on one core: it packs, adds up its share and unpacks."""
+    """What a node computes for --comm late in a step, on one core: it packs, adds up a share and unpacks."""
     import torch
 
     from ddp_utils import dequantise, quantise
@@ -124,7 +126,6 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=parse_count, default=12_400_000)
     parser.add_argument("--compute", default="0.233,0.095", help="seconds that a node computes in a step")
-    parser.add_argument("--micro-steps", type=int, default=32)
     parser.add_argument("--comm", default=",".join(WAYS))
     parser.add_argument("--nodes", type=int, default=5)
     parser.add_argument("--rate", default="1gbit", help="of each link")
@@ -132,12 +133,13 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.nodes} nodes at {args.rate}, {args.parameters:,} parameters; packing for late takes "
           f"{1e3 * packing_seconds(args.parameters, args.nodes):.0f} ms on one core of this machine\n")
-    print("| compute ms | --comm | free ms | limited ms | kept |\n|---|---|---|---|---|", flush=True)
+    print("| pause ms | --comm | free ms | limited ms | kept | linear |")
+    print("|---|---|---|---|---|---|", flush=True)
     for compute in map(float, args.compute.split(",")):
         for comm in args.comm.split(","):
             free, limited = (step_seconds(args, comm, compute, rate) for rate in (None, args.rate))
             print(f"| {1e3 * compute:.0f} | {comm} | {1e3 * free:.0f} | {1e3 * limited:.0f} | "
-                  f"{free / limited:.1%} |", flush=True)
+                  f"{free / limited:.1%} | {compute / limited:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

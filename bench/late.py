@@ -5,7 +5,7 @@
 
 Each micro-batch is that of another process, as the trainers deal them out; so --grad-accum is a multiple of
 the number of processes. Their gradients are packed, added up and applied as `Late` does that with as many
-processes. The results are the same bits (tests/test_late.py), with one thread each.
+processes. The results are the same bits (tests/test_strategies.py), with one thread each.
 """
 
 import importlib

@@ -108,6 +108,17 @@ def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
     assert not [name for name in state.optimizer_tensors() if name.startswith("embed.weight/")]
 
 
+def test_a_run_that_has_begun_to_delay_does_not_wait_again(world):
+    """Though it becomes longer: the gradient that is due would be lost."""
+    state = make_state(world, comm="late")
+    waits = []
+    for done, lr in ((0.0, 0.0), (0.09, 0.0), (0.1, 0.0), (0.05, 1e-3)):
+        state.late.lr = torch.tensor(lr)
+        state.late.begin_step(done)
+        waits.append((state.late.waits, state.delay))
+    assert waits == [(True, 0), (True, 0), (False, 1), (False, 1)]
+
+
 def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
     """The file holds the state at the time of the call."""
     state = make_state(world)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run
+from conftest import ROOT, run
 from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of, tensors_of
 
 from ddp_utils import dequantise, list_checkpoints, quantise
@@ -155,7 +155,50 @@ def test_killed_runs_on_slow_links(tmp_path, shards, model, name, ranks):
     TRAINERS[model].check_killed_run(tmp_path, ranks, shards, **changes)
 
 
-def test_saves_evaluations_and_signals_change_nothing_that_comes_late(tmp_path, shards):
+KILLED = """
+import itertools, os, signal, sys
+import torch.distributed as dist
+import ddp_utils, train_gpt2
+calls, moment = itertools.count(1), os.environ["MOMENT"]
+def killed(function, after=False):
+    def kill(now):
+        if now:
+            print("killed", flush=True)
+            os.kill(os.getpid(), signal.SIGUSR1 if moment == "stop" else signal.SIGKILL)
+    def call(*arguments, **named):
+        last = os.environ["RANK"] == "1" and next(calls) == 10
+        kill(last and not after)
+        result = function(*arguments, **named)
+        kill(last and after)
+        return result
+    return call
+if moment in ("apply", "stop"):
+    ddp_utils.Late.corrected = killed(ddp_utils.Late.corrected)
+else:
+    dist.all_to_all_single = killed(dist.all_to_all_single, after=moment == "reduce")
+ddp_utils.launch(train_gpt2.main)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", (2, 3, 5))
+def test_killed_before_gradients_are_sent_added_up_or_applied(tmp_path, shards, ranks):
+    """Or stopped by a signal: started again, the run ends as if nothing had happened."""
+    changes = SLOW["late"] | {"steps": 20, "global_batch": 30, "save_every": 4}
+    gpt2, script = TRAINERS["gpt2"], tmp_path / "killed.py"
+    script.write_text(KILLED)
+    whole = gpt2.train(ranks, shards, tmp_path / "whole", **changes)
+    assert whole.code == 0, whole.out
+    for moment in ("send", "reduce", "apply", "stop"):
+        done = run(ranks, script, *gpt2.flags(shards, tmp_path / moment, **changes), MOMENT=moment,
+                   PYTHONPATH=ROOT)
+        assert done.code == (moment != "stop") and "killed" in done.out, done.out
+        resumed = gpt2.train(ranks, shards, tmp_path / moment, **changes)
+        assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
+        assert_same_run(tmp_path / "whole", tmp_path / moment)
+
+
+def test_saves_and_evaluations_change_nothing_that_comes_late(tmp_path, shards):
     """Though they wait for the exchange; nor does another number of processes, but for rounding."""
     flags = SLOW["late"] | {"steps": 12}
     often = flags | {"save_every": 1, "eval_every": 3, "log_every": 4}
@@ -168,15 +211,30 @@ def test_saves_evaluations_and_signals_change_nothing_that_comes_late(tmp_path, 
     rare, often, plain = (log_of(tmp_path / name) for name in ("rare", "often", "plain"))
     losses = {r["step"]: r["loss"] for r in rare}
     assert len(often) == 7 and all(losses[r["step"]] == r["loss"] for r in often), done.out
-    # the first update is made in the second step, and all have been made in the last
-    assert rare[0]["grad_norm"] == 0 and rare[1]["loss"] != plain[1]["loss"] and not rare[0]["skipped"]
+    # two steps wait, a tenth, the third has nothing to apply yet, and in the last all is applied
+    assert [r["step"] for r in rare if r["grad_norm"] == 0] == [3] and not any(r["skipped"] for r in rare)
+    gaps = [abs(x["loss"] - y["loss"]) for x, y in zip(rare, plain)]
+    assert max(gaps[:3]) < 1e-3 < gaps[3]
     assert abs(rare[-1]["val_loss"] - plain[-1]["val_loss"]) < 0.1
 
 
 def test_a_bad_gradient_on_one_rank_is_skipped_late_on_all(tmp_path, shards):
-    done = run_all(2, shards, tmp_path, [("gpt2", "run", SLOW["late"], "nan:9:1")])
-    assert [r["step"] for r in log_of(tmp_path / "run") if r["skipped"]] == [10], done.out
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "run")] == [20, 10]  # the move is corrected
+    done = run_all(2, shards, tmp_path, [
+        ("gpt2", f"run{step}", SLOW["late"], f"nan:{step}:1") for step in (2, 9, 20)])
+    for step, skipped in ((2, 2), (9, 10), (20, 20)):  # the second step still waits, the last applies all
+        assert [r["step"] for r in log_of(tmp_path / f"run{step}") if r["skipped"]] == [skipped], done.out
+    # the move of step 9 is corrected in step 10, so it is saved
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "run9")] == [20, 10]
+
+
+def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient_that_comes_late(tmp_path, shards):
+    """The ramp of bp steps reaches it in step 5 of 20, so it moves in step 6: before that, nothing decays."""
+    done = TRAINERS["hrm"].train(0, shards, tmp_path / "run", comm="late", published=True, bp_steps="2:3",
+                                 save_every=1, keep_last=20)
+    assert done.code == 0, done.out
+    found = [torch.load(path, weights_only=True)["tensors"]["model"]["embed.weight"]
+             for path in reversed(list_checkpoints(tmp_path / "run"))]
+    assert [torch.equal(a, b) for a, b in zip(found, found[1:])] == [True] * 4 + [False] * 15
 
 
 def test_another_process_count_or_way_to_send_goes_on(tmp_path, shards):
