@@ -503,14 +503,16 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--steps", positive_int, None, "optimizer steps of the run"),
         ("--epochs", number(1e-9), None, "passes over the data, instead of --steps"),
         ("--global-batch", positive_int, None, "sequences in a step, over all processes"),
-        ("--batch", positive_int, None, "sequences in a micro-batch (default: what divides, up to the table)"),
+        ("--batch", positive_int, None, "sequences in a micro-batch (default: the largest that divides, up "
+         "to the table's)"),
         ("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch"))
     add_flags(
         parser, "optimization",
         ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
         ("--lr", number(0), None, "peak learning rate"),
-        ("--vocab-lr", number(0), 1.0, "learning rate of embedding and head, as a multiple of --lr"),
+        ("--vocab-lr", number(0), 1.0, "learning rate of embedding and head, as a multiple of --lr; some "
+         "sizes have another"),
         ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
         ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
         ("--min-lr-ratio", number(0, 1), 0.1, "last learning rate / peak"),
