@@ -246,6 +246,15 @@ def test_another_process_count_or_way_to_send_goes_on(tmp_path, shards):
     assert "the gradient that --comm late has not applied yet is left out" in plain.out, plain.out
     assert_resumes_alike(tmp_path / "late", tmp_path / "one", bound=1e-3)
 
+    first = {"resume": first_checkpoint(tmp_path / "plain")}
+    back = TRAINERS["gpt2"].train(0, shards, tmp_path / "back", **SLOW["late"] | first)
+    assert back.code == 0, back.out
+    there, here = log_of(tmp_path / "plain"), log_of(tmp_path / "back")
+    # the first step from there on has nothing to apply yet, the next what the first did without a delay
+    assert [r["step"] for r in here if r["grad_norm"] == 0] == [11], back.out
+    assert abs(here[2]["grad_norm"] - there[1]["grad_norm"]) < 1e-3 and here[1]["loss"] == there[1]["loss"]
+    assert abs(here[-1]["val_loss"] - there[-1]["val_loss"]) < 0.1
+
 
 @pytest.mark.parametrize("model", TRAINERS)
 def test_one_process_imitates_several(tmp_path, shards, model):
