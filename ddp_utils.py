@@ -84,7 +84,7 @@ def launch(main) -> None:
         code, text, reason = error.exit_code, f"error: {error}", str(error)
     except Exception as error:
         # whether another process is gone or late, rather than a mistake in this one
-        from_backend = isinstance(error, RuntimeError) and "gloo" in str(error)
+        from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
         reason, lost = first_line(error), heartbeat and (from_backend or isinstance(error, dist.DistError))
         if lost and (cause := heartbeat.ask()):
             text, reason = f"error: {cause}", ""

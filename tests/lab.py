@@ -172,6 +172,7 @@ def main() -> None:
     """lab.py WHAT RANK TIMEOUT: all-reduces until WHAT happens to RANK: none, raise, SIGKILL, SIGSTOP, or
     `on_all`, SIGSTOP while the others wait without a collective."""
     import torch
+    import torch.distributed as dist
 
     import ddp_utils
     what, victim, timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -185,7 +186,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL if what == "SIGKILL" else signal.SIGSTOP)
 
     for step in range(10):
+        labels = dist.all_reduce(torch.ones(()), async_op=True)  # a second one under way, as in the trainers
         ddp_utils.reduce_sum([step], world)
+        labels.wait()
         if step == 5:
             ddp_utils.on_all("a long wait", happen) if what == "on_all" else happen()
 
