@@ -3,9 +3,11 @@
     torchrun --nproc_per_node=2 train_hrm.py --size puzzle --random-cycles 4 --out runs/random
     python bench/cycles.py runs/random --data shards/task-addition-bytes --cycles 1,2,4,8,16
 
-Of a model trained with --halt also the mean number of cycles that tokens of a response take.
+Of models trained with --halt also the mean number of cycles that tokens of a response take, and --picture
+draws it.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -40,23 +42,41 @@ def by_level(model: HRM, dataset: data.Dataset, device) -> dict[str, tuple[float
             for i, (samples, exact, tokens, cycles) in sums.items()}
 
 
+def draw(lines: dict[str, dict[str, float]], path: Path) -> None:
+    """The mean number of cycles by level."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 4.5))
+    axes = figure.subplots()
+    for i, (label, levels) in enumerate(lines.items()):
+        axes.plot(levels.keys(), levels.values(), marker="os^Dv"[i % 5], label=label)
+    axes.set(xlabel="level of difficulty", ylabel="H-cycles of a token of the response")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
 def main() -> None:
     parser = data.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories")
     parser.add_argument("--data", type=Path, required=True, help="what it was trained on, prepared")
     parser.add_argument("--cycles", default="1,2,4,8,16")
+    parser.add_argument("--picture", type=Path, help="PNG of the cycles by level, a line for each run and number")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
-    for i, cycles in enumerate(map(int, args.cycles.split(","))):
-        model, _ = ddp_utils.load_model(HRM, args.run, world, lambda text: None, eval_cycles=cycles)
+    lines = {}
+    for run, cycles in itertools.product(args.runs, map(int, args.cycles.split(","))):
+        model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None, eval_cycles=cycles)
         model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
         found = by_level(model.eval(), data.Dataset(args.data, model.config.seq_len), world.device)
-        if i == 0:
-            print("| cycles |" + "".join(f" {name or 'all'} |" for name in found) + "\n" + "|---" * (
-                len(found) + 1) + "|")
-        print(f"| {cycles} |" + "".join(
+        if not lines:
+            print("| run | cycles |" + "".join(f" {name or 'all'} |" for name in found) + "\n" + "|---" * (
+                len(found) + 2) + "|")
+        print(f"| {run.name} | {cycles} |" + "".join(
             f" {exact:.1%}" + f" ({taken:.2f} cycles)" * model.config.halt + " |"
             for exact, taken in found.values()), flush=True)
+        lines[f"{run.name}, at most {cycles}"] = {name: taken for name, (_, taken) in found.items() if name}
+    if args.picture:
+        draw(lines, args.picture)
 
 
 if __name__ == "__main__":
