@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="run directories")
     parser.add_argument("--data", type=Path, required=True, help="what it was trained on, prepared")
     parser.add_argument("--cycles", default="1,2,4,8,16")
-    parser.add_argument("--picture", type=Path, help="PNG of the cycles by level, a line for each run and number")
+    parser.add_argument("--picture", type=Path, help="PNG of the cycles by level, a line for each run")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
     lines = {}
