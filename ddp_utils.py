@@ -862,12 +862,7 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
     model, saved = load_model(model_class, resume, world, print, **changes)
-    for field in flag_fields(model_class.Config):  # one that is given but was not when it was trained
-        value, was = getattr(args, field.name), getattr(model.config, field.name)
-        of_size = field.name in ("tie", "zero_init")  # whose value may be that of the size
-        if field.type is bool and was != value != field.default and not of_size:
-            raise UserError(f"{saved['path']} was trained with {field.name} {was}: name the run that has "
-                            f"{field.name} {value} with --out.")
+    assert_trained_with(args, model.config, saved["path"])
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.eval()
     if not world.is_rank0:
@@ -900,6 +895,16 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
                 print_pieces(continue_text(model, tokenizer, world.device, input("> "), args, stop=True))
             except UserError as error:  # the prompt is too long
                 print(f"error: {error}")
+
+
+def assert_trained_with(args: argparse.Namespace, config, where) -> None:
+    """Raises UserError if a switch is given that a model did not have when it was trained."""
+    for field in flag_fields(type(config)):
+        value, was = getattr(args, field.name), getattr(config, field.name)
+        of_size = field.name in ("tie", "zero_init")  # whose value may be that of the size
+        if field.type is bool and was != value != field.default and not of_size:
+            raise UserError(f"{where} was trained with {field.name} {was}: name a run that has {field.name} "
+                            f"{value}.")
 
 
 def print_pieces(pieces) -> None:
@@ -1017,7 +1022,8 @@ class Late:
         numbers = sum(p.numel() for p in self.params)
         self._share = -(-numbers // (128 * world.world_size)) * 128  # of the sum, each rank makes one
         device = world.device
-        # of the newest step: the sum of the gradients of all ranks, the labels they count, the learning rate
+        # of the newest step: the sum of the gradients of all ranks, how many labels it counts, in units of
+        # TrainState.backward, the learning rate
         self.gradient = torch.zeros(numbers, device=device)
         self.labels = torch.zeros((), dtype=torch.float64, device=device)
         self.lr = torch.zeros((), dtype=torch.float64)
@@ -1044,9 +1050,7 @@ class Late:
         due, self.labels = self.take(), labels
         on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
         on_host.copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event() if packed.is_cuda else None
-        if copied:
-            copied.record()
+        copied = torch.cuda.current_stream().record_event() if packed.is_cuda else None
         self._under_way = self._thread.submit(self._add_up, on_host, copied)
         return self.take() if self.waits else due
 
@@ -1084,12 +1088,12 @@ class Late:
     @contextlib.contextmanager
     def corrected(self, final: bool):
         """Inside, the parameters move by u(t), then by u(t) - u(t - 1) more, or in the end u(t - 1) less."""
-        before = torch.cat([p.detach().view(-1) for p in self.params])
+        flat = [p.detach().view(-1) for p in self.params]
+        before = torch.cat(flat)
         yield
-        moved = torch.cat([p.detach().view(-1) for p in self.params]) - before
+        moved = torch.cat(flat) - before
         more = -self.moved if final else moved - self.moved
-        torch._foreach_add_([p.detach().view(-1) for p in self.params],
-                            more.split([p.numel() for p in self.params]))
+        torch._foreach_add_(flat, more.split([*map(len, flat)]))
         self.moved = torch.zeros_like(moved) if final else moved
 
 
@@ -1172,10 +1176,10 @@ class TrainState:
             self.scaler.unscale_(optimizer)
         if self._counting:
             self._counting.wait()
-        averaged, self._due = self.world.world_size, self._labels
+        averaged, self._due = self.world.world_size, self._labels / self.unit
         if self.late:
-            averaged, self._due = 1, self.late.take() if final else self.late.exchange(self._labels)
-        scale = torch.where(self._due > 0, averaged * self.unit / self._due, 0.0).float()
+            averaged, self._due = 1, self.late.take() if final else self.late.exchange(self._due)
+        scale = torch.where(self._due > 0, averaged / self._due, 0.0).float()
         norm = clip_gradients(self.model.parameters(), max_norm, scale)
         return torch.where(self._due > 0, norm, 0.0)
 
@@ -1631,6 +1635,7 @@ class Run:
             ids = config.vocab_size if pairs else 0
             model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
                                        args.strategy, args.cpu_offload, ids, **changes)
+            assert_trained_with(args, model.config, args.init_from)
             digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
             if source and source["tokenizer"].split()[-1] not in digests:
                 raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "

@@ -565,15 +565,15 @@ class HRM(CausalLM):
         l_kept = bp_steps - h_kept  # and calls of L
         for cycle in range(1, cycles + 1):
             later = cycles - cycle
-            if c.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
-                z_h, z_l = recur(z_h, z_l, min(c.l_cycles, bp_steps - 1), True)
+            # with `halt` the last cycle is not known in advance, so each one keeps what a last one would
+            kept = (bp_steps - 1, True) if c.halt else (l_kept - later * c.l_cycles, later < h_kept)
+            z_h, z_l = recur(z_h, z_l, *kept)
+            if c.halt:
                 weight, remaining = self.halting_weight(z_h, remaining, not later)
                 out = out + weight.unsqueeze(-1) * z_h
                 ponder = ponder + remaining
                 if later and not fixed_depth and self.everyone_halted(remaining):
                     break
-            else:
-                z_h, z_l = recur(z_h, z_l, l_kept - later * c.l_cycles, later < h_kept)
         return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:

@@ -210,13 +210,12 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
         "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu",
         "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
-        "val_exact": "Pairs/val_exact",
-        "val_accuracy": "MLM/val_accuracy", "val_nats_per_byte": "MLM/val_nats_per_byte"}
+        "val_exact": "Pairs/val_exact", "val_accuracy": "MLM/val_accuracy",
+        "val_nats_per_byte": "MLM/val_nats_per_byte"}
 
 # How the results of an evaluation are printed, by the keys of a record and in this order
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
-              "val_exact": "exact match {:.1%}",
-              "val_nats_per_byte": "{:.4f} nats per masked byte"}
+              "val_exact": "exact match {:.1%}", "val_nats_per_byte": "{:.4f} nats per masked byte"}
 
 
 def read_metrics(run_directory: Path) -> list[dict]:

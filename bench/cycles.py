@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 train_hrm.py --size puzzle --random-cycles 4 --out runs/random
     python bench/cycles.py runs/random --data shards/task-addition-bytes --cycles 1,2,4,8,16
 
-Of models trained with --halt also the mean number of cycles that tokens of a response take, and --picture
-draws it.
+Of models trained with --halt also the expected number of cycles of a response's tokens, by the weights that
+they give to the states after each; --picture draws it.
 """
 
 import itertools
@@ -49,7 +49,7 @@ def draw(lines: dict[str, dict[str, float]], path: Path) -> None:
     axes = figure.subplots()
     for i, (label, levels) in enumerate(lines.items()):
         axes.plot(levels.keys(), levels.values(), marker="os^Dv"[i % 5], label=label)
-    axes.set(xlabel="level of difficulty", ylabel="H-cycles of a token of the response")
+    axes.set(xlabel="level of difficulty", ylabel="expected H-cycles of a token of the response")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)

@@ -37,11 +37,14 @@ def imitate(processes: int) -> None:
                 p.grad = None
 
         def pack(self, gradients):
+            assert self.micro_steps % processes == 0, f"--grad-accum has to be a multiple of {processes}"
             packed = torch.stack([super(Imitated, self).pack(own) for own in self.gradients])
             self.gradients = [None] * processes
             return packed
 
         def _add_up(self, packed, copied):
+            if copied:
+                copied.synchronize()
             return torch.stack([quantise(sum(map(dequantise, shares))) for shares in packed.unbind(1)])
 
     plain = TrainState.backward

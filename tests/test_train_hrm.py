@@ -272,6 +272,8 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards)
     assert used.code == 0 and "step 1 from" in used.out, used.out
     halting = here("--out", tmp_path / "run", "--prompt", "a", "--halt")
     assert halting.code == 2 and "was trained with halt False" in halting.out
+    further = train(0, shards, tmp_path / "new", size="tiny", init_from=tmp_path / "run", halt=True)
+    assert further.code == 2 and "was trained with halt False" in further.out
 
 
 def test_random_cycles_count_in_the_estimates(tmp_path, shards, monkeypatch):
