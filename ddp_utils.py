@@ -903,8 +903,8 @@ def assert_trained_with(args: argparse.Namespace, config, where) -> None:
         value, was = getattr(args, field.name), getattr(config, field.name)
         of_size = field.name in ("tie", "zero_init")  # whose value may be that of the size
         if field.type is bool and was != value != field.default and not of_size:
-            raise UserError(f"{where} was trained with {field.name} {was}: name the run that has {field.name} "
-                            f"{value}.")
+            raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
+                            f"{field.name} {value}.")
 
 
 def print_pieces(pieces) -> None:

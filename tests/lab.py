@@ -186,7 +186,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL if what == "SIGKILL" else signal.SIGSTOP)
 
     for step in range(10):
-        labels = dist.all_reduce(torch.ones(()), async_op=True)  # a second one under way, as in the trainers
+        labels = dist.all_reduce(torch.ones(()), async_op=True)  # as in the trainers, another is under way:
+        time.sleep(0.02)  # the first to time out, so that the error of the second does not name gloo
         ddp_utils.reduce_sum([step], world)
         labels.wait()
         if step == 5:

@@ -88,7 +88,9 @@ def test_prepare(tmp_path, number, workers):
     done = group.finish(10)
     assert done.code == code_of_death(number), done.out
     assert ("stopped: finished shards are kept" in done.out) == (number == signal.SIGINT)
-    assert "Traceback" not in done.out
+    # a worker whose parent is killed while it starts has not come to our code: Python itself says that
+    starting = number != signal.SIGINT and done.out.endswith("EOFError: Ran out of input\n")
+    assert starting or "Traceback" not in done.out, done.out
     wait_for(lambda: not marked(group.mark), 10)
     if number == signal.SIGTERM:
         assert Group(*command, out).finish().code == 0
