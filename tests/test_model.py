@@ -654,6 +654,8 @@ def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
     tokenizer = data.load_tokenizer("bytes") if name == "bytes" else data.train_bpe([text] * 20, 290)
     ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128, tie=False).eval()
+    with torch.no_grad():
+        ours.head.weight[tokenizer.eot] = 0.0  # else chance, not the same in each torch, ends the text early
     export(ours, tokenizer, tmp_path)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer.encode(text).astype(int).tolist()
