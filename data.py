@@ -1097,6 +1097,21 @@ def in_batches(items, chars: int = BLOCK // 2):
         yield batch
 
 
+@contextlib.contextmanager
+def interrupts_later():
+    """Ctrl-C inside takes effect afterwards, and never in processes that are started inside."""
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits it
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+
+
 def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
     """Yields (batch, its token arrays) in the order of the batches, reading only a few batches ahead."""
     context = multiprocessing.get_context("spawn")
@@ -1109,7 +1124,8 @@ def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
         window = deque()
         try:
             for batch in batches:
-                window.append((batch, pool.submit(_encode, batch)))
+                with interrupts_later():
+                    window.append((batch, pool.submit(_encode, batch)))  # may start a process
                 if len(window) > 2 * workers:
                     batch, future = window.popleft()
                     yield batch, future.result()
@@ -1127,8 +1143,6 @@ def _start_worker(name: str, tokenizer_json: str) -> None:
     global _tokenizer
     _tokenizer = parse_tokenizer_json(name, tokenizer_json)
     if parent := multiprocessing.parent_process():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-
         def die_with_parent():
             parent.join()
             os._exit(1)

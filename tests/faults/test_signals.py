@@ -84,7 +84,11 @@ def test_prepare(tmp_path, number, workers):
     out = tmp_path / "out"
     group = Group(*command, out)
     wait_for(lambda: lines_of(out / "manifest.json"))
-    group.send(number)
+    if number == signal.SIGINT:  # as from a terminal, to the worker processes too
+        time.sleep(0.1 * (workers - 1))  # these start meanwhile
+        os.killpg(group.processes[0].pid, number)
+    else:
+        group.send(number)
     done = group.finish(10)
     assert done.code == code_of_death(number), done.out
     assert ("stopped: finished shards are kept" in done.out) == (number == signal.SIGINT)
