@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -78,9 +79,11 @@ class Slow:
 def test_prepare(tmp_path, number, workers):
     """It may be stopped anywhere, also with worker processes, and then goes on to the same bytes."""
     text = "".join(f"{n} and {n * n} more words\n" for n in range(60_000))
-    (tmp_path / "text.txt").write_text(text)
-    command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--tokenizer", "bpe:300",
-               "--shard-tokens", "100k", "--workers", workers, "--out")
+    goes_on = number == signal.SIGTERM  # the others have more to do, so that none is done before its signal
+    (tmp_path / "text.txt").write_text(text if goes_on else 40 * text)
+    (tmp_path / "tokenizer.json").write_text(data.train_bpe([text[:10_000]], 300).to_json())
+    command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--shard-tokens", "100k",
+               "--tokenizer", tmp_path / "tokenizer.json", "--workers", workers, "--out")
     out = tmp_path / "out"
     group = Group(*command, out)
     wait_for(lambda: lines_of(out / "manifest.json"))
@@ -96,11 +99,26 @@ def test_prepare(tmp_path, number, workers):
     starting = number != signal.SIGINT and done.out.endswith("EOFError: Ran out of input\n")
     assert starting or "Traceback" not in done.out, done.out
     wait_for(lambda: not marked(group.mark), 10)
-    if number == signal.SIGTERM:
+    if goes_on:
         assert Group(*command, out).finish().code == 0
         assert Group(*command, tmp_path / "whole").finish().code == 0
         assert ([data.sha256_of(path) for path in sorted(out.glob("*.*"))]
                 == [data.sha256_of(path) for path in sorted((tmp_path / "whole").glob("*.*"))])
+
+
+def test_ctrl_c_waits_while_a_process_starts():
+    going_on = threading.Event()
+    threading.Thread(target=going_on.wait, daemon=True).start()  # takes signals, as those of a pool do
+    before, reached = signal.getsignal(signal.SIGINT), False
+    with pytest.raises(KeyboardInterrupt):
+        with data.interrupts_later():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            reached = True
+    going_on.set()
+    assert reached and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("number", STOPS)
