@@ -1,0 +1,177 @@
+"""Do two versions of the code compute the same? Trains small models with both and compares what they learn.
+
+    git worktree add ../before HEAD~20 && python bench/same.py ../before . [WORD …]   # cases with the words
+    python bench/same.py --control ../before .     # the new one learns labels of another row: all must fail
+
+The data are prepared by the first version. Each case says how close both have to be:
+
+equal      losses and the tensors of the last checkpoint, bit for bit
+resumed    the same of a run that the first version begins and the second continues
+gradient   of the first step, each tensor to 1e-6 of its norm
+loss       the mean over 20 steps, to 2e-3
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SMALL = {"d_model": 32, "n_head": 2, "n_layer": 2, "global_batch": 8, "batch": 4, "steps": 20,
+         "save_every": 20, "eval_every": 20, "log_every": 1, "lr": 1e-3, "warmup": 5, "eval_batches": 2,
+         "precision": "fp32", "device": "cpu"}
+OWN = {"gpt2": {"seq_len": 32, "max_new_tokens": 2}, "hrm": {"seq_len": 32, "ff": 64, "max_new_tokens": 2},
+       "mlm": {"seq_len": 32, "ff": 48, "window": 16, "mask_rate": 0.25}}  # so a power of two is masked
+ONE_STEP = {"steps": 1, "grad_clip": 0}  # the first moment of AdamW is then a tenth of the gradient
+PAIRS = {"data": "pairs", "seq_len": 128}
+# runs a trainer with the labels of the row before
+CONTROL = """
+import runpy, sys, numpy as np
+sys.path.insert(0, ".")
+import data
+take = data.Shards.take
+def shifted(self, rows, x, y):
+    take(self, rows, x, y)
+    y[:] = np.roll(y, 1, axis=0)
+data.Shards.take = shifted
+mask = data.Masker.__call__
+def shifted_labels(*arguments):
+    positions, labels = mask(*arguments)
+    return positions, np.roll(labels, 1, axis=0)
+data.Masker.__call__ = shifted_labels
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def cases():
+    """(name, how close, trainer, ranks, flags)."""
+    for trainer in OWN:
+        for ranks in (1, 2):
+            for strategy in ("ddp", "zero3"):
+                yield "plain text", "equal", trainer, ranks, {"strategy": strategy}
+        yield "plain text", "resumed", trainer, 2, {}
+        yield "three ranks", "gradient", trainer, 3, {"global_batch": 12, "batch": 2, **ONE_STEP}
+        yield "bf16", "loss", trainer, 2, {"precision": "bf16"}
+        yield "Muon", "loss", trainer, 2, {"optimizer": "muon"}
+        yield "late", "loss", trainer, 2, {"optimizer": "muon", "comm": "late"}
+    for trainer in ("gpt2", "hrm"):
+        for ranks in (1, 2, 3):
+            yield "pairs", "gradient", trainer, ranks, {"global_batch": 12, "batch": 2, **PAIRS, **ONE_STEP}
+        yield "pairs", "loss", trainer, 2, PAIRS
+    for ranks in (1, 3):  # short documents have fewer tokens than are to be masked
+        yield "short documents", "gradient", "mlm", ranks, {
+            "data": "short", "mask_rate": 0.9, "global_batch": 12, "batch": 2, **ONE_STEP}
+    yield "halting", "loss", "hrm", 2, {"halt": True}
+
+
+def prepare(root: Path, code: Path) -> None:
+    """Shards of bytes, and of pairs of unlike lengths, some of them rows with next to no label."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:12]
+    (root / "text.txt").write_text("\n".join(f.read_text(encoding="utf-8") for f in files), encoding="utf-8")
+    some = random.Random(0)
+    pairs = [{"q": f"{i} " + "why " * some.randint(0, 25), "a": "so " * some.choice([1, 1, 2, 9])}
+             for i in range(3000)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    short = [{"text": "word " * some.choice([0, 1, 1, 9])} for _ in range(9000)]
+    (root / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    usual = [sys.executable, str(code / "data.py"), "prepare", "--tokenizer", "bytes", "--workers", "1"]
+    subprocess.run([*usual, "--dataset", "text:text.txt", "--out", "text"], cwd=root, check=True)
+    subprocess.run([*usual, "--dataset", "jsonl:short.jsonl", "--out", "short"], cwd=root, check=True)
+    subprocess.run([*usual, "--dataset", "jsonl:pairs.jsonl", "--out", "pairs", "--row", "128",
+                    "--prompt-field", "q", "--response-field", "a", "--val-split", "hash:0.1"], cwd=root,
+                   check=True)
+
+
+def train(code: Path, root: Path, out: Path, trainer: str, ranks: int, flags: dict, control: bool) -> None:
+    flags = {"data": "text"} | SMALL | OWN[trainer] | flags
+    listed = [f"--out={out}"]
+    for key, value in flags.items():
+        if key == "data":
+            value = root / value
+        listed += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(root / "control.py")] if control else []
+    done = subprocess.run([*command, f"train_{trainer}.py", *listed], cwd=code, text=True,
+                          capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{command} {trainer} {listed}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+
+
+def losses(out: Path) -> list[tuple]:
+    """(step, what, value) of all losses in the log, whether an evaluation has a line of its own or not."""
+    found = []
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found += [(record["step"], key, record[key]) for key in ("loss", "val_loss")
+                  if record.get(key) is not None]
+    return sorted(found)
+
+
+def tensors(out: Path) -> dict:
+    newest = max((out / "checkpoints").glob("step_*.pt"))
+    saved = torch.load(newest, weights_only=True)["tensors"]
+    return {f"{group}/{name}": t for group in ("model", "optimizer") for name, t in saved[group].items()}
+
+
+def difference(how: str, before: Path, after: Path) -> str:
+    """Empty if both runs are as close as they have to be."""
+    if how == "loss":
+        a, b = (statistics.mean(v for _, key, v in losses(out) if key == "loss") for out in (before, after))
+        return "" if abs(a - b) <= 2e-3 else f"mean losses {a:.5f} and {b:.5f}"
+    a, b = tensors(before), tensors(after)
+    if a.keys() != b.keys():
+        return f"unlike names: {sorted(a.keys() ^ b.keys())[:4]}"
+    if how == "gradient":
+        far = {name: ((t - b[name]).norm() / t.norm()).item() for name, t in a.items()
+               if name.endswith("exp_avg")}
+        worst = max(far, key=far.get)
+        return "" if far[worst] <= 1e-6 else f"{worst} differs by {far[worst]:.1e} of its norm"
+    unequal = [name for name in a if not torch.equal(a[name], b[name])]
+    if unequal:
+        return f"{len(unequal)} of {len(a)} tensors, {unequal[0]} among them"
+    return "" if losses(before) == losses(after) else "the losses in the log"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--control", action="store_true")
+    args = parser.parse_args()
+    before, after, wrong, count = args.before.resolve(), args.after.resolve(), 0, 0
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        prepare(root, before)
+        (root / "control.py").write_text(CONTROL)
+        for name, how, trainer, ranks, flags in cases():
+            changed = " ".join(f"{key}={value}" for key, value in flags.items())
+            text = f"{trainer}, {ranks} ranks, {name}, {changed}: {how}"
+            if not all(word in text for word in args.words):
+                continue
+            count += 1
+            old, new = root / f"{count}-before", root / f"{count}-after"
+            if how == "resumed":  # the schedule of both halves follows the steps that each was asked for
+                train(before, root, old, trainer, ranks, flags | {"steps": 10, "save_every": 10}, False)
+                train(before, root, old, trainer, ranks, flags, False)
+                train(before, root, new, trainer, ranks, flags | {"steps": 10, "save_every": 10}, False)
+            else:
+                train(before, root, old, trainer, ranks, flags, False)
+            train(after, root, new, trainer, ranks, flags, args.control)
+            found = difference(how, old, new)
+            wrong += bool(found)
+            print(f"{text}: {found or 'the same'}", flush=True)
+    print(f"{count - wrong} of {count} are the same")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
