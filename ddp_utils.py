@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
@@ -46,7 +47,7 @@ from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count,
                   fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
                   prompt_ids, row_of, sources_of, unigram_entropy, validation_batches, without_response,
                   write_atomically)
-from model import (GPT2, VOCAB_TENSORS, Block, CausalConfig, continue_text, fill_masks, from_hf,
+from model import (GPT2, VOCAB_TENSORS, CausalConfig, blocks_of, continue_text, fill_masks, from_hf,
                    make_optimizers, num_params, pad_vocab, to_hf)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -733,12 +734,23 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
 
 def build_model(model_class: type, config, world: World, strategy: str = "ddp",
                 cpu_offload: bool = False) -> nn.Module:
-    """A model without weights on this process's device, sharded with zero2 and zero3. It is built on the meta
-    device first, so that only rank 0, which has the weights, ever holds all of them in host memory.
+    """A model without weights on this process's device, sharded with zero2 and zero3. Its parameters have no
+    memory at first, so that only rank 0, which has the weights, ever holds all of them in host memory. Its
+    buffers are those that it has made. Raises UserError for a model that cannot be built so.
     """
-    with torch.device("meta"):
+    def on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:
+        return p if p.is_meta else nn.Parameter(p.to("meta"), p.requires_grad)
+
+    torch.manual_seed(0)  # so that random buffers are the same on all ranks, and in a resumed run
+    with register_module_parameter_registration_hook(on_meta):
         model = model_class(config)
-    buffers = dict(model.named_buffers())
+    names: dict[nn.Parameter, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if (first := names.setdefault(p, name)) != name:
+            raise UserError(f"{first} and {name} of {model_class.__name__} are one parameter, which would "
+                            "become two: register it once, and use it twice in forward.")
+    buffers = {(module, name): buffer for module in model.modules()
+               for name, buffer in module.named_buffers(recurse=False)}
     for block in blocks_of(model):
         block.plain_attention = world.device.type == "cpu"
     if strategy in ("zero2", "zero3"):
@@ -753,14 +765,12 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
         if hasattr(model, "decode"):
             register_fsdp_forward_method(model, "decode")
     model.to_empty(device="cpu" if cpu_offload else world.device)
-    for name, buffer in buffers.items():  # tables are real already; others come with the weights
-        setattr(model, name, torch.empty_like(buffer, device=world.device) if buffer.is_meta
-                else buffer.to(world.device))
+    for (module, name), buffer in buffers.items():
+        if buffer.is_meta:
+            raise UserError(f"the buffer {name} of {type(module).__name__} is made from a parameter, which "
+                            "has no values yet when the model is built: make it in forward.")
+        setattr(module, name, buffer.to(world.device))
     return model
-
-
-def blocks_of(model: nn.Module) -> list[Block]:
-    return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -1768,10 +1778,15 @@ class Run:
             self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give "
                          "--epochs 3 and a smaller --global-batch, or start with --init-from")
         model, pairs = state.model, dataset.roles["response"] >= 0 and hasattr(state.model, "counted")
+        blocks = blocks_of(model)
+        if not blocks:
+            self.log.say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none "
+                         "is compiled, recomputed by --checkpoint-activations or sharded by itself")
         self._entropy = unigram_entropy(dataset.val or dataset.train, pairs and model.counted)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
-            f"{self._model_class.__name__} {args.size}: {num_params(state.model):,} parameters; {shape}; "
+            f"{self._model_class.__name__} {args.size}: {num_params(model):,} parameters, "
+            f"{sum(map(num_params, blocks)):,} of them in {len(blocks)} blocks; {shape}; "
             f"{c.vocab_size} ids in {c.padded_vocab} rows",
             f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
             f"({world.backend_reason}), {hosts}, {torch.get_num_threads()} threads each; "

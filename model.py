@@ -66,7 +66,8 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 class KVCache:
     """Keys and values of up to `seq_len` tokens: a slot (2, B, H, T, D) per attention call of a forward pass.
-    The calls come in a fixed order, so a slot is the number of calls before it.
+    The calls come in a fixed order, so a slot is the number of calls before it. A recurrent call keeps its
+    state in memory[slot] instead, and adds 1 to `slot`; while `length`, the tokens so far, is 0, it has none.
     """
 
     def __init__(self, seq_len: int):
@@ -153,6 +154,10 @@ class Block(nn.Module):
             selective["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
         return checkpoint(self.block, x, *args, use_reentrant=False,
                           preserve_rng_state=self.dropout > 0, **selective)
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
 
 
 LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits at a time, for fast matrix products
@@ -272,22 +277,25 @@ def flag(default, help: str, choices: tuple[str, ...] | None = None):
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+DROPOUT = "probability of dropping an activation while training"
+
+
 @dataclass
 class ModelConfig:
     vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
     padded_vocab: int = 50304
     seq_len: int = flag(1024, "tokens in a row, the context of the model")
-    dropout: float = flag(0.0, "probability of dropping an activation while training")
 
     def __post_init__(self):
-        if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
-            raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
         if self.padded_vocab < self.vocab_size:
             raise UserError(f"--vocab-size {self.padded_vocab} is below the {self.vocab_size} ids of the "
                             "tokenizer.")
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head, of a model with attention. Raises UserError if they are no even number."""
+        if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
+            raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
         return self.d_model // self.n_head
 
     def uses_flex(self, device: torch.device) -> bool:
@@ -300,9 +308,6 @@ class ModelConfig:
 class CausalConfig(ModelConfig):
     """Of a model that continues text; or answers prompts, with the ids of data.roles_of, all −1 otherwise."""
 
-    attention: str | None = flag(None, "causal: a token sees what comes before it in its row; isolated: "
-                                 "in its document; prefix: also, all of a prompt sees all of it (with pairs "
-                                 "prefix, else causal)", ("prefix", "isolated", "causal"))
     loss: str | None = flag(None, "which tokens are to be learned (with pairs response, else all)",
                             ("response", "all"))
     start: int = -1
@@ -311,17 +316,68 @@ class CausalConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        pairs = self.response >= 0
-        self.attention = self.attention or ("prefix" if pairs else "causal")
-        self.loss = self.loss or ("response" if pairs else "all")
+        self.loss = self.loss or ("response" if self.response >= 0 else "all")
 
 
-class CausalLM(nn.Module):
+@dataclass
+class AttentionConfig(CausalConfig):
+    """Of a model that calls CausalLM.mask."""
+
+    attention: str | None = flag(None, "causal: a token sees what comes before it in its row; isolated: "
+                                 "in its document; prefix: also, all of a prompt sees all of it (with pairs "
+                                 "prefix, else causal)", ("prefix", "isolated", "causal"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.attention = self.attention or ("prefix" if self.response >= 0 else "causal")
+
+
+class LanguageModel(nn.Module):
+    """What a model has to be, so that all that surrounds it works. The shortest example is
+    tests/train_recurrent.py.
+
+    * `Config`, a dataclass that inherits ModelConfig, or to write text CausalConfig, and `config`, one of
+      these. Fields made by `flag` are flags of the trainer; only a model that calls CausalLM.mask inherits
+      AttentionConfig, for its --attention.
+    * The constructor initialises all parameters. It runs on each rank with parameters that have no memory,
+      and on rank 0 once more with real ones. So no buffer may be made from a parameter, and no parameter may
+      have two names. Buffers are saved if they are persistent, else they have to be the same in each run.
+    * `forward(idx)` returns logits (B, T, V) of tokens idx (B, T), int64. With targets (B, T), as a batch of
+      the loader has them, it returns what backward is called on, a mean over the targets that count (those
+      from 0 on), and a dictionary of detached scalars: `labels`, how many count, and means over them, `loss`
+      in nats first; all of them are logged. CausalLM does all that, if `hidden` and `head_weight` are there.
+    * Each parameter gets a gradient in each step, be it 0, and each rank calls the same collectives.
+    * Layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
+      sharded and given to Muon one by one; others are not. What a Block computes with are its parameters, its
+      buffers and its arguments.
+    * Activations have the type `compute_dtype`, set from --precision; parameters are always float32, so
+      layers cast them, as `Linear` does.
+    * `embed.weight` is the table of embeddings, `head.weight` the output head, if it has weights of its own,
+      both (padded_vocab, C); they get --vocab-lr, and rows for new ids with --init-from.
+    * `example(batch, device)`: arguments of `forward` in which every parameter gets a gradient.
+      `flops_per_token(…)`: FLOPs of a training step per token, for MFU.
+    * To write text: `head_weight` (V, C), and `hidden(idx, cache=None)`, the states (B, T, C) for the head of
+      tokens that follow those in the KVCache: at first T of them, later one at a time.
+
+    An optimizer of one's own makes its whole state in its first step, also where the learning rate and the
+    gradient are 0; that is how a checkpoint finds it. Its groups have `lr`, and may have `scale`.
+    """
+
+    compute_dtype = torch.float32
+    compile_loss = False  # fuse what lies between the matrix products of the loss, on GPUs
+
+
+class CausalLM(LanguageModel):
     """What HRM and GPT2 share: which tokens see which others, and which are to be learned."""
 
-    compute_dtype = torch.float32  # of activations; parameters are float32 always
-    compile_loss = False
     conditions: tuple[int, ...] = ()  # first tokens of samples, by which evaluation groups exact matches
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None):
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), loss and statistics of `loss`."""
+        x = self.hidden(idx)
+        if targets is None:
+            return F.linear(x, self.head_weight.to(x.dtype))
+        return self.loss(x, idx, targets)[:2]
 
     def documents(self, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of tokens idx (B, T), int64 (B, T) each: the number of their document in the row, its first
@@ -404,10 +460,11 @@ class CausalLM(nn.Module):
 
 
 @dataclass
-class HRMConfig(CausalConfig):
+class HRMConfig(AttentionConfig):
     n_layer: int = flag(16, "blocks in each of the two stacks")
     n_head: int = flag(12, "attention heads")
     d_model: int = flag(1536, "channels")
+    dropout: float = flag(0.0, DROPOUT)
     ff: int = flag(4096, "hidden units of the MLP")
     h_cycles: int = flag(2, "calls of the slow stack H")
     l_cycles: int = flag(3, "calls of the fast stack L for each of H")
@@ -444,7 +501,7 @@ class HRMBlock(Block):
 
     def __init__(self, c: HRMConfig):
         super().__init__()
-        self.n_head, self.eps, self.dropout = c.n_head, c.norm_eps, c.dropout
+        self.head_dim, self.eps, self.dropout = c.head_dim, c.norm_eps, c.dropout
         self.gqkv = Linear(c.d_model, 4 * c.d_model, bias=False)  # gate, query, key, value
         self.attn_out = Linear(c.d_model, c.d_model, bias=False)
         self.gate_up = Linear(c.d_model, 2 * c.ff, bias=False)
@@ -457,7 +514,7 @@ class HRMBlock(Block):
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -618,10 +675,11 @@ class HRM(CausalLM):
 
 
 @dataclass
-class GPT2Config(CausalConfig):
+class GPT2Config(AttentionConfig):
     n_layer: int = flag(12, "blocks")
     n_head: int = flag(12, "attention heads")
     d_model: int = flag(768, "channels; the MLP has four times as many")
+    dropout: float = flag(0.0, DROPOUT)
     modern: bool = flag(False, "a modern model of the same shape: rotary positions, QK-norm, squared ReLU, "
                         "RMSNorm, zero-initialised projections, untied head; best with --optimizer muon")
     norm_eps: float = 1e-5
@@ -635,7 +693,7 @@ class GPT2Block(Block):
 
     def __init__(self, c: GPT2Config):
         super().__init__()
-        self.n_head, self.eps, self.dropout, self.modern = c.n_head, c.norm_eps, c.dropout, c.modern
+        self.head_dim, self.eps, self.dropout, self.modern = c.head_dim, c.norm_eps, c.dropout, c.modern
         self.drops_attention = c.dropout > 0
         if not c.modern:
             self.attn_norm, self.mlp_norm = (LayerNorm(c.d_model, eps=c.norm_eps) for _ in range(2))
@@ -652,7 +710,7 @@ class GPT2Block(Block):
     def block(self, x: Tensor, rope: Tensor | None = None, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(rms_norm(x, self.eps) if self.modern else self.attn_norm(x)).chunk(3, dim=-1)
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         if self.modern:
             q, k = (apply_rope(rms_norm(t, self.eps), rope) for t in (q, k))
         if cache is not None:
@@ -690,13 +748,6 @@ class GPT2(CausalLM):
     def head_weight(self) -> Tensor:  # (V, C)
         return self.head.weight if self.config.modern else self.embed.weight
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), loss and statistics of CausalLM.loss."""
-        x = self.hidden(idx)
-        if targets is None:
-            return F.linear(x, self.head_weight.to(x.dtype))
-        return self.loss(x, idx, targets)[:2]
-
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
         c, T = self.config, idx.size(1)
@@ -731,6 +782,7 @@ class MLMConfig(ModelConfig):
     n_layer: int = flag(22, "blocks")
     n_head: int = flag(12, "attention heads")
     d_model: int = flag(768, "channels")
+    dropout: float = flag(0.0, DROPOUT)
     ff: int = flag(1152, "hidden units of the MLP")
     window: int = flag(128, "width of the attention window of local layers, half of it to either side")
     global_every: int = flag(3, "every N-th layer, from the first one on, sees the whole document")
@@ -747,7 +799,7 @@ class MLMBlock(Block):
 
     def __init__(self, c: MLMConfig, index: int):
         super().__init__()
-        self.n_head, self.dropout = c.n_head, c.dropout
+        self.head_dim, self.dropout = c.head_dim, c.dropout
         self.is_local = index % c.global_every > 0
         # the embedding is normalized already
         self.attn_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False) if index else nn.Identity()
@@ -765,7 +817,7 @@ class MLMBlock(Block):
         """x (B, T, C); the mask is boolean (B, 1, T, T), True where attention is allowed, or a BlockMask."""
         B, T, C = x.shape
         q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
@@ -774,7 +826,7 @@ class MLMBlock(Block):
         return x + self.down(F.dropout(F.gelu(gate) * up, self.dropout, self.training))
 
 
-class MLM(nn.Module):
+class MLM(LanguageModel):
     """An encoder that fills masks. A token attends to its own document alone; documents start with `eot`."""
 
     Config = MLMConfig
@@ -782,8 +834,6 @@ class MLM(nn.Module):
     def __init__(self, config: MLMConfig):
         super().__init__()
         self.config = c = config
-        self.compute_dtype = torch.float32  # of activations; parameters are float32 always
-        self.compile_loss = False
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         self.embed_norm, self.norm, self.head_norm = (
             LayerNorm(c.d_model, eps=c.norm_eps, bias=False) for _ in range(3))
@@ -913,7 +963,8 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
     trainer: max_new_tokens, temperature, top_k, top_p, seed and condition. Raises UserError at once.
     """
     c = model.config
-    end = tokenizer.eot if stop or c.attention != "causal" else None  # elsewhere text goes on after it
+    isolated = getattr(c, "attention", "causal") != "causal"
+    end = tokenizer.eot if stop or isolated else None  # elsewhere text goes on after it
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-c.seq_len:]
     if c.response >= 0:
         ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
@@ -975,15 +1026,26 @@ class AdamAtan2(torch.optim.Optimizer):
                 p.mul_(1 - lr * group["weight_decay"]).sub_(angle, alpha=lr / (1 - beta1 ** step))
 
 
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that Muon trains: all matrices of all blocks."""
+    return [p for block in blocks_of(model) for p in block.parameters() if p.ndim == 2 and p.requires_grad]
+
+
 def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
                     weight_decay: float, vocab_lr: float = 1.0) -> list[torch.optim.Optimizer]:
-    """Fused AdamW, AdamAtan2, or `muon`: Muon for matrices in blocks, AdamW for the rest. Weight decay is for
-    matrices only; an HRM without `halt` has nothing else. Muon's steps are scaled to the size of AdamW's,
-    so one learning rate serves both (Jordan et al., 2024; the scaling is Liu et al.'s, arXiv 2502.16982).
+    """Fused AdamW, AdamAtan2, or `muon`: Muon for the matrices of each Block, AdamW for the rest. Weight
+    decay is for matrices only; an HRM without `halt` has nothing else. Muon's steps are scaled to the size of
+    AdamW's, so one learning rate serves both (Jordan et al., 2024; the scaling is Liu et al.'s, 2502.16982).
     Groups with a `scale`, here the embedding table and the head, have so many times the rate of the others.
+    Raises UserError if Muon has nothing to do.
     """
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
-    hidden = {key: p for key, p in named if name == "muon" and p.ndim == 2 and ".blocks." in key}
+    matrices = {id(p) for p in hidden_matrices(model)} if name == "muon" else set()
+    if name == "muon" and not matrices:
+        raise UserError("--optimizer muon is for the matrices of blocks, and no layer of "
+                        f"{type(model).__name__} inherits Block of model.py: let its layers do so, or use "
+                        "--optimizer adamw.")
+    hidden = {key: p for key, p in named if id(p) in matrices}
     rest = {key: p for key, p in named if key not in hidden}
     groups = [{"params": [p for key, p in rest.items()
                           if (p.ndim >= 2, key in VOCAB_TENSORS) == (matrix, vocab)],
@@ -1157,7 +1219,7 @@ def _safetensors():
 
 def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
     """Our tensors under their Hugging Face names, as views in the shapes there, without padding rows."""
-    family, tensors = HF_FAMILIES[type(model)], {}
+    family, tensors = hf_family(type(model)), {}
     for ours, tensor in model.state_dict().items():
         theirs = ".".join(family.names.get(part, part) for part in ours.split("."))
         tensor = tensor[:model.config.vocab_size] if ours in VOCAB_TENSORS else tensor
@@ -1165,12 +1227,19 @@ def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def hf_family(model_class: type) -> HFFamily:
+    if model_class not in HF_FAMILIES:
+        raise UserError(f"{model_class.__name__} has no entry in HF_FAMILIES of model.py, which says what "
+                        "its parts are called in transformers: so it cannot be exported, nor read from hf:.")
+    return HF_FAMILIES[model_class]
+
+
 def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     """Writes a directory that `from_pretrained` of transformers loads, without rows that pad the vocabulary.
     Raises UserError if the model has no counterpart there.
     """
     directory = Path(directory)
-    family, c, masked = HF_FAMILIES[type(model)], model.config, isinstance(model, MLM)
+    family, c, masked = hf_family(type(model)), model.config, isinstance(model, MLM)
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32",
               **{theirs: getattr(c, ours) for ours, theirs in family.fields.items()}, **family.to_hf(c)}
     pairs = not masked and c.response >= 0
@@ -1217,7 +1286,7 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     """A model of this class from a Hugging Face directory, or from a repository on the hub. UserError if it
     holds another architecture, or other shapes than its config.json says.
     """
-    directory = Path(source)
+    family, directory = hf_family(model_class), Path(source)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # comes with datasets
         try:
@@ -1225,7 +1294,6 @@ def from_hf(model_class: type, source: str) -> nn.Module:
         except (OSError, ValueError) as error:
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{str(error).splitlines()[0]}")
-    family = HF_FAMILIES[model_class]
     files = sorted(directory.glob("*.safetensors"))
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, sources_of
-from ddp_utils import (RunError, World, blocks_of, compute_dtype, first_line, flags_of_model, hardware, init,
+from ddp_utils import (RunError, World, compute_dtype, first_line, flags_of_model, hardware, init,
                        largest, launch, number, on_all, recipe)
-from model import GPT2, HRM, LOSS_ROWS, MLM, num_params, pad_vocab
+from model import GPT2, HRM, LOSS_ROWS, MLM, blocks_of, hidden_matrices, num_params, pad_vocab
 
 CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
@@ -291,8 +291,10 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
     that have a shape but no memory. Of `inputs`, the arguments of forward, only types and shapes matter.
     `compiled` counts what compiled blocks keep: what is cheap to recompute, they recompute in any mode.
     """
-    with torch.device("meta"):  # on CPUs, and only there, attention with dropout keeps T x T probabilities
-        model = model_class(replace(config, dropout=0.0))
+    if hasattr(config, "dropout"):  # on CPUs, and only there, attention with it keeps T x T probabilities
+        config = replace(config, dropout=0.0)
+    with torch.device("meta"):
+        model = model_class(config)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         model.compute_dtype = dtype
@@ -318,7 +320,7 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
     blocks = [sum(4 * p.numel() for p in block.parameters()) for block in blocks_of(model)]
     everything, outside = sum(sizes.values()), sum(sizes.values()) - sum(blocks)
-    hidden = sum(n for name, n in sizes.items() if args.optimizer == "muon" and ".blocks." in name)
+    hidden = sum(4 * p.numel() for p in hidden_matrices(model)) if args.optimizer == "muon" else 0
     state = 2 * everything - hidden  # Muon keeps one number for each, AdamW two
     sharded = strategy in ("zero2", "zero3")
     held = 0 if offload else everything / (processes if sharded else 1)

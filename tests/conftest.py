@@ -21,6 +21,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run the full matrices as well")
+    parser.addoption("--trainer", action="append", help="a trainer for test_trainer.py, not those here")
 
 
 def pytest_collection_modifyitems(config, items):

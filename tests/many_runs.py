@@ -4,7 +4,6 @@ name of a sabotage, or nothing, so that a test can show that it would notice.
 """
 
 import contextlib
-import importlib
 import itertools
 import json
 import sys
@@ -15,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from runs import module_of  # noqa: E402
+
 import ddp_utils  # noqa: E402
 from ddp_utils import EMA, Late, TrainState, local_shard  # noqa: E402
 
@@ -86,7 +87,7 @@ def main() -> None:
     for sabotage, script, *arguments in json.loads(sys.argv[1]):
         if world.is_rank0:
             print(f"===== {sabotage} {script} {' '.join(arguments)}", flush=True)
-        trainer = importlib.import_module(script.removesuffix(".py"))
+        trainer = module_of(script)
         with sabotaged(*sabotage.split(":")), mock.patch.object(ddp_utils, "init", lambda *_, **__: world), \
                 mock.patch.object(sys, "argv", [script, *arguments]):
             trainer.main()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Finished, children, kill, run, start, torchrun
+from conftest import ROOT, Finished, children, kill, run, start, torchrun
 
 from data import UserError
 from ddp_utils import STOP_SIGNALS, list_checkpoints
@@ -55,14 +55,36 @@ def assert_close_runs(a: Path, b: Path, bound: float = 1e-5) -> None:
     assert all(abs(x - y) <= bound for x, y in pairs)
 
 
+def first_checkpoint(run_directory: Path) -> Path:
+    return list_checkpoints(run_directory)[-1]
+
+
+def copy_of_the_first_half(source: Path, target: Path) -> None:
+    """A copy of a run as it was after its first checkpoint."""
+    (target / "checkpoints").mkdir(parents=True)
+    first = first_checkpoint(source)
+    (target / "checkpoints" / first.name).write_bytes(first.read_bytes())
+    step = int(first.name[5:13])
+    lines = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_text("".join(lines[:step]))
+
+
 def worker(torchrun_pid: int, rank: int) -> int:
     """The process id of one worker of a torchrun."""
     return next(pid for pid in children(torchrun_pid)
                 if b"\0RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes())
 
 
+def module_of(script: str):
+    """The module of a trainer, which may lie in another directory."""
+    path = ROOT / script
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)
+
+
 class Trainer:
-    """One of the three scripts, with flags that all its runs have."""
+    """A trainer, with flags that all its runs have."""
 
     def __init__(self, script: str, **defaults):
         self.script, self.defaults = script, SMALL | defaults
@@ -89,7 +111,7 @@ class Trainer:
                 patch.setattr(sys, "argv", [self.script, *map(str, arguments)])
                 patch.setenv("OMP_NUM_THREADS", "1")  # as conftest.start does: the number of threads
                 torch.set_num_threads(1)  # changes the order of sums
-                importlib.import_module(self.script.removesuffix(".py")).main()
+                module_of(self.script).main()
         except UserError as error:
             code = error.exit_code
             text.write(f"error: {error}\n")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, run
-from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of, tensors_of
+from runs import (PUBLISHED, Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half,
+                  first_checkpoint, log_of, tensors_of)
 
 from ddp_utils import dequantise, list_checkpoints, quantise
 
@@ -31,10 +32,6 @@ def run_all(ranks, shards, base, wanted, timeout=90):
 
 def step_of(path: Path) -> int:
     return int(path.name[5:13])
-
-
-def first_checkpoint(run_directory: Path) -> Path:
-    return list_checkpoints(run_directory)[-1]
 
 
 def assert_resumes_alike(whole: Path, resumed: Path, bound=1e-5) -> None:
@@ -135,15 +132,6 @@ def test_slow_link_modes_resume_bit_for_bit(tmp_path, shards):
     for name in names:
         with pytest.raises(AssertionError):
             assert_same_run(tmp_path / "late", tmp_path / name)
-
-
-def copy_of_the_first_half(source: Path, target: Path) -> None:
-    """A copy of a run as it was after its first checkpoint."""
-    (target / "checkpoints").mkdir(parents=True)
-    first = first_checkpoint(source)
-    (target / "checkpoints" / first.name).write_bytes(first.read_bytes())
-    lines = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (target / "metrics.jsonl").write_text("".join(lines[:10]))
 
 
 @pytest.mark.long
