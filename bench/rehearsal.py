@@ -48,7 +48,7 @@ PRODUCTS = 0.60 * 989e12  # FLOP/s of matrix products in bfloat16
 MEMORY = 0.80 * 4.8e12  # bytes/s of kernels that move data
 ATTENTION = {"flash": 350e12, "cudnn": 450e12, "flex": 250e12}  # FLOP/s of what the mask leaves, both passes
 OPTIMIZER = 4 + 8 + 28  # bytes a parameter: the norm of the gradients, clipping them, AdamW
-LOSS = "_rows_loss_to_compile"
+LOSS = "_rows_loss"
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, warp_size=32,
                        max_threads_per_multi_processor=2048, max_threads_per_block=1024,
                        regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448)
@@ -369,7 +369,7 @@ def self_test() -> list[str]:
     """What rehearse() should notice, and did not."""
     gpt2, mlm = cases()[0], cases()[-1]
     small = replace(gpt2, size=gpt2.size | {"n_layer": 2}, batch=2)
-    attend, loss, missed = Block.attend, models._rows_loss_to_compile, []
+    attend, loss, missed = Block.attend, models._rows_loss, []
 
     def broken(self, *args, **kwargs):
         torch._dynamo.graph_break()
