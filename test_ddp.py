@@ -1,25 +1,24 @@
-"""Checks a cluster before a long run, and predicts how fast it will be. Ends with OK, or with what is wrong.
+"""Checks a cluster before a long run, and measures its network. Ends with OK, or with what is wrong.
 
     torchrun --nproc_per_node=8 test_ddp.py                                    # one machine
     cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096 --size gpt2        # on each of several
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py     # without torchrun
 
 All ranks first compare what they have, because a process group of unequal members only hangs. Then they join
-one, and take every step together. The predictions assume that nothing is sent while something is computed;
-backpropagation does overlap with sending, so a step may take less. The trainers' --dry-run is here, too.
+one, and take every step together. With --size it says how long the gradients of that preset take on this
+network. The trainers' --dry-run is here, too.
 """
 
 import argparse
 import hashlib
 import importlib
 import json
-import math
 import os
 import platform
 import re
 import statistics
 import timeit
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,7 +39,7 @@ CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smalle
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 BUCKET = 25 * 2**20  # bytes in which DDP sends gradients
-GOOD = 0.93  # of the time, at least, should be computing
+GOOD = 0.93  # of the time, at least, should go into computing
 
 # -----------------------------------------------------------------------------------------------------------
 # Before there is a process group
@@ -183,73 +182,26 @@ def measure_network(world: World, limit: float) -> tuple[float, float]:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# How fast a preset would be
+# How long the gradients of a preset take
 
 
-def model_of(model_class: type, size: dict, device, **changes) -> nn.Module:
-    """A model of this row of a trainer's SIZES, or of one with changes."""
-    names = {field.name for field in fields(model_class.Config)}
-    ids = size.get("vocab_size") or pad_vocab(expected_ids(size["data"], None))
-    config = {key: value for key, value in size.items() if key in names} | changes
-    with torch.device(device):
-        return model_class(model_class.Config(**config | {"vocab_size": ids, "padded_vocab": ids}))
-
-
-def measure_compute(model_class: type, size: dict, world: World) -> tuple[float, str]:
-    """FLOP/s that this rank reaches with this preset, and a note on how that was measured."""
-    if world.device.type == "cpu":  # which would take minutes for more
-        ways = [(1, {"n_layer": 2, "seq_len": min(size["seq_len"], 256)}, "none")]
-    else:  # the first that fits
-        ways = [*((size["batch"], {}, mode) for mode in CHECKPOINTING), (1, {}, "block"),
-                (1, {"n_layer": 2}, "block")]
-    for batch, changes, mode in ways:
-        try:
-            model = model_of(model_class, size, world.device, **changes)
-            model.compute_dtype = compute_dtype("auto", world.device)
-            for block in blocks_of(model):
-                block.checkpointing = mode
-            example = model.example(batch, world.device)
-            seconds = median_seconds(lambda: model(**example)[0].backward(), 3, world)
-            break
-        except torch.cuda.OutOfMemoryError:
-            if (batch, changes, mode) == ways[-1]:
-                raise
-    c = model.config
-    note = (f"measured here: {batch} x {c.seq_len} tokens in {str(model.compute_dtype)[6:]}, not compiled, "
-            f"activation checkpointing {mode}")
-    if changes:
-        note += f", in a model of {c.n_layer} layers and scaled by FLOPs"
-    return model.flops_per_token() * batch * c.seq_len / seconds, note
-
-
-def predict(args: argparse.Namespace, size: dict, world: World, latency: float, per_byte: float,
-            slowest: float, fastest: float, note: str) -> None:
-    """Prints what a step of this preset takes in each way to communicate, from FLOP/s of two of the ranks."""
-    model = model_of(MODELS[args.model], size, "meta")
-    global_batch, *_ = plan_batch(world.world_size, None, None, None, size["global_batch"], size["batch"])
-    tokens, parameters = global_batch * size["seq_len"], num_params(model)
-    compute = tokens / world.world_size * model.flops_per_token() / slowest
+def print_gradients(args: argparse.Namespace, world: World, latency: float, per_byte: float) -> None:
+    """What gradients take in each way to send them, and how long a step has to compute so that this matters
+    little. Nothing is computed here, so these are the times if nothing else is sent or computed meanwhile.
+    """
+    trainer = importlib.import_module(f"train_{args.model}")
+    flags = trainer.parse_args(["--size", args.size])
+    parameters = num_params(empty_model(MODELS[args.model], flags))
+    print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters")
     buckets = 4 * parameters // BUCKET + 1
-    print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters, {global_batch} "
-          f"sequences of {size['seq_len']} tokens a step\n{note}: {slowest / 1e9:,.1f} GFLOP/s on the "
-          f"slowest rank, {fastest / 1e9:,.1f} on the fastest; compute {compute:.3f} s a step")
-    best, flags = 0.0, ""
     for comm, nbytes, messages in (("fp32", 4 * parameters, buckets), ("bf16", 2 * parameters, buckets),
                                    ("late", 65 * parameters // 64, 2)):
-        network = messages * latency + nbytes * per_byte if world.world_size > 1 else 0
-        late = comm == "late"
-        seconds = max(compute, network) if late else compute + network
-        # the sequences with which computing takes long enough
-        enough = network / compute * global_batch * (GOOD if late else GOOD / (1 - GOOD)) / world.world_size
-        print(f"--comm {comm} | {nbytes / 1e6:8,.1f} MB a step | network {network:8.3f} s | step "
-              f"{seconds:8.3f} s | {tokens / seconds:9,.0f} tokens/s | efficiency {compute / seconds:6.1%}, "
-              f"{GOOD:.0%} with --global-batch {max(math.ceil(enough), 1) * world.world_size}")
-        if best < GOOD and compute / seconds > best:
-            best, flags = compute / seconds, f" --comm {comm}" + " --optimizer muon" * late
-    print("assumed: with fp32 and bf16 nothing is sent while something is computed, so these are their "
-          "slowest steps, and that late, which travels over TCP, has a link as measured; left out: the "
-          "optimizer, loading, adding up, the first tenth of a run with late, which waits\n"
-          f"so use: train_{args.model}.py --size {args.size}{flags}", flush=True)
+        seconds = messages * latency + nbytes * per_byte if world.world_size > 1 else 0.0
+        enough = seconds * (GOOD if comm == "late" else GOOD / (1 - GOOD))
+        print(f"--comm {comm} | {nbytes / 1e6:8,.1f} MB of gradients a step | {seconds:8.3f} s | {GOOD:.0%} "
+              f"efficient if a step computes for {enough:.3g} s or longer")
+    print("so take the first of these that a step of yours computes long enough for (late together with "
+          "--optimizer muon), or a larger --global-batch, with which it computes for longer", flush=True)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -355,6 +307,14 @@ def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dt
     return mode, model, activations
 
 
+def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
+    """The model that the flags of a trainer ask for, without memory."""
+    ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data, args.mix)[0], args.tokenizer))
+    flags = flags_of_model(model_class.Config, args)
+    with torch.device("meta"):
+        return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
+
+
 def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) -> None:
     """--dry-run: prints what each process would hold, with every strategy, and whether that fits."""
     if int(os.environ.get("RANK", 0)) > 0:
@@ -363,17 +323,15 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     size = recipe(args, size)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum,
                              size["global_batch"], size["batch"])
-    ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data, args.mix)[0], args.tokenizer))
-    config = model_class.Config(vocab_size=ids, padded_vocab=ids, **flags_of_model(model_class.Config, args))
+    model = empty_model(model_class, args)
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))
     gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
     compiled = gpus if args.compile is None else args.compile
     if not gpus:
         args.checkpoint_activations = args.checkpoint_activations or "none"
-    with torch.device("meta"):
-        inputs = model_class(config).example(batch, "meta", **example)
-    mode, model, activations = choose_checkpointing(model_class, config, args, dtype, inputs, compiled,
+    inputs = model.example(batch, "meta", **example)
+    mode, model, activations = choose_checkpointing(model_class, model.config, args, dtype, inputs, compiled,
                                                     processes, gigabytes)
     print(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "
           f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
@@ -425,7 +383,7 @@ def main() -> None:
     flag("--data", help="a prepared directory, which has to be the same on all machines")
     flag("--tokenizer", help="of --data, if that has no manifest")
     flag("--model", choices=MODELS, default="gpt2", help="whose --size (gpt2)")
-    flag("--size", help="predict the speed of this preset of the trainer")
+    flag("--size", help="say how long the gradients of this preset take")
     args = parser.parse_args()
     sizes = importlib.import_module(f"train_{args.model}").SIZES
     if args.size and args.size not in sizes:
@@ -447,13 +405,8 @@ def main() -> None:
     if world.is_rank0:
         print("collectives are right", flush=True)
     network = step("the measurement of the network", measure_network, world, args.timeout / 2)
-    if args.size:
-        size = sizes[args.size]
-        flops, note = measure_compute(MODELS[args.model], size, world)
-        slowest = -step("the comparison of speeds", largest, -flops, world)
-        fastest = largest(flops, world)
-        if world.is_rank0:
-            predict(args, size, world, *network, slowest, fastest, note)
+    if args.size and world.is_rank0:
+        print_gradients(args, world, *network)
     print(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}", flush=True)
     step("the end", dist.barrier)
     if world.is_rank0:
