@@ -47,8 +47,8 @@ from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count,
                   fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
                   prompt_ids, row_of, sources_of, unigram_entropy, validation_batches, without_response,
                   write_atomically)
-from model import (GPT2, VOCAB_TENSORS, CausalConfig, blocks_of, continue_text, fill_masks, from_hf,
-                   make_optimizers, num_params, pad_vocab, to_hf)
+from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, blocks_of, continue_text, fill_masks,
+                   from_hf, hidden_matrices, make_optimizers, num_params, pad_vocab, to_hf)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -526,9 +526,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         parser, "running",
         ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
          "auto: bf16 where the hardware has it"),
-        ("--checkpoint-activations", ("none", "block", "selective"), None, "recompute in the backward pass, "
-         "exactly: block keeps only the input of a block, selective the matrix products too (default: the "
-         "first of none, selective and block that --dry-run expects to fit on the GPUs; on CPUs none)"),
+        ("--checkpoint-activations", (*CHECKPOINTING, "auto"), "none", "recompute in the backward pass, "
+         "exactly: block keeps only the input of a block, selective the matrix products too; auto: the first "
+         "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB"),
         ("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
          "bits, and so do compiled blocks with other --checkpoint-activations"),
         ("--strategy", ("ddp", "zero1", "zero2", "zero3"), "ddp", "what is sharded over the processes: "
@@ -924,6 +924,65 @@ def print_pieces(pieces) -> None:
 
 
 # -----------------------------------------------------------------------------------------------------------
+# Memory
+
+CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
+
+
+def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
+              activations: int) -> dict[str, float]:
+    """Bytes in each process, by type, at the peak, with `strategy` instead of that of the flags. zero2 and
+    zero3 hold their shards and what is gathered: zero2 all parameters, zero3 those of two blocks (one is
+    fetched ahead) and those outside of blocks; and the gradients of a block and of what is outside. With the
+    others, the largest gradient comes in two parts, of embedding and head.
+    """
+    strategy, _, offload = strategy.partition(" ")
+    largest_one = 4 * max(p.numel() for p in model.parameters())
+    blocks = [4 * num_params(block) for block in blocks_of(model)]
+    everything = 4 * num_params(model)
+    outside, block = everything - sum(blocks), max(blocks, default=0)
+    state = 2 * everything  # AdamW keeps two numbers for each, Muon one
+    if args.optimizer == "muon":
+        state -= 4 * sum(p.numel() for p in hidden_matrices(model))
+    sharded = strategy in ("zero2", "zero3")
+    held = 0 if offload else everything / (processes if sharded else 1)
+    gathered = {"zero2": everything, "zero3": outside + 2 * block}.get(strategy, 0)
+    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
+    return {"parameters": held + gathered,
+            "gradients": held + (outside + block if sharded else largest_one) + late,  # copies
+            "optimizer": 0 if offload else state if strategy == "ddp" else state / processes,
+            "other": (args.ema > 0) * held + late, "activations": activations}
+
+
+def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
+    """Bytes of the logits that the loss of model(**inputs) has in memory at a time, on a GPU."""
+    rows = inputs["labels" if "labels" in inputs else "targets"].numel()
+    logits = min(rows, LOSS_ROWS["cuda"]) * padded_vocab * dtype.itemsize
+    return logits if compiled else logits + 12 * min(rows, 4096) * padded_vocab  # some of them in float32
+
+
+def fits(held: dict[str, float], gigabytes: float) -> bool:
+    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
+
+
+def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, dtype: torch.dtype,
+                         processes: int, gigabytes: float) -> str:
+    """--checkpoint-activations auto: the first mode, from the fastest on, with which model(**inputs) fits into
+    so many GB by the model's own figures, else the smallest.
+    """
+    if not hasattr(model, "activation_bytes"):
+        raise UserError(f"{type(model).__name__} has no activation_bytes, so --checkpoint-activations auto "
+                        "cannot choose: give none, selective or block; --dry-run says what they need.")
+    logits = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled=True)
+    for mode in CHECKPOINTING:
+        activations = model.activation_bytes(mode, **inputs) * dtype.itemsize // 2 + logits
+        strategy = args.strategy + " --cpu-offload" * args.cpu_offload
+        if fits(memory_of(model, strategy, args, processes, activations), gigabytes):
+            break
+    return mode
+
+
+# -----------------------------------------------------------------------------------------------------------
 # The state of training
 
 
@@ -1130,7 +1189,7 @@ class TrainState:
         model.compile_loss = self.compiled and on_cuda
         torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
         for block in blocks_of(model):
-            block.checkpointing = args.checkpoint_activations or "none"  # or what Run.begin chooses
+            block.checkpointing = args.checkpoint_activations
             if self.compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
                 block.compile(options={"emulate_precision_casts": not args.fast})
         self.wrapped = wrap(model, world, args.comm)
@@ -1678,7 +1737,7 @@ class Run:
         args, world, say = self.args, self.world, self.log.say
         self.state, self._flops_per_token = state, flops_per_token
         state.unit = 2.0 ** round(math.log2(self.micro_batch * args.seq_len))
-        if args.checkpoint_activations is None:
+        if args.checkpoint_activations == "auto":
             gpu = world.device.type == "cuda" and torch.cuda.get_device_properties(world.device)
             args.checkpoint_activations = (
                 self._choose_checkpointing(warm_up[1], gpu.total_memory / 1e9) if gpu else "none")
@@ -1734,17 +1793,14 @@ class Run:
         return True
 
     def _choose_checkpointing(self, inputs: dict, gigabytes: float) -> str:
-        """The first mode whose memory, as --dry-run estimates it for these inputs of the model, fits on the
-        smallest GPU of the run; this one has `gigabytes`. One choice for all ranks, because with shards they
-        call as many collectives as they compute blocks.
+        """The mode for the smallest GPU of the run; this one has so many gigabytes. One for all ranks, because
+        with shards they call as many collectives as they compute blocks.
         """
-        from test_ddp import choose_checkpointing
         world, state = self.world, self.state
         smallest = -largest(-gigabytes, world)
-        mode = on_rank0(world, lambda: choose_checkpointing(
-            self._model_class, state.model.config, self.args, state.model.compute_dtype, inputs,
-            state.compiled, world.world_size, smallest)[0])
-        self.log.say(f"--checkpoint-activations {mode}, as --dry-run chooses for {smallest:.0f} GB")
+        mode = choose_checkpointing(state.model, inputs, self.args, state.model.compute_dtype,
+                                    world.world_size, smallest)
+        self.log.say(f"--checkpoint-activations auto is {mode} for {smallest:.0f} GB")
         for block in blocks_of(state.model):
             block.checkpointing = mode
         return mode

@@ -161,6 +161,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits at a time, for fast matrix products
+LOSS_CACHE = 2**20  # logits that stay in a CPU's cache from one operation to the next
 
 
 def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
@@ -202,9 +203,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
         if compiled:  # no small rest, for which another graph would be compiled
             chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
-        # Uncompiled, the operations between the products take fewer rows: on a GPU for less memory, on a CPU
-        # because 4 MB stay in its cache from one operation to the next.
-        few = chunk if compiled else 4096 if hidden.is_cuda else max(2**20 // weight.size(0), 8)
+        # Uncompiled, the operations between the products take fewer rows, on a GPU for less memory
+        few = chunk if compiled else 4096 if hidden.is_cuda else max(LOSS_CACHE // weight.size(0), 8)
         rows_loss = compiled_once(_rows_loss) if compiled else _rows_loss
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)
@@ -346,7 +346,8 @@ class LanguageModel(nn.Module):
     * `embed.weight` is the table of embeddings, `head.weight` the output head, if it has weights of its own,
       both (padded_vocab, C); they get --vocab-lr, and rows for new ids with --init-from.
     * `example(batch, device)`: arguments of `forward` in which every parameter gets a gradient.
-      `flops_per_token(…)`: FLOPs of a training step per token, for MFU.
+      `flops_per_token(…)`: FLOPs of a training step per token, for MFU. `activation_bytes(mode, **example)`:
+      see that of GPT2; it is optional, for --checkpoint-activations auto.
     * To write text: `head_weight` (V, C), and `hidden(idx, cache=None)`, the states (B, T, C) for the head of
       tokens that follow those in the KVCache: at first T of them, later one at a time.
 
@@ -649,6 +650,14 @@ class HRM(CausalLM):
         return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
                                cycles=cycles)
 
+    def activation_bytes(self, mode: str, idx: Tensor, bp_steps: int = 5, cycles: int | None = None,
+                         **others) -> int:
+        """As GPT2.activation_bytes, of the stack calls that keep a graph."""
+        c, cycles = self.config, cycles or self.config.cycles
+        calls = cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, cycles * (c.l_cycles + 1))
+        d, ff = {"none": (26, 6), "selective": (14, 4), "block": (2, 0)}[mode]
+        return idx.numel() * calls * c.n_layer * (d * c.d_model + ff * c.ff)
+
     def flops_per_token(self, bp_steps: int = 5, cycles: float | None = None) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T: each stack call
         forward, those with a graph also backward (twice that), and the head. `cycles`: H-cycles that ran.
@@ -755,6 +764,13 @@ class GPT2(CausalLM):
         for block in self.transformer["blocks"]:
             x = block(x, rope, mask, cache)
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
+
+    def activation_bytes(self, mode: str, idx: Tensor, **others) -> int:
+        """About what the backward pass needs of forward(idx, …), in bfloat16 and compiled blocks, with
+        --checkpoint-activations `mode`. The bytes a channel were counted by kept_for_backward in test_ddp.py.
+        """
+        c = self.config
+        return idx.numel() * c.n_layer * c.d_model * {"none": 32, "selective": 20, "block": 2}[mode]
 
     def flops_per_token(self) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T."""
@@ -885,6 +901,12 @@ class MLM(LanguageModel):
         positions = torch.arange(max(1, round(mask_rate * self.config.seq_len)), device=device)
         positions = positions.expand(batch, -1)
         return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
+
+    def activation_bytes(self, mode: str, idx: Tensor, **others) -> int:
+        """As GPT2.activation_bytes."""
+        c = self.config
+        d, ff = {"none": (26, 6), "selective": (12, 4), "block": (2, 0)}[mode]
+        return idx.numel() * c.n_layer * (d * c.d_model + ff * c.ff)
 
     def flops_per_token(self, mask_rate: float = 0.3) -> float:
         """As GPT2.flops_per_token, also in local layers; the head runs on `mask_rate` of the tokens."""

@@ -20,6 +20,7 @@ import statistics
 import timeit
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,10 @@ from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, sources_of
-from ddp_utils import (RunError, World, compute_dtype, first_line, flags_of_model, hardware, init,
-                       largest, launch, number, on_all, recipe)
-from model import GPT2, HRM, LOSS_ROWS, MLM, blocks_of, hidden_matrices, num_params, pad_vocab
+from ddp_utils import (RunError, World, choose_checkpointing, compute_dtype, first_line, fits, flags_of_model,
+                       hardware, init, largest, launch, logits_bytes, memory_of, number, on_all, recipe)
+from model import GPT2, HRM, MLM, blocks_of, num_params, pad_vocab
 
-CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 BUCKET = 25 * 2**20  # bytes in which DDP sends gradients
@@ -238,16 +238,17 @@ def activation_bytes(loss, others) -> int:
 
 
 def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointing: str, inputs: dict,
-                      compiled: bool) -> tuple[nn.Module, int]:
-    """A model without memory, and the bytes of activations that its backward pass needs, counted on tensors
-    that have a shape but no memory. Of `inputs`, the arguments of forward, only types and shapes matter.
-    `compiled` counts what compiled blocks keep: what is cheap to recompute, they recompute in any mode.
+                      compiled: bool) -> int:
+    """Bytes of activations that the backward pass of a model needs, counted on tensors that have a shape but no
+    memory. Of `inputs`, the arguments of forward, only types and shapes matter. `compiled` counts what compiled
+    blocks keep: what is cheap to recompute, they recompute in any mode.
     """
     if hasattr(config, "dropout"):  # on CPUs, and only there, attention with it keeps T x T probabilities
         config = replace(config, dropout=0.0)
     with torch.device("meta"):
         model = model_class(config)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # nothing is computed, so the loss need not keep to a cache, row by row
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("model.LOSS_CACHE", 2**40):
         model.to_empty(device="cpu")
         model.compute_dtype = dtype
         for block in blocks_of(model):
@@ -256,55 +257,7 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
                 block.compile(backend="aot_eager_decomp_partition")
         inputs = {name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value
                   for name, value in inputs.items()}
-        kept = activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
-    torch.compiler.reset()  # these graphs must not count among those of the model that trains
-    return model, kept
-
-
-def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
-              activations: int) -> dict[str, float]:
-    """Bytes in each process, by type, at the peak, with `strategy` instead of that of the flags. zero2 and
-    zero3 hold their shards and what is gathered: zero2 all parameters, zero3 those of two blocks (one is
-    fetched ahead) and those outside of blocks; and the gradients of a block and of what is outside. With the
-    others, the largest gradient comes in two parts, of embedding and head.
-    """
-    strategy, _, offload = strategy.partition(" ")
-    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
-    blocks = [sum(4 * p.numel() for p in block.parameters()) for block in blocks_of(model)]
-    everything, outside = sum(sizes.values()), sum(sizes.values()) - sum(blocks)
-    hidden = sum(4 * p.numel() for p in hidden_matrices(model)) if args.optimizer == "muon" else 0
-    state = 2 * everything - hidden  # Muon keeps one number for each, AdamW two
-    sharded = strategy in ("zero2", "zero3")
-    held = 0 if offload else everything / (processes if sharded else 1)
-    gathered = {"zero2": everything, "zero3": outside + 2 * max(blocks)}.get(strategy, 0)
-    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
-    return {"parameters": held + gathered,
-            "gradients": held + (outside + max(blocks) if sharded else max(sizes.values())) + late,  # copies
-            "optimizer": 0 if offload else state if strategy == "ddp" else state / processes,
-            "other": (args.ema > 0) * held + late, "activations": activations}
-
-
-def fits(held: dict[str, float], gigabytes: float) -> bool:
-    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
-
-
-def choose_checkpointing(model_class: type, config, args: argparse.Namespace, dtype: torch.dtype,
-                         inputs: dict, compiled: bool, processes: int,
-                         gigabytes: float) -> tuple[str, nn.Module, int]:
-    """--checkpoint-activations, or the first mode, from the fastest on, that fits into so many GB; an empty
-    model; and the bytes of its activations, those of the loss included.
-    """
-    targets = inputs["labels" if "labels" in inputs else "targets"]
-    logits = min(targets.numel(), LOSS_ROWS["cuda"]) * config.padded_vocab * dtype.itemsize
-    if not compiled:  # some rows of them three times in float32
-        logits += 12 * min(targets.numel(), 4096) * config.padded_vocab
-    for mode in [args.checkpoint_activations] if args.checkpoint_activations else CHECKPOINTING:
-        model, activations = kept_for_backward(model_class, config, dtype, mode, inputs, compiled)
-        activations += logits
-        strategy = args.strategy + " --cpu-offload" * args.cpu_offload
-        if fits(memory_of(model, strategy, args, processes, activations), gigabytes):
-            break
-    return mode, model, activations
+        return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
 
 
 def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
@@ -328,15 +281,15 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     dtype = compute_dtype(precision, torch.device("cpu"))
     gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
     compiled = gpus if args.compile is None else args.compile
-    if not gpus:
-        args.checkpoint_activations = args.checkpoint_activations or "none"
     inputs = model.example(batch, "meta", **example)
-    mode, model, activations = choose_checkpointing(model_class, model.config, args, dtype, inputs, compiled,
-                                                    processes, gigabytes)
+    mode = args.checkpoint_activations
+    if mode == "auto":
+        mode = choose_checkpointing(model, inputs, args, dtype, processes, gigabytes)
+    activations = kept_for_backward(model_class, model.config, dtype, mode, inputs, compiled)
+    activations += logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
     print(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "
           f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
-          f"{'on' if compiled else 'off'}, activation checkpointing {mode}"
-          f"{'' if args.checkpoint_activations else ' (the fastest that fits, else the smallest)'}; in GB:")
+          f"{'on' if compiled else 'off'}, activation checkpointing {mode}; in GB:")
     table = {strategy: memory_of(model, strategy, args, processes, activations)
              for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload")}
     fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes)]

@@ -21,6 +21,7 @@ from ddp_utils import (Run, TrainState, add_flags, launch, load_data, make_parse
 from model import HRM, HRMConfig, learning_rate
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
+# Micro-batch and checkpoint_activations are for GPUs of 80 GB, in all trainers.
 START = dict(tie=False, zero_init=True, vocab_lr=4.0)
 PUBLISHED = dict(tie=False, zero_init=False, vocab_lr=1.0)
 WEB = dict(seq_len=1024, data="fineweb-edu", **START)
@@ -37,9 +38,11 @@ SIZES = {
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,
                  steps=2000, eval_every=250, save_every=250, eval_batches=10, **WEB),
     "350m": dict(d_model=1024, n_head=8, n_layer=11, ff=2816, global_batch=1024, batch=32, lr=3e-4,
-                 warmup=500, steps=7000, eval_every=500, save_every=500, eval_batches=10, **WEB),
+                 warmup=500, steps=7000, eval_every=500, save_every=500, eval_batches=10,
+                 checkpoint_activations="selective", **WEB),
     "1b": dict(d_model=1536, n_head=12, n_layer=16, ff=4096, global_batch=768, batch=24, lr=2.2e-4,
-               warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10, **WEB),
+               warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10,
+               checkpoint_activations="block", **WEB),
 }
 SIZES["1b-published"] = SIZES["1b"] | PUBLISHED | dict(  # HRM-Text 1B, as far as it differs from 1b
     vocab_size=65536, global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",

@@ -31,16 +31,16 @@ def measure(strategy: str) -> None:
 
     import ddp_utils
     import train_gpt2
-    from ddp_utils import local_shard
+    from ddp_utils import local_shard, memory_of
     from model import GPT2, GPT2Config
-    from test_ddp import kept_for_backward, memory_of
+    from test_ddp import empty_model, kept_for_backward
     world = ddp_utils.init(timeout=300)
     name, _, offload = strategy.partition(" ")
     config, x = GPT2Config(seq_len=SEQ_LEN), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
     inputs = {name: torch.zeros(BATCH, config.seq_len, dtype=torch.long) for name in ("idx", "targets")}
-    fake, said = kept_for_backward(GPT2, config, torch.float32, "none", inputs, compiled=False)
+    said = kept_for_backward(GPT2, config, torch.float32, "none", inputs, compiled=False)
     args = train_gpt2.parse_args(["--size", "gpt2", "--precision", "fp32", "--strategy", *strategy.split()])
-    said = sum(memory_of(fake, name, args, world.world_size, said).values())
+    said = sum(memory_of(empty_model(GPT2, args), name, args, world.world_size, said).values())
     before = resident("VmRSS")
     model = ddp_utils.build_model(GPT2, config, world, name, bool(offload))
     for p in model.parameters():  # weights do not matter here, and rank 0 should not hold a second copy

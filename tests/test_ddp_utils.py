@@ -258,7 +258,7 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode):
     config = model_class.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
     model = model_class(config)
     inputs = model.example(4, "cpu", **example)
-    _, counted = test_ddp.kept_for_backward(model_class, config, torch.bfloat16, mode, inputs, compiled=False)
+    counted = test_ddp.kept_for_backward(model_class, config, torch.bfloat16, mode, inputs, compiled=False)
     model.compute_dtype = torch.bfloat16
     for block in (m for m in model.modules() if isinstance(m, Block)):
         block.checkpointing = mode
