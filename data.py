@@ -104,6 +104,7 @@ LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tikto
 BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
 BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
 CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 def roles_of(specials: dict[str, int], eot: int) -> dict[str, int] | None:
@@ -173,19 +174,18 @@ class Tokenizer:
                   "normalized": False, "special": True}
                  for s, i in sorted(self.specials.items(), key=lambda item: item[1])
                  if with_mask or s != MASK or self.roles]  # ids after [MASK] must not move
-        decoder = stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                           "use_regex": False}
+        stage = BYTE_LEVEL
         if self.pattern is not None:
             cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated",
                    "invert": False}
-            stage = {"type": "Sequence", "pretokenizers": [cut, stage]}
+            stage = {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL]}
         return json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
                            "normalizer": None, "pre_tokenizer": stage, "post_processor": None,
-                           "decoder": decoder, "model": model}, ensure_ascii=False)
+                           "decoder": BYTE_LEVEL, "model": model}, ensure_ascii=False)
 
 
 class HuggingFaceTokenizer:
-    """Any other tokenizer.json (WordPiece, Unigram, with a normalizer …), run by the `tokenizers` package."""
+    """Any tokenizer.json that is not written here, run by the `tokenizers` package."""
 
     def __init__(self, name: str, text: str):
         import tokenizers
@@ -256,26 +256,20 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
 
 
 def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
-    """A tokenizer.json as `Tokenizer` if it is a plain byte-level BPE whose ids follow its merges."""
+    """What Tokenizer.to_json has written as a Tokenizer; any other tokenizer.json is run by `tokenizers`."""
     try:
         spec = json.loads(text)
-        model, added = spec["model"], {t["content"]: t for t in spec["added_tokens"]}
-        stages = (spec["pre_tokenizer"] or {}).get("pretokenizers", [spec["pre_tokenizer"]])
-        types = [stage and stage["type"] for stage in stages]
-        odd = any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
-        if (model.get("type") == "BPE" and types in (["ByteLevel"], ["Split", "ByteLevel"]) and not odd
-                and not stages[-1].get("add_prefix_space") and not spec.get("normalizer")
-                and EOT in added and all(t["special"] for t in added.values())):
-            pattern = (stages[0].get("pattern") or {}).get("Regex")
-            if stages[-1].get("use_regex", True):
-                pattern = PATTERNS["gpt2"]
-            merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-            merged_ids = [model["vocab"].get("".join(m)) for m in merges]
-            words = {token: i for token, i in model["vocab"].items() if token not in added}
-            if (merged_ids == list(range(256, 256 + len(merges))) and len(words) == 256 + len(merges)
-                    and (pattern is None) == (not merges)):
-                ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in words.items()}
-                return Tokenizer(name, ranks, pattern, {s: t["id"] for s, t in added.items()})
+        model, stage, pattern = spec["model"], spec["pre_tokenizer"], None
+        if stage and stage["type"] == "Sequence":
+            split, stage = stage["pretokenizers"][0], stage["pretokenizers"][-1]
+            pattern = split.get("pattern", {}).get("Regex")
+        # other writers list more of a model, such as its dropout
+        if model.keys() == {"type", "vocab", "merges"} and stage == BYTE_LEVEL and not spec["normalizer"]:
+            merged = [token for token in sorted(model["vocab"], key=model["vocab"].get) if len(token) > 1]
+            if merged != ["".join(parts) for parts in model["merges"]]:
+                raise ValueError("merges that do not follow the ids")
+            ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in model["vocab"].items()}
+            return Tokenizer(name, ranks, pattern, {t["content"]: t["id"] for t in spec["added_tokens"]})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{name} is not a Hugging Face tokenizer.json.")
     try:
