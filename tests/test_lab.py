@@ -29,6 +29,7 @@ TIMEOUT = 15  # of the trainers' collectives, in seconds
 SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, on a busy machine
 GPT2 = Trainer("train_gpt2.py", timeout=TIMEOUT, max_new_tokens=5, global_batch=15, steps=60)
 LATE = {"comm": "late", "optimizer": "muon", "batch": 3}
+NO_NODE0 = "node0 can no longer be reached at 192.168.50.20:"
 
 
 def free_port() -> int:
@@ -85,6 +86,7 @@ def test_the_rank_that_failed_is_named(victim):
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[victim].pid, signal.SIGCONT if what == "raise" else signal.SIGKILL)
         own = finish(processes[victim])
+        assert own.code == (1 if what == "raise" else -signal.SIGKILL), own.out
         assert own.out.startswith("now it happens") and ("Traceback" in own.out) == (what == "raise"), own.out
     assert time.monotonic() - begun < 30 + timeout + SPARE
 
@@ -140,19 +142,22 @@ def wait_for_step(lab, step: int, processes) -> None:
         time.sleep(0.002)
 
 
-def check_lost(lab, nodes: int, shards, lose, expected: str, named_by, mend=lambda: None,
-               train=train) -> Path:
-    """lose() takes a node away from a run; the nodes in named_by say what is expected, all end in time, and
-    the same command goes on. Returns the run directory."""
+def check_lost(lab, nodes: int, shards, lose, expected: str, lost: int, lost_says: str | None = None,
+               mend=lambda: None, train=train) -> Path:
+    """lose() takes the node `lost` away from a run; the others say what is expected, all end in time, and the
+    same command goes on. The lost node lives on alone and says lost_says, or is killed (None). Returns the
+    run directory."""
     processes = train(lab, [1] * nodes, shards)
     wait_for_step(lab, 12, processes)
     lose()
     begun = time.monotonic()
     done = [lab.wait(process, TIMEOUT + SPARE) for process in processes]
     assert time.monotonic() - begun < TIMEOUT + SPARE
-    for node in named_by:
-        code, text = done[node]
-        assert code == 1 and re.search(expected, sentence(text)), text
+    for node, (code, text) in enumerate(done):
+        if node == lost and lost_says is None:
+            assert code == -signal.SIGKILL and "error: " not in text, text
+            continue
+        assert code == 1 and re.search(lost_says if node == lost else expected, sentence(text)), text
         assert len(text.splitlines()) < 100
     out = lab.home(0) / "run"
     assert 12 <= log_of(out)[-1]["step"] < 60, "the run was over before the node was lost"
@@ -172,7 +177,7 @@ def curves_of_nodes(out: Path, nodes: int) -> None:
 
 
 def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards):
-    out = check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* stopped responding", (0, 1))
+    out = check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* stopped responding", 2)
     curves_of_nodes(out, 3)
 
 
@@ -211,10 +216,13 @@ def test_five_nodes_and_one_is_lost(lab, shards, whole, whole_late, comm, how):
     node = 0 if "node0" in how else 3
     lose = {"kill": lambda: lab.kill(node), "power": power_off,
             "cable": lambda: lab.plug(node, False)}[how.split()[0]]
-    expected = "node0 can no longer be reached at 192.168.50.20:" if node == 0 else \
-        r"rank 3 on node3 .* stopped responding"
-    others = [i for i in range(5) if i != node]
-    out = check_lost(lab, 5, shards, lose, expected, others, lambda: lab.plug(node, True),
+    expected = NO_NODE0 if node == 0 else r"rank 3 on node3 .* stopped responding"
+    lost_says = None
+    if how == "cable":
+        lost_says = NO_NODE0
+    elif how == "cable of node0":  # it hears of none any more, and names those whose silence it notices first
+        lost_says = r"rank [1-4] on node[1-4] .* stopped responding"
+    out = check_lost(lab, 5, shards, lose, expected, node, lost_says, lambda: lab.plug(node, True),
                      train=train_late if comm == "late" else train)
     assert_same_run(whole_late if comm == "late" else whole, out)
 
@@ -240,9 +248,8 @@ def test_a_slow_link_and_a_slow_node_change_nothing_that_comes_late(lab, shards,
 @pytest.mark.long
 @pytest.mark.parametrize("node", [0, 2])
 def test_a_node_is_lost_that_ddp_launch_started(lab, shards, node):
-    expected = "node0 can no longer be reached" if node == 0 else r"rank 2 on node2 .* stopped responding"
-    check_lost(lab, 3, shards, lambda: lab.kill(node), expected, [i for i in range(3) if i != node],
-               train=launch_all)
+    expected = NO_NODE0 if node == 0 else r"rank 2 on node2 .* stopped responding"
+    check_lost(lab, 3, shards, lambda: lab.kill(node), expected, node, train=launch_all)
 
 
 RECORDING = """
@@ -288,8 +295,10 @@ def test_five_nodes_four_and_five_again(lab, tmp_path):
     processes = train(5, 400)
     wait_for_step(lab, 20, processes)
     lab.kill(3)
-    assert [lab.wait(process, TIMEOUT + SPARE)[0] for process in processes if process is not processes[3]] \
-        == [1] * 4
+    done = [lab.wait(process, TIMEOUT + SPARE) for process in processes]
+    assert [code for code, _ in done] == [1, 1, 1, -signal.SIGKILL, 1], done
+    for node in (0, 1, 2, 4):
+        assert re.search(r"rank 3 on node3 .* stopped responding", sentence(done[node][1])), done[node][1]
     starts, out = [0], lab.home(0) / "run"
     for nodes, more, batch in ((4, 30, 16), (5, 30, 15)):
         step = int(list_checkpoints(out)[0].name[5:13])
@@ -325,8 +334,13 @@ def test_a_signal_to_the_launcher_of_one_node_ends_all_nodes_soon(lab, shards):
     for pid in ip("netns", "pids", lab.nodes[1]).split():
         if b"train_gpt2.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(int(pid), signal.SIGUSR1)
-    for process in processes:
-        lab.wait(process, 90)
+    done = [lab.wait(process, 90) for process in processes]
+    # torchrun ends with 1 after a signal to itself, whatever its workers end with
+    assert [code for code, _ in done] == [0, 1, 0], done
+    step = int(list_checkpoints(lab.home(0) / "run")[0].name[5:13])
+    assert 12 <= step == log_of(lab.home(0) / "run")[-1]["step"] < 100000
+    for _, text in done:
+        assert re.search(rf"SIGUSR1 .*step {step}\b", text) and "error: " not in text, text
 
 
 @pytest.mark.long
@@ -361,7 +375,7 @@ def test_a_node_that_is_cut_off_ends_too(lab, shards):
     wait_for_step(lab, 12, processes)
     lab.plug(1, False)
     code, text = lab.wait(processes[1], TIMEOUT + SPARE)
-    assert code == 1 and "node0 can no longer be reached" in sentence(text), text
+    assert code == 1 and NO_NODE0 in sentence(text), text
 
 
 @pytest.mark.long
