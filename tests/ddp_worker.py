@@ -1,5 +1,5 @@
-"""Checks that need several processes: test_ddp_utils.py runs this file under torchrun. Each check runs on all
-ranks, and raises AssertionError there if it fails."""
+"""Checks that need several processes: test_ddp_utils.py runs this file under torchrun, with their names. Each
+runs on all ranks, and raises AssertionError there if it fails."""
 
 import argparse
 import os
@@ -282,18 +282,20 @@ def differing_depth(world: World, agree: bool) -> None:
     time.sleep(0 if agree else 8)  # a rank that ends would be noticed at once
 
 
-def main() -> None:
+def run_checks(names: list[str]) -> None:
     world = ddp_utils.init(timeout=30)
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            check(world)
-            if world.is_rank0:
-                print(f"{name} OK", flush=True)
+    for name in names:
+        globals()[f"check_{name}"](world)
+        torch.distributed.barrier()  # rank 0 may be through with one that fails on rank 1
+        if world.is_rank0:
+            print(f"check_{name} OK", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["fail"]:
-        main = lambda: 1 / 0  # noqa: E731
-    elif sys.argv[1:]:  # agree or alone
-        main = lambda: differing_depth(ddp_utils.init(timeout=5), sys.argv[1] == "agree")  # noqa: E731
-    ddp_utils.launch(main)
+    wanted = sys.argv[1:]
+    if wanted == ["fail"]:
+        ddp_utils.launch(lambda: 1 / 0)
+    elif wanted in (["agree"], ["alone"]):
+        ddp_utils.launch(lambda: differing_depth(ddp_utils.init(timeout=5), wanted == ["agree"]))
+    else:
+        ddp_utils.launch(lambda: run_checks(wanted))
