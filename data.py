@@ -18,7 +18,6 @@ import ast
 import bisect
 import codecs
 import contextlib
-import copy
 import errno
 import fcntl
 import glob
@@ -44,7 +43,7 @@ import urllib.parse
 import urllib.request
 import warnings
 import zlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -362,14 +361,22 @@ FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of So
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
 
 
+def fields_of(settings: dict) -> list[str]:
+    """The fields of a row that hold the text, or prompt, response and perhaps condition of pairs."""
+    fields = [settings.get(f"{name}_field") for name in ("prompt", "response", "condition")]
+    return [field for field in fields if field] or [settings["text_field"]]
+
+
 class Source:
     """Documents in a fixed order, readable from any number on. `fields` hold the text, or of pairs prompt,
-    response and perhaps condition. A resumed `prepare` must find the same `identity`. The progress bar shows
-    `done` of `total` bytes.
+    response and perhaps condition; the last may name the validation set. A resumed `prepare` must find the
+    same `identity`. The progress bar shows `done` of `total` bytes.
     """
 
-    def __init__(self, dataset: str, fields: list[str], val_split: str):
-        self.fields, self.done, self.total, self.files = fields, 0, None, []
+    def __init__(self, dataset: str, settings: dict):
+        self.pairs, self.val_field = settings.get("row") is not None, settings.get("val_field")
+        self.fields = fields_of(settings) + ([self.val_field] if self.val_field else [])
+        self.done, self.total, self.files = 0, None, []
         prefix, _, where = dataset.partition(":")
         if prefix == "task" and where in TASKS:
             self.identity, self.task = dataset, where
@@ -392,17 +399,21 @@ class Source:
             self.total = sum(size for _, size in sizes)
             digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
             self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest}"
+        val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
         if self.tail and prefix != "text":
             raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
 
     def documents(self, start: int):
-        """Yields (document, split) from document `start` on. A document is blocks of text, or a tuple: the
-        fields of a pair. split None means by a hash of the text, or of the prompt.
+        """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
+        of text, or a tuple: the fields of a pair. split None means by a hash of the text, or of the prompt.
         """
-        pairs = len(self.fields) > 1
         for texts, split in itertools.islice(self._read(), start, None):  # skipped texts stay unread
-            yield (tuple(texts) if pairs else texts), split
+            name = ""
+            if self.val_field:
+                *texts, name = texts
+                name = re.sub(r"[^\w-]+", "-", name).strip("-") or "none"
+            yield (tuple(texts) if self.pairs else texts), split, name
 
     def _stdlib(self):
         for path in self.files:
@@ -430,12 +441,12 @@ class Source:
                         (first, end), (end, node.end_lineno))), None
 
     def _task(self):
-        """A sample is a function of its number. Its level is its condition."""
+        """A sample is a function of its number. Its level is its condition, and names its validation set."""
         make, levels = TASKS[self.task]
         for number in itertools.count():
             some = random.Random(f"{self.task} {number}")
             level = some.randint(1, levels)
-            yield (*make(some, level), str(level)), None
+            yield (*make(some, level), str(level), str(level)), None
 
     def _text(self):
         """A document per file; with tail:F, the file that contains the boundary gives two."""
@@ -526,7 +537,8 @@ class Source:
 
     def _check_fields(self, where, there):
         if missing := [field for field in self.fields if field not in there]:
-            flag = "--text-field" if len(self.fields) == 1 else "--prompt-field and --response-field"
+            flag = "--prompt-field and --response-field" if self.pairs else "--text-field"
+            flag = "--val-field" if missing[0] == self.val_field else flag
             raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: name one with "
                             f"{flag}.")
 
@@ -725,7 +737,8 @@ def read_manifest(directory: Path) -> dict | None:
                                               for key, expected in types.items()):
             raise ValueError("a field of the wrong type")
         for shard in manifest["shards"]:
-            match = re.fullmatch(r"(train|val)_[0-9]{6}\.bin", shard["file"])  # never a path elsewhere
+            # never a path elsewhere
+            match = re.fullmatch(r"(train|val|val_[\w-]+)_[0-9]{6}\.bin", shard["file"])
             if not match or match[1] != shard["split"]:
                 raise ValueError(f"the shard name {shard['file']!r}")
         if manifest.get("checksum", digest := manifest_digest(manifest)) != digest:
@@ -851,126 +864,95 @@ class Packer:
 
 class ShardWriter:
     """Collects tokens and writes them as shards, in a thread. It packs pairs into rows, and ends their shard
-    with one more start token, because a row is read with what follows. A training shard and the validation
-    tokens so far are committed together, so a resumed run needs one position: where the newest shard ends.
+    with one more start token, because a row is read with what follows. What was collected of all splits is
+    committed together, so a resumed run needs one position: where the newest shard ends.
     """
+
+    MOST_SETS = 16  # validation sets
 
     def __init__(self, directory: Path, manifest: dict, thread: ThreadPoolExecutor):
         self.directory, self.manifest, self._thread = directory, manifest, thread
         shards = manifest["shards"]
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
-        self.arrays, self.tokens, self.documents = {"train": [], "val": []}, Counter(), Counter()
-        self.writing = thread.submit(lambda: None)  # the last write, a Future
+        self.splits = {shard["split"] for shard in shards}
         self.packers: dict[str, Packer] = {}
+        self.writing = thread.submit(lambda: None)  # the last write, a Future
         self.counts = Counter(manifest.get("pairs") or {
             "read": sum(s["tokens"] for s in shards if s["split"] == "train"),  # before packing
             "documents": sum(s["documents"] for s in shards)})
-        if "roles" in manifest:
-            truncate = manifest["settings"]["long"] == "truncate"
-            self.packers = {split: Packer(manifest["row"], manifest["roles"], truncate, self.counts)
-                            for split in self.arrays}
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
+        self.arrays, self.tokens, self.documents = defaultdict(list), Counter(), Counter()
 
     def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
-        self.arrays[split] += self.packers[split].add(tokens) if self.packers else [tokens]
+        settings, arrays = self.manifest["settings"], [tokens]
+        self.splits.add(split)
+        if len(self.splits - {"train"}) > self.MOST_SETS:
+            raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, of "
+                            "which each is a validation set: name another field, or leave it out.")
+        if roles := self.manifest.get("roles"):
+            if split not in self.packers:
+                truncate = settings["long"] == "truncate"
+                self.packers[split] = Packer(settings["row"], roles, truncate, self.counts)
+            arrays = self.packers[split].add(tokens)
+        self.arrays[split] += arrays
         self.tokens[split] += len(tokens)
         self.documents[split] += piece == 0
         self.counts["read"] += len(tokens) * (split == "train")
         self.counts["documents"] += piece == 0
         self.position = [document, piece + 1]
-        if self.tokens[split] >= self.manifest["settings"]["shard_tokens"]:
+        if self.tokens[split] >= settings["shard_tokens"]:
             self.commit()
 
     def commit(self, complete: bool = False) -> None:
         """Starts writing what was collected. Raises UserError if the write before it failed."""
         self.writing.result()
-        if not complete and not any(self.arrays.values()) and not any(p.open for p in self.packers.values()):
-            return  # all pairs so far were left out, and only a shard keeps the position
         for split, packer in self.packers.items():
-            if rows := self.arrays[split] + packer.close(Packer.WINDOW):
-                self.arrays[split] = [*rows, rows[0][:1]]
+            self.arrays[split] += packer.close(Packer.WINDOW)
+            if self.arrays[split]:
+                self.arrays[split].append(self.arrays[split][0][:1])
+        if not complete and not any(self.arrays.values()):
+            return  # all pairs so far were left out, and only a shard keeps the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
         self.writing = self._thread.submit(self._write, self.arrays, self.documents, self.position, complete)
-        self.arrays, self.tokens, self.documents = {"train": [], "val": []}, Counter(), Counter()
+        self._begin_shard()
 
     def _write(self, arrays: dict, documents: Counter, position: list, complete: bool) -> None:
         shards = self.manifest["shards"]
         number = 1 + max((int(s["file"][-10:-4]) for s in shards), default=-1)
-        for split, collected in arrays.items():
-            if collected:
+        for split in sorted(arrays):
+            if arrays[split]:
                 file = f"{split}_{number:06d}.bin"
-                digest = write_shard(self.directory / file, collected, self.manifest["dtype"])
-                shards.append({"split": split, "file": file, "tokens": sum(map(len, collected)),
+                digest = write_shard(self.directory / file, arrays[split], self.manifest["dtype"])
+                shards.append({"split": split, "file": file, "tokens": sum(map(len, arrays[split])),
                                "documents": documents[split], "sha256": digest, "end": position})
         self.manifest["complete"] = complete
         write_manifest(self.directory, self.manifest)
 
 
-def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None, *,
-            val_split: str | None = None, max_samples: int | None = None, max_tokens: int | None = None,
-            min_words: int = 0, text_field: str = "text", shard_tokens: int = 10**8,
-            workers: int | None = None, prompt_field: str | None = None, response_field: str | None = None,
-            condition_field: str | None = None, row: int | None = None, long: str | None = None) -> Path:
-    """Tokenizes `dataset` into shards under `out`; returns that directory. Arguments as on the command line.
-    After a kill it resumes; the bytes are the same then, and with any number of workers. Raises UserError.
+def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None,
+            workers: int | None = None, **options) -> Path:
+    """Tokenizes `dataset` into shards under `out`; returns that directory. The options are those of the
+    command line, see `settings_of`. After a kill it resumes; the bytes are the same then, and with any number
+    of workers. Raises UserError.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
-    if val_split is None:  # each text file is one document, so a few of them cannot be split by a hash
-        few = dataset.startswith("text:") and len(glob.glob(dataset[5:], recursive=True)) < 100
-        val_split = "tail:0.1" if few else "hash:0.05" if dataset.startswith("task:") else "hash:0.01"
-    if val_split.startswith("tail:") and (max_tokens or max_samples):
-        raise UserError("--val-split tail:F, also the default for a few text files, reads the text to its "
-                        "end: name fewer files, or use data.py prepare with --val-split hash:0.1.")
-    counts = [n for n in (workers, max_tokens, max_samples) if n is not None]
-    if not 1 <= shard_tokens < 2**30 or min(counts, default=1) < 1:
-        raise UserError("--shard-tokens must be between 1 and 1B; --workers and limits must be 1 or more.")
-    task = dataset.startswith("task:")
-    condition_field = condition_field or ("level" if task else None)
-    pairs = dataset == "pairs:stdlib" or any((prompt_field, response_field, condition_field))
-    if pairs and not (prompt_field and response_field or task or dataset == "pairs:stdlib"):
-        raise UserError("--prompt-field and --response-field go together: name both.")
-    if task and not (max_tokens or max_samples):
-        raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
-    if pairs and dataset.partition(":")[0] in ("text", "stdlib"):
-        raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
-    if not pairs and (row or long):
-        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
-    row, long = (row or row_of(dataset) or 1024, long or "truncate") if pairs else (None, None)
-    if pairs and row < 4:
-        raise UserError("--row must be 4 or more.")
-    settings = {"tokenizer": tokenizer_name, "val_split": val_split,
-                "max_samples": max_samples, "max_tokens": max_tokens, "min_words": min_words,
-                "text_field": text_field, "shard_tokens": shard_tokens}
-    if pairs:
-        settings |= {"prompt_field": prompt_field, "response_field": response_field,
-                     "condition_field": condition_field, "row": row, "long": long}
-    source = Source(dataset, fields_of(settings), val_split)
-    settings = {"source": source.identity, **settings}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
-        if others and "manifest.json" not in others:
-            raise UserError(f"{out} holds {others[0]} but no manifest: choose an empty --out.")
-        lock = open(out / ".lock", "a")  # a link to another file leaves that as it is
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        raise (NotNow if full else UserError)(f"{out} cannot be written: {error.strerror}; choose another "
-                                              "--out.")
-    with lock, ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that is preparing {out}", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
+    settings = settings_of(dataset, **options)
+    if workers is not None and workers < 1:
+        raise UserError("--workers must be 1 or more.")
+    source = Source(dataset, settings)
+    settings = {"source": source.identity, "tokenizer": tokenizer_name, **settings}
+    with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
-        for key, value in (dict.fromkeys(manifest["settings"]) | settings).items():
-            if value != (before := manifest["settings"].get(key)):
-                raise UserError(f"{out} was prepared with another {key} ({before}, now {value}): choose "
+        for key in manifest["settings"] | settings:
+            before, now = manifest["settings"].get(key), settings.get(key)
+            if before != now:
+                raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): choose "
                                 "another --out, or delete it.")
         if manifest["complete"]:
             print(f"{out} is already prepared: {describe(manifest)}", flush=True)
@@ -988,18 +970,83 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     return out
 
 
+def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | None = None,
+                max_samples: int | None = None, max_tokens: int | None = None, min_words: int = 0,
+                text_field: str = "text", shard_tokens: int = 10**8, prompt_field: str | None = None,
+                response_field: str | None = None, condition_field: str | None = None, row: int | None = None,
+                long: str | None = None) -> dict:
+    """What decides about the bytes that `prepare` writes, beside the text and the tokenizer, with defaults.
+    Raises UserError for what does not go together.
+    """
+    prefix = dataset.partition(":")[0]
+    if val_split is None:
+        # each text file is one document, so a few of them cannot be split by a hash
+        few = prefix == "text" and len(glob.glob(dataset[5:], recursive=True)) < 100
+        val_split = "tail:0.1" if few else "hash:0.05" if prefix == "task" else "hash:0.01"
+    if val_split.startswith("tail:") and (max_tokens or max_samples):
+        limit = "--max-tokens" if max_tokens else "--max-samples"
+        raise UserError(f"{limit} does not go with --val-split tail:F, also the default for a few text "
+                        "files, which reads the text to its end: name fewer files, or use data.py prepare "
+                        "with --val-split hash:0.1.")
+    if not 1 <= shard_tokens < 2**30:
+        raise UserError("--shard-tokens must be between 1 and 1B.")
+    for flag, limit in (("--max-samples", max_samples), ("--max-tokens", max_tokens)):
+        if limit is not None and limit < 1:
+            raise UserError(f"{flag} must be 1 or more.")
+
+    if prefix == "task":
+        if not (max_tokens or max_samples):
+            raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
+        condition_field = condition_field or "level"
+        val_field = val_field or "level"
+    elif val_field and prefix in ("text", "stdlib", "pairs"):
+        raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
+    pairs = prefix in ("pairs", "task") or bool(prompt_field or response_field or condition_field)
+    if pairs and prefix in ("text", "stdlib"):
+        raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
+    if pairs and prefix not in ("pairs", "task") and not (prompt_field and response_field):
+        raise UserError("--prompt-field and --response-field go together: name both.")
+    if not pairs and (row or long):
+        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
+    if pairs:
+        row, long = row or (TASK_ROW if prefix == "task" else 1024), long or "truncate"
+        if row < 4:
+            raise UserError("--row must be 4 or more.")
+    return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
+            "max_tokens": max_tokens, "min_words": min_words, "text_field": text_field,
+            "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
+            "condition_field": condition_field, "row": row, "long": long}
+
+
+@contextlib.contextmanager
+def lock_directory(out: Path):
+    """Makes the directory of a data set, and holds it for one process alone. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
+        if others and "manifest.json" not in others:
+            raise UserError(f"{out} holds {others[0]} but no manifest: choose an empty --out.")
+        lock = open(out / ".lock", "a")  # a link to another file leaves that as it is
+    except OSError as error:
+        kind = NotNow if error.errno == errno.ENOSPC else UserError
+        raise kind(f"{out} cannot be written: {error.strerror}; choose another --out.")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that is preparing {out}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
 def row_of(dataset: str) -> int | None:
     """The tokens that a row has, if these are prepared pairs, or should have, if this is a task."""
     if dataset.startswith("task:"):
         return TASK_ROW
     with contextlib.suppress(UserError):  # a damaged manifest is reported where all ranks hear of it
         return (read_manifest(Path(dataset)) or {}).get("row")
-
-
-def fields_of(settings: dict) -> list[str]:
-    """The fields of a row that hold the text, or prompt, response and perhaps condition of pairs."""
-    fields = [settings.get(f"{name}_field") for name in ("prompt", "response", "condition")]
-    return [field for field in fields if field] or [settings["text_field"]]
 
 
 def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> dict:
@@ -1009,18 +1056,10 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
         if not 300 <= int(bpe[1]) <= 1_000_000:
             raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
         print(f"training {name} on {dataset}", flush=True)
-        texts, budget = [], BPE_TRAIN_CHARS
-        for _, _, split, text in read_pieces(source, settings):
-            if split == "train":
-                texts += [text] if isinstance(text, str) else text
-                budget -= characters(text)
-                if budget <= 0:
-                    break
-        source.done = 0
-        tokenizer = train_bpe(texts, int(bpe[1]))
+        tokenizer = train_bpe(first_texts(source, settings), int(bpe[1]))
     else:
         tokenizer = load_tokenizer(name)
-    pairs = "row" in settings
+    pairs = settings["row"] is not None
     tokenizer = with_roles(tokenizer) if pairs else tokenizer
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
@@ -1033,45 +1072,69 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     return manifest
 
 
+def first_texts(source: Source, settings: dict) -> list[str]:
+    """About the first BPE_TRAIN_CHARS characters of the training split."""
+    texts, budget = [], BPE_TRAIN_CHARS
+    for _, _, split, text in read_pieces(source, settings):
+        if split == "train":
+            texts += [text] if isinstance(text, str) else text
+            budget -= characters(text)
+        if budget <= 0:
+            break
+    source.done = 0
+    return texts
+
+
 def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: int) -> None:
     """Encodes the source from the writer's position on, up to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
-    settings = writer.manifest["settings"]
-    limit, first, start = settings["max_tokens"], writer.counts["read"], time.perf_counter()
-    batches = in_batches(read_pieces(source, settings, writer.position, writer.counts["documents"]))
+    settings, counts = writer.manifest["settings"], writer.counts
+    limit, first, start = settings["max_tokens"], counts["read"], time.perf_counter()
+    batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
         for batch, arrays in in_order(batches, workers, settings["tokenizer"], tokenizer_json):
             for (document, piece, split, _), tokens in zip(batch, arrays):
-                if not limit or writer.counts["read"] < limit:
+                if not limit or counts["read"] < limit:
                     writer.add(document, piece, split, tokens)
-            done = writer.counts["read"]
-            rate = (done - first) / (time.perf_counter() - start) / 1e6
-            bar.set_postfix_str(f"{done / 1e6:.1f}M tokens, {rate:.2f}M tokens/s", refresh=False)
-            bar.update((min(done, limit) if limit else source.done) - bar.n)
-            if limit and done >= limit:
+            millions = counts["read"] / 1e6
+            rate = (counts["read"] - first) / 1e6 / (time.perf_counter() - start)
+            bar.set_postfix_str(f"{millions:.1f}M tokens, {rate:.2f}M tokens/s", refresh=False)
+            done = min(counts["read"], limit) if limit else source.done
+            bar.update(done - bar.n)
+            if limit and counts["read"] >= limit:
                 break
 
 
 def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
-    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in all."""
+    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in all. A text is
+    a string, or the fields of a pair.
+    """
     fraction = float(settings["val_split"].partition(":")[2])
     first, skip = position
     samples -= skip > 0  # a document that is resumed in the middle has been counted already
-    for document, (blocks, split) in enumerate(source.documents(first), first):
+    for document, (blocks, split, name) in enumerate(source.documents(first), first):
         for piece, text in enumerate(pieces(blocks)):
             if piece == 0:
-                whole, hashed = (text, text) if isinstance(text, str) else ("\n".join(text), text[0])
+                pair = not isinstance(text, str)
+                whole = "\n".join(text) if pair else text
                 if whole.isspace() or settings["min_words"] and len(whole.split()) < settings["min_words"]:
                     break
                 if settings["max_samples"] and samples >= settings["max_samples"]:
                     return
                 samples += 1
-                if split is None:
-                    digest = hashlib.blake2b(hashed.encode("utf-8", "replace"), digest_size=8).digest()
-                    split = "val" if int.from_bytes(digest, "little") < fraction * 2**64 else "train"
+                if split is None:  # prompts decide about pairs: none is on both sides
+                    split = "val" if hash64(text[0] if pair else text) < fraction * 2**64 else "train"
+                if split == "val" and name:
+                    split = f"val_{name}"
             if document > first or piece >= skip:
                 yield document, piece, split, text
+
+
+def hash64(text: str) -> int:
+    """A number below 2^64 that depends on the text alone."""
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def characters(text: str | tuple) -> int:
@@ -1314,37 +1377,28 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 
 
 class Shards:
-    """The shards of one split as rows of `seq_len` tokens, and the same rows shifted by one token. A row lies
-    within one shard, whose rest is not used. In a mix, `parts` has first row, rows and share of each source.
+    """Files of tokens as rows of `seq_len` tokens, and the same rows shifted by one token. A row lies within
+    one file, whose rest is not used. A file that is named twice counts twice.
     """
 
-    MIX = 1000  # in so many samples, each source has its share exactly
-
     def __init__(self, paths: list[Path], seq_len: int):
-        self.paths, self.parts = paths, []
         self.tokens = [open_shard(path) for path in paths]
         self.seq_len, self.dtype = seq_len, self.tokens[0].dtype
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
             raise UserError(f"{paths[0].parent} mixes 16-bit and 32-bit shards: prepare it again.")
+        self.num_tokens = sum(map(len, self.tokens))
         counts = [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens]
-        self.ends = np.cumsum(counts)  # the first row after each shard
-        self.rows, self.num_tokens = int(self.ends[-1]), sum(map(len, self.tokens))
-        self.grids = []  # of each shard: its first row, its rows as x (n, T), and as y
-        for tokens, n, end in zip(self.tokens, counts, self.ends):
-            x, y = (tokens[shift:shift + n * seq_len].reshape(n, seq_len) for shift in (0, 1))
-            self.grids.append((int(end) - n, x, y))
+        self.ends = np.cumsum(counts)  # the first row after each file
+        self.rows = int(self.ends[-1])
+        self.grids = []  # of each file: its first row, its rows as x (n, T), and as y
+        for tokens, n, end in zip(self.tokens, counts, self.ends.tolist()):
+            x = tokens[:n * seq_len].reshape(n, seq_len)
+            y = tokens[1:n * seq_len + 1].reshape(n, seq_len)
+            self.grids.append((end - n, x, y))
 
     def order(self, position: int, count: int, seed: int) -> np.ndarray:
         """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
-        positions, rows = np.arange(position, position + count), np.empty(count, np.int64)
-        if not self.parts:
-            return shuffled(positions, self.rows, seed)
-        places, begin = shuffled(positions, self.MIX, seed + 1), 0
-        for first, n, share in self.parts:
-            mine = (begin <= places) & (places < begin + share)
-            rows[mine] = first + shuffled(positions[mine] // self.MIX * share + places[mine] - begin, n, seed)
-            begin += share
-        return rows
+        return shuffled(np.arange(position, position + count), self.rows, seed)
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         """Copies rows (B,), int64 and ascending, into x (B, T), and shifted by one token into y (B, T)."""
@@ -1359,121 +1413,140 @@ class Shards:
             raise IndexError(f"row {rows[-1]} of {self.rows}")
 
 
-def unigram_entropy(shards: Shards, counted=None, limit: int = 16_000_000) -> float:
+def unigram_entropy(sets: list[Shards], counted=None, limit: int = 16_000_000) -> float:
     """Entropy of the token frequencies in nats: the loss of the best model that ignores all context. Of pairs
     that of the labels that count: counted(x) says which, for int64 rows x (n, T).
     """
-    limit = max(limit // len(shards.tokens), 1)
-    some = np.concatenate([tokens[:limit] for tokens in shards.tokens])
+    limit = max(limit // sum(len(shards.tokens) for shards in sets), 1)
+    some = np.concatenate([tokens[:limit] for shards in sets for tokens in shards.tokens])
     if counted:
         import torch
-        few = limit // 8 // shards.seq_len + 1
-        rows = [(x[:few], y[:few]) for _, x, y in shards.grids]
+        few = limit // 8 // sets[0].seq_len + 1
+        rows = [(x[:few], y[:few]) for shards in sets for _, x, y in shards.grids]
         some = np.concatenate([y[counted(torch.from_numpy(x.astype(np.int64))).numpy()] for x, y in rows])
     p = np.bincount(some) / len(some)
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
 class Dataset:
-    """A prepared directory, or one of llm.c's shards without a manifest, as rows of `seq_len` tokens.
+    """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice in each epoch.
 
-    Has `train`, `val` (Shards, or None), `tokenizer`, `name`, `conditions`, names by their first token if
-    there are at most 16, and `fingerprint`, which two machines share if they have the same data. Raises
-    UserError for a directory that is damaged, unfinished or too small.
+    Has `train` (Shards), `val` (Shards by the name of the validation set; one without has that of its
+    directory, if there are several, else ""), `tokenizer`, `roles`, `name`, and `fingerprint`, which two
+    machines share if they have the same data. Raises UserError for a directory that is damaged, unfinished,
+    too small, or has another tokenizer than the first.
     """
 
-    def __init__(self, directory: str | Path, seq_len: int, tokenizer_name: str | None = None):
-        directory = Path(directory)
-        manifest = read_manifest(directory) or {}
-        if "roles" in manifest and seq_len not in (1, manifest["row"]):  # 1: only to look at it
-            raise UserError(f"{directory} has rows of {manifest['row']} tokens: use --seq-len "
-                            f"{manifest['row']}, or prepare it with --row {seq_len}.")
-        if manifest:
-            if not manifest["complete"]:
-                raise UserError(f"{directory} is not complete: run its prepare command again.")
-            paths = [directory / shard["file"] for shard in manifest["shards"]]
-            self.tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"],
-                                                  read_tokenizer_json(directory, manifest, tokenizer_name))
-            identity = [manifest["tokenizer"]["sha256"]]
-            identity += [[shard["file"], shard["sha256"]] for shard in manifest["shards"]]
-            for path, shard in zip(paths, manifest["shards"]):
-                if (n := len(open_shard(path))) != shard["tokens"]:
-                    raise UserError(f"{path} has {n} tokens instead of {shard['tokens']}: copy it or prepare "
-                                    "the data again.")
-        else:
-            paths = sorted(directory.glob("*.bin"))
-            if not paths:
-                raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
-            if not tokenizer_name:
-                raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
-            self.tokenizer = load_tokenizer(tokenizer_name)
-            identity = [tokenizer_name, *[[path.name, self._sample(path)] for path in paths]]
-        train, val = [p for p in paths if "val" not in p.name], [p for p in paths if "val" in p.name]
-        if not train:
-            raise UserError(f"{directory} holds no training shard.")
-        self.name, self.train = directory.name, Shards(train, seq_len)
-        self.val = shards if val and (shards := Shards(val, seq_len)).rows else None
-        if not self.train.rows:
-            raise UserError(f"{directory} is too small: {self.train.num_tokens} training tokens fill no row "
-                            f"of {seq_len}; lower --seq-len or prepare more text.")
-        largest = int(self.train.tokens[0][:1_000_000].max(initial=0))
-        if largest >= self.tokenizer.num_ids:
-            raise UserError(f"{directory} holds the id {largest}, but {self.tokenizer.name} has "
-                            f"{self.tokenizer.num_ids} ids: name the right one with --tokenizer.")
+    def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None):
+        found = {directory: read_directory(directory, seq_len, tokenizer_name)
+                 for directory in dict.fromkeys(directories)}
+        (manifest, self.tokenizer), *others = found.values()
         self.roles = manifest.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
-        self.conditions = {}
-        if manifest.get("settings", {}).get("condition_field") and self.val:
-            some, start = self.val.tokens[0][:1_000_000], self.roles["start"]
-            found = np.unique(some[1:][(some[:-1] == start) & (some[1:] != start)]).tolist()
-            self.conditions = {i: self.tokenizer.decode([i]) for i in found} if len(found) <= 16 else {}
-        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        for (other, tokenizer), directory in zip(others, [*found][1:]):
+            if (tokenizer.to_json(), other.get("roles")) != (self.tokenizer.to_json(), manifest.get("roles")):
+                raise UserError(f"{directory} and {directories[0]} have unlike tokenizers, or only one has "
+                                "pairs: prepare one with the --tokenizer and fields of the other.")
+        train, held_out = [], defaultdict(list)
+        for directory in directories:
+            train += [directory / shard["file"] for shard in found[directory][0]["shards"]
+                      if shard["split"] == "train"]
+        for directory, (manifest, _) in found.items():
+            for shard in manifest["shards"]:
+                if shard["split"] != "train":
+                    name = shard["split"][4:] or (directory.name if others else "")
+                    held_out[name].append(directory / shard["file"])
+        names = ", ".join(map(str, found))
+        if not train:
+            raise UserError(f"{names} holds no training shard.")
+        self.train = Shards(train, seq_len)
+        if not self.train.rows:
+            raise UserError(f"{names} is too small: {self.train.num_tokens} training tokens fill no row "
+                            f"of {seq_len}; lower --seq-len or prepare more text.")
+        sets = {name: Shards(paths, seq_len) for name, paths in held_out.items()}
+        self.val = {name: shards for name, shards in sets.items() if shards.rows}
+        self.name = "+".join(directory.name for directory in directories)
+        digests = [digest_of(found[directory][0]) for directory in directories]
+        self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
+
+    def val_splits(self) -> dict[str, Shards]:
+        """The validation sets by the names that their files begin with."""
+        return {f"val_{name}".rstrip("_"): shards for name, shards in self.val.items()}
 
     def first_pair(self) -> tuple[str, str]:
         """Prompt, with its condition, and response of the first sample that is held out; "" if there is none
         or its text gives other tokens.
         """
-        row, roles = self.val.tokens[0][1:self.val.seq_len].tolist() if self.val else [], self.roles
+        roles, row = self.roles, []
+        for shards in [*self.val.values()][:1]:
+            row = shards.tokens[0][1:shards.seq_len].tolist()
         middle = row.index(roles["response"]) if roles["response"] in row else 0
         ends = [i for i, token in enumerate(row) if token in (roles["start"], roles["end"]) and i > middle]
-        prompt, response = (self.tokenizer.decode(ids) for ids in (
-            row[:middle], row[middle + 1:min(ends, default=len(row))]))
+        prompt = self.tokenizer.decode(row[:middle])
+        response = self.tokenizer.decode(row[middle + 1:min(ends, default=len(row))])
         same = middle and prompt_ids(self.tokenizer, prompt).tolist()[1:-1] == row[:middle]
         return (prompt, response) if same else ("", "")
 
-    @staticmethod
-    def _sample(path: Path) -> str:
-        """A digest of length, front, middle and end: enough to tell two corpora apart."""
-        size = path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with open(path, "rb") as file:
-            for offset in (0, size // 2, max(size - 65536, 0)):
-                file.seek(offset)
-                digest.update(file.read(65536))
-        return digest.hexdigest()
+
+def read_directory(directory: Path, seq_len: int,
+                   tokenizer_name: str | None = None) -> tuple[dict, Tokenizer | HuggingFaceTokenizer]:
+    """Manifest and tokenizer of a directory of shards, whose sizes are those of the manifest. One by llm.c,
+    that has none, gets one. Raises UserError if it is not what `prepare` has finished, or has other rows of
+    pairs.
+    """
+    if manifest := read_manifest(directory):
+        row = manifest.get("row")
+        if row and seq_len not in (1, row):  # 1: only to look at it
+            raise UserError(f"{directory} has rows of {row} tokens: use --seq-len {row}, or prepare it with "
+                            f"--row {seq_len}.")
+        if not manifest["complete"]:
+            raise UserError(f"{directory} is not complete: run its prepare command again.")
+        text = read_tokenizer_json(directory, manifest, tokenizer_name)
+        tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"], text)
+    else:
+        manifest, tokenizer = manifest_of_plain_shards(directory, tokenizer_name)
+    for i, shard in enumerate(manifest["shards"]):
+        tokens = open_shard(directory / shard["file"])
+        if len(tokens) != shard["tokens"]:
+            raise UserError(f"{directory / shard['file']} has {len(tokens)} tokens instead of "
+                            f"{shard['tokens']}: copy it or prepare the data again.")
+        if i == 0 and (largest := int(tokens[:1_000_000].max(initial=0))) >= tokenizer.num_ids:
+            raise UserError(f"{directory} holds the id {largest}, but {tokenizer.name} has "
+                            f"{tokenizer.num_ids} ids: name the right one with --tokenizer.")
+    return manifest, tokenizer
 
 
-def mix(datasets: list[Dataset], weights: list[float]) -> Dataset:
-    """One data set, whose training samples come from several with these weights, each again and again."""
-    mixed, split = copy.copy(datasets[0]), {}
-    for other in datasets[1:]:
-        if (other.tokenizer.to_json(), other.roles) != (mixed.tokenizer.to_json(), mixed.roles):
-            raise UserError(f"{other.name} and {mixed.name} have unlike tokenizers, or only one has pairs: "
-                            "prepare one with the --tokenizer and fields of the other.")
-    for name in ("train", "val"):
-        shards = [shards for dataset in datasets if (shards := getattr(dataset, name))]
-        paths = [path for one in shards for path in one.paths]
-        split[name] = Shards(paths, mixed.train.seq_len) if paths else None
-    shares = np.diff(np.round(np.cumsum([0, *weights]) * Shards.MIX)).astype(int).tolist()
-    firsts = np.cumsum([0, *(dataset.train.rows for dataset in datasets)]).tolist()
-    if split["val"]:
-        split["val"].parts = [(0, split["val"].rows, Shards.MIX)]
-    split["train"].parts = list(zip(firsts, (dataset.train.rows for dataset in datasets), shares))
-    identity = [[dataset.fingerprint for dataset in datasets], shares]
-    vars(mixed).update(split, name="+".join(dataset.name for dataset in datasets),
-                       conditions={i: name for one in datasets for i, name in one.conditions.items()} if all(
-                           one.conditions for one in datasets) else {},
-                       fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest())
-    return mixed
+def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:
+    """What stands in for a manifest where llm.c has written the shards, and their tokenizer."""
+    paths = sorted(directory.glob("*.bin"))
+    if not paths:
+        raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
+    if not tokenizer_name:
+        raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
+    tokenizer = load_tokenizer(tokenizer_name)
+    shards = [{"split": "val" if "val" in path.name else "train", "file": path.name, "documents": 0,
+               "tokens": len(open_shard(path)), "sha256": sample_digest(path)} for path in paths]
+    return {"dataset": str(directory), "settings": {}, "shards": shards,
+            "tokenizer": {"name": tokenizer_name, "sha256": tokenizer_name}}, tokenizer
+
+
+def sample_digest(path: Path) -> str:
+    """A digest of length, front, middle and end: enough to tell two corpora apart."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        for offset in (0, size // 2, max(size - 65536, 0)):
+            file.seek(offset)
+            digest.update(file.read(65536))
+    return digest.hexdigest()
+
+
+def digest_json(value) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def digest_of(manifest: dict) -> str:
+    shards = [[shard["file"], shard["sha256"]] for shard in manifest["shards"]]
+    return digest_json([manifest["tokenizer"]["sha256"], *shards])
 
 
 class Loader:
@@ -1509,8 +1582,7 @@ class Loader:
                 if copied is not None:
                     copied.synchronize()  # the device may still be reading these buffers
                 rows = self.shards.order(self.position, self.batch, self.seed)
-                epochs = np.arange(self.position, self.position + self.batch)
-                epochs //= 1 if self.shards.parts else self.shards.rows
+                epochs = np.arange(self.position, self.position + self.batch) // self.shards.rows
                 order = np.argsort(rows)
                 x, y = buffers[0].numpy()
                 self.shards.take(rows[order], x, y)
@@ -1549,28 +1621,15 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
     stride = batch * world_size
     for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
-        picked = np.minimum(rows, total - 1)
-        shards.take(picked * shards.rows // total if shards.parts else picked, x, y)  # of a mix, from all
+        shards.take(np.minimum(rows, total - 1), x, y)
         *positions, labels = masker(x, rows, np.zeros_like(rows)) if masker else [y.astype(np.int64)]
         labels[rows >= total] = -1
         yield tuple(torch.from_numpy(array).to(device) for array in (x.astype(np.int64), *positions, labels))
 
 
-def parse_mix(text: str) -> list[float]:
-    """A type for argparse: '0.7,0.3' → [0.7, 0.3]."""
-    weights = [float(part) for part in text.split(",")]
-    if min(weights) < 1 / Shards.MIX or abs(sum(weights) - 1) > 1e-6 or len(weights) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two or more weights that add up to 1")
-    return weights
-
-
-def sources_of(data: str, weights: list[float] | None) -> list[str]:
-    """The sources of a trainer's --data and --mix."""
-    sources = data.split(",") if weights else [data]
-    if weights and len(weights) != len(sources):
-        raise UserError(f"--mix has {len(weights)} weights for the {len(sources)} sources of --data: give "
-                        "one for each.")
-    return sources
+def sources_of(data: str) -> list[str]:
+    """The sources of a trainer's --data."""
+    return [data] if Path(data).is_dir() else data.split(",")
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
@@ -1607,39 +1666,41 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
                             "out, delete that directory, or prepare another one with data.py --out.")
     if out == Path(data):
         return out
-    if local_rank == 0:
-        prefix = data.partition(":")[0]
-        local = prefix in ("stdlib", "pairs", *FILE_PREFIXES)
-        useful = TASK_TOKENS if prefix == "task" else useful
-        settings = manifest["settings"] if manifest else {
-            "max_tokens": max_tokens or (None if local else useful), "max_samples": max_samples}
-        if not manifest and prefix in ("pairs", "task"):
-            settings["row"] = row
-        if manifest and manifest["complete"]:
-            check_source(data, out, settings)
-        else:
-            if not (local or max_tokens):
-                why = "" if prefix == "task" else ", 20 for each parameter"
-                print(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens "
-                      "chooses another number", flush=True)
-            options = {k: v for k, v in settings.items() if k not in ("source", "tokenizer")}
-            prepare(data, out, tokenizer_name, **options)
-        if not (local or max_tokens) and (settings["max_tokens"] or useful) < useful / 2:
-            print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
-                  f"{useful:,}: python data.py prepare --max-tokens makes a larger one in another --out",
-                  flush=True)
+    if local_rank > 0:
+        while not (manifest and manifest["complete"]):
+            watch()
+            time.sleep(0.2)
+            manifest = read_manifest(out)
         return out
-    while not (manifest and manifest["complete"]):
-        watch()
-        time.sleep(0.2)
-        manifest = read_manifest(out)
+
+    prefix = data.partition(":")[0]
+    endless = prefix == "task" or prefix not in ("stdlib", "pairs", *FILE_PREFIXES)
+    useful = TASK_TOKENS if prefix == "task" else useful
+    if manifest:
+        settings = manifest["settings"]
+    else:
+        settings = {"max_tokens": max_tokens or (useful if endless else None), "max_samples": max_samples}
+        settings |= {"row": row} if prefix in ("pairs", "task") else {}
+    if manifest and manifest["complete"]:
+        check_source(data, out, settings)
+    else:
+        if endless and not max_tokens:
+            why = "" if prefix == "task" else ", 20 for each parameter"
+            print(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
+                  "another number", flush=True)
+        options = {key: value for key, value in settings.items() if key not in ("source", "tokenizer")}
+        prepare(data, out, tokenizer_name, **options)
+    if endless and not max_tokens and (settings["max_tokens"] or useful) < useful / 2:
+        print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
+              f"{useful:,}: python data.py prepare --max-tokens makes a larger one in another --out",
+              flush=True)
     return out
 
 
 def check_source(data: str, out: Path, settings: dict) -> None:
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
-        identity = Source(data, fields_of(settings), settings["val_split"]).identity
+        identity = Source(data, settings).identity
     except UserError as error:  # the source is gone; the shards suffice
         return print(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used", flush=True)
     if identity != settings["source"]:
@@ -1666,14 +1727,13 @@ def verify(directory: Path) -> None:
 
 
 def info(directory: Path, tokenizer_name: str | None) -> None:
-    dataset = Dataset(directory, 1, tokenizer_name)
-    if manifest := read_manifest(directory):
-        print(f"{manifest['dataset']}: {describe(manifest)}")
-        print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
-    for split, shards in (("train", dataset.train), ("val", dataset.val)):
-        if shards:
-            print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
-                  f"unigram entropy {unigram_entropy(shards):.4f} nats")
+    manifest, _ = read_directory(directory, 1, tokenizer_name)
+    dataset = Dataset([directory], 1, tokenizer_name)
+    print(f"{manifest['dataset']}: {describe(manifest)}")
+    print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
+    for split, shards in {"train": dataset.train, **dataset.val_splits()}.items():
+        print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
+              f"unigram entropy {unigram_entropy([shards]):.4f} nats")
     tokenizer = dataset.tokenizer
     print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
           f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
@@ -1682,10 +1742,11 @@ def info(directory: Path, tokenizer_name: str | None) -> None:
 def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int, seed: int) -> None:
     if min(rows, seq_len) < 1:
         raise UserError("--rows and --seq-len must be 1 or more.")
-    dataset = Dataset(directory, seq_len, tokenizer_name)
-    shards = getattr(dataset, split)
-    if shards is None:
-        raise UserError(f"{directory} has no validation split.")
+    dataset = Dataset([directory], seq_len, tokenizer_name)
+    splits = {"train": dataset.train} | dataset.val_splits()
+    if split not in splits:
+        raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
+    shards = splits[split]
     picked = np.sort(shards.order(0, min(rows, shards.rows), seed))
     x = np.empty((len(picked), seq_len), shards.dtype)
     shards.take(picked, x, np.empty_like(x))
@@ -1705,6 +1766,8 @@ def main() -> None:
                    help="hash:F, a fraction F of the documents, by a hash of their text, or tail:F, the last "
                    "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01, for "
                    "tasks 0.05)")
+    p.add_argument("--val-field", help="field whose values name validation sets of their own, val_VALUE, at "
+                   "most 16 (default: none; of tasks the level)")
     p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
@@ -1729,7 +1792,7 @@ def main() -> None:
             p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards without a manifest")
         if run is peek:
             p.add_argument("--rows", type=int, default=3)
-            p.add_argument("--split", choices=("train", "val"), default="train")
+            p.add_argument("--split", default="train", help="train (default), val, or val_NAME")
             p.add_argument("--seq-len", type=int, default=128)
             p.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())

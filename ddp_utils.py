@@ -26,6 +26,7 @@ import threading
 import time
 import warnings
 import zipfile
+from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -44,9 +45,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
-                  fsync_directory, load_tokenizer, locate, mix, parse_count, parse_mix, plan_batch,
-                  prompt_ids, row_of, sources_of, unigram_entropy, validation_batches, without_response,
-                  write_atomically)
+                  fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, row_of,
+                  sources_of, unigram_entropy, validation_batches, without_response, write_atomically)
 from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, blocks_of, continue_text, fill_masks,
                    from_hf, hidden_matrices, make_optimizers, num_params, pad_vocab, to_hf)
 
@@ -491,11 +491,11 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
     add_flags(
         parser, "data",
         ("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
-         "which is prepared first if necessary, from the hub 20 tokens for each parameter"),
+         "which is prepared first if necessary, from the hub 20 tokens for each parameter; A,B,B reads two, "
+         "and B twice in each epoch"),
         ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for tasks, else "
          "gpt2)"),
-        ("--mix", parse_mix, None, "train on several sources, --data A,B, with weights such as 0.7,0.3"),
         ("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B"),
         ("--max-samples", parse_count, None, "prepare only so many documents"),
         ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
@@ -578,7 +578,7 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
         size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
                        "global_batch": min(32, size["global_batch"]), "schedule": "cosine", "vocab_lr": 1.0,
                        "ema": min(0.999, size.get("ema", 0.0))}
-    return {key: value for key, value in size.items() if key != "epochs" or not (args.steps or args.mix)}
+    return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
 
 
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
@@ -596,7 +596,6 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
     sharded = args.strategy in ("zero2", "zero3")
     for wrong, sentence in (
             (given.steps and given.epochs, "--epochs is not allowed with --steps: leave one of them out"),
-            (given.mix and given.epochs, "--mix has no epochs: give --steps"),
             (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1, "
              "or --optimizer adamw"),
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
@@ -605,7 +604,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
             (args.comm == "late" and args.precision == "fp16", "--comm late needs --precision bf16 or fp32")):
         if wrong:
             raise UserError(f"{sentence}.")
-    sources = sources_of(args.data, args.mix)
+    sources = sources_of(args.data)
     args.seq_len = given.seq_len or row_of(sources[0]) or args.seq_len
     home = Path((args.init_from or "").removeprefix("hf:"))
     trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
@@ -718,9 +717,8 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
         watch = heartbeat.raise_if_lost if heartbeat else lambda: None
         limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len}
         directories = [locate(source, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
-                       for source in sources_of(args.data, args.mix)]
-        datasets = [Dataset(directory, args.seq_len, args.tokenizer) for directory in directories]
-        return mix(datasets, args.mix) if args.mix else datasets[0]
+                       for source in sources_of(args.data)]
+        return Dataset(directories, args.seq_len, args.tokenizer)
 
     dataset = on_all("data", read)
     assert_same(world, "the data", dataset.fingerprint,
@@ -863,7 +861,7 @@ def tokenizer_id(tokenizer) -> str:
 
 
 def run_directory(args: argparse.Namespace, name: str) -> Path:
-    names = [directory_of(source, args.tokenizer).name for source in sources_of(args.data, args.mix)]
+    names = [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
     return args.out or Path("runs", "-".join([name, *names]))
 
 
@@ -967,8 +965,8 @@ def fits(held: dict[str, float], gigabytes: float) -> bool:
 
 def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, dtype: torch.dtype,
                          processes: int, gigabytes: float) -> str:
-    """--checkpoint-activations auto: the first mode, from the fastest on, with which model(**inputs) fits into
-    so many GB by the model's own figures, else the smallest.
+    """--checkpoint-activations auto: the first mode, from the fastest on, with which model(**inputs) fits
+    into so many GB by the model's own figures, else the smallest.
     """
     if not hasattr(model, "activation_bytes"):
         raise UserError(f"{type(model).__name__} has no activation_bytes, so --checkpoint-activations auto "
@@ -1653,6 +1651,16 @@ class StopVote:
         return int(number)
 
 
+def results_of(sums: dict[str, float]) -> dict[str, float]:
+    """What is reported of the sums over a validation set."""
+    found = {"val_loss": sums["loss"] / max(sums["labels"], 1)}
+    if "correct" in sums:
+        found["val_accuracy"] = sums["correct"] / max(sums["labels"], 1)
+    if "exact" in sums:
+        found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
+    return found
+
+
 class Run:
     """One run of a trainer: its directory, its log, how far it is, and what is due after a step.
 
@@ -1673,7 +1681,7 @@ class Run:
         steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / self.global_batch)
         self.total_steps = self.log.total_steps = steps or args.steps
         # shorter ones end unnoticed: with a small text every step could evaluate and save
-        self._long_epochs = dataset.train.rows > args.eval_every * self.global_batch and not args.mix
+        self._long_epochs = dataset.train.rows > args.eval_every * self.global_batch
         self.step = self.samples = 0  # how many are done
         self.ends_epoch = False  # whether the last step reached into the next pass over the data
         self.stopping = 0  # the signal at which all ranks have agreed to stop
@@ -1763,7 +1771,6 @@ class Run:
         if world.is_rank0:
             write_atomically(self.out / "config.json", json.dumps(self._identity, indent=2).encode())
             write_atomically(self.out / "tokenizer.json", tokenizer.to_json().encode())
-        state.model.conditions = tuple(self.dataset.conditions)
         self._describe(precision)
         self._say_here(f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
@@ -1793,8 +1800,8 @@ class Run:
         return True
 
     def _choose_checkpointing(self, inputs: dict, gigabytes: float) -> str:
-        """The mode for the smallest GPU of the run; this one has so many gigabytes. One for all ranks, because
-        with shards they call as many collectives as they compute blocks.
+        """The mode for the smallest GPU of the run; this one has so many gigabytes. One for all ranks,
+        because with shards they call as many collectives as they compute blocks.
         """
         world, state = self.world, self.state
         smallest = -largest(-gigabytes, world)
@@ -1816,7 +1823,7 @@ class Run:
         hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         args, world, dataset, state = self.args, self.world, self.dataset, self.state
         c = state.model.config
-        rows, tokens = dataset.train.rows, dataset.val.num_tokens if dataset.val else 0
+        rows, tokens = dataset.train.rows, sum(shards.num_tokens for shards in dataset.val.values())
         shape = ", ".join(f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c)))
         scaler, compiled = ("on" if on else "off" for on in (state.scaler.is_enabled(), state.compiled))
         chosen = args.global_batch or args.batch and args.grad_accum or self.global_batch == self._wanted
@@ -1828,8 +1835,7 @@ class Run:
             self.log.say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, "
                          "and 0.016 with --optimizer muon")
         samples = self.total_steps * self.global_batch
-        passes = max(samples * share / Shards.MIX / n
-                     for _, n, share in dataset.train.parts or [(0, rows, Shards.MIX)])
+        passes = samples / rows
         if passes > 20 and not args.epochs:
             self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give "
                          "--epochs 3 and a smaller --global-batch, or start with --init-from")
@@ -1838,7 +1844,8 @@ class Run:
         if not blocks:
             self.log.say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none "
                          "is compiled, recomputed by --checkpoint-activations or sharded by itself")
-        self._entropy = unigram_entropy(dataset.val or dataset.train, pairs and model.counted)
+        sets = [*dataset.val.values()] or [dataset.train]
+        self._entropy = unigram_entropy(sets, pairs and model.counted)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
             f"{self._model_class.__name__} {args.size}: {num_params(model):,} parameters, "
@@ -1869,7 +1876,7 @@ class Run:
     @property
     def _evaluation_due(self) -> bool:
         due = self.step % self.args.eval_every == 0 or self.ends_epoch or self._at_end
-        return due and self.dataset.val is not None
+        return due and bool(self.dataset.val)
 
     @property
     def _save_due(self) -> bool:
@@ -1996,42 +2003,41 @@ class Run:
         known = f"\nand the response in the data is\n{self._expected}" if self._expected else ""
         self.log.sample(f"{self.args.sample_prompt}{gap}{text}{known}", self.step)
 
-    def validation_batches(self, masker=None):
+    def evaluate(self, masker=None) -> dict[str, float]:
+        """What an evaluation adds to the record: means over all validation sets, and of each that has a name,
+        such as `val_loss/NAME`. A stop signal ends it early and sets `stopping`.
+        """
+        totals, of_names = Counter(), {}
+        with self.state.averaged_weights():
+            for name, shards in self.dataset.val.items():
+                sums = self._sums(shards, masker)
+                if self.stopping:
+                    return {}
+                totals.update(sums)
+                if name:
+                    of_names |= {f"{key}/{name}": value for key, value in results_of(sums).items()}
+        return results_of(totals) | of_names
+
+    def validation_batches(self, shards: Shards, masker=None):
         """The batches of this rank in an evaluation, see data.py."""
         world, limit = self.world, self.args.eval_batches * self.global_batch or None
-        return validation_batches(self.dataset.val, self.micro_batch, world.rank, world.world_size,
-                                  world.device, limit, masker)
-
-    def evaluate(self) -> dict[str, float]:
-        """What an evaluation of a CausalLM adds to the record."""
-        means = self.mean_statistics(self.validation_batches())
-        found = {"val_loss": means["loss"]}
-        if "exact" in means:
-            found["val_accuracy"] = means["correct"]
-            names = {"": ""} | {f" {i}": f"/{name}" for i, name in self.dataset.conditions.items()}
-            found |= {f"val_exact{name}": means[f"exact{i}"] / means[f"samples{i}"]
-                      for i, name in names.items() if means[f"samples{i}"]}
-        return found
+        return validation_batches(shards, self.micro_batch, world.rank, world.world_size, world.device, limit,
+                                  masker)
 
     @torch.no_grad()
-    def mean_statistics(self, batches) -> dict[str, float]:
-        """Means of the model's statistics over batches of all ranks, each weighted by its labels that count.
-        Every rank has as many batches. A stop signal ends it early and sets `stopping`.
-        """
-        model, names, sums = self.state.model, [], 0
-        with self.state.averaged_weights():
-            model.eval()
-            for batch in batches:
-                _, statistics = model(*batch)
-                labels, statistics["labels"] = statistics["labels"], torch.ones_like(statistics["loss"])
-                names, sums = [*statistics], sums + torch.stack([*statistics.values()]).double() * labels
-                if stopping := self._vote.read():
-                    self.stopping = stopping
-                    break
-                self._vote.start()
-            model.train()
-            means = dict(zip(names, reduce_sum([*sums], self.world)))  # waits for the device
-        return {name: total / max(means["labels"], 1) for name, total in means.items()}
+    def _sums(self, shards: Shards, masker) -> dict[str, float]:
+        """The model's statistics, summed over the labels of all ranks that count, and their number."""
+        model, sums = self.state.model.eval(), 0
+        for batch in self.validation_batches(shards, masker):
+            _, statistics = model(*batch)
+            labels, statistics["labels"] = statistics["labels"], torch.ones_like(statistics["loss"])
+            sums = sums + torch.stack([*statistics.values()]).double() * labels
+            self.stopping = self._vote.read()
+            if self.stopping:
+                break
+            self._vote.start()
+        model.train()
+        return dict(zip(statistics, reduce_sum([*sums], self.world)))  # waits for the device
 
     def finish(self) -> None:
         """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""

@@ -362,8 +362,6 @@ class LanguageModel(nn.Module):
 class CausalLM(LanguageModel):
     """What HRM and GPT2 share: which tokens see which others, and which are to be learned."""
 
-    conditions: tuple[int, ...] = ()  # first tokens of samples, by which evaluation groups exact matches
-
     def forward(self, idx: Tensor, targets: Tensor | None = None):
         """Logits (B, T, V) of idx (B, T); given targets (B, T), loss and statistics of `loss`."""
         x = self.hidden(idx)
@@ -413,8 +411,7 @@ class CausalLM(LanguageModel):
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """The mean loss of those of the targets (B, T) that count; detached scalars: `labels`, how many these
         are, the mean `loss` in nats, and of pairs, in evaluation, for each label on average `correct` ones,
-        `samples`, and `exact` samples, all of whose labels are correct, also those of each condition as
-        `samples 49`, by its id; and which targets count, bool (B, T).
+        `samples`, and `exact` samples, all of whose labels are correct; and which targets count, bool (B, T).
         """
         c, B, pairs = self.config, len(idx), self.config.response >= 0
         those = (targets >= 0) & self.counted(idx) if pairs else targets >= 0
@@ -423,15 +420,13 @@ class CausalLM(LanguageModel):
         loss, hits = found if isinstance(found, tuple) else (found, None)
         statistics = {"loss": loss.detach(), "labels": those.sum()}
         if hits is not None:
-            number, first, _ = self.documents(idx)
+            number, _, _ = self.documents(idx)
             sample = number + torch.arange(B, device=idx.device)[:, None] * (idx.size(1) + 1)
             labels, correct = (torch.zeros(B * (idx.size(1) + 1), device=idx.device).index_add_(
                 0, sample.flatten(), t.flatten().float()) for t in (those, hits))
-            sums, samples = {"correct": hits.sum()}, those & (idx == c.response)  # one position for each
+            samples = those & (idx == c.response)  # one position for each
             exact = samples & (labels == correct)[sample]
-            condition = idx.gather(1, (first + 1).clamp(max=idx.size(1) - 1))
-            for name, some in (("", True), *((f" {i}", condition == i) for i in self.conditions)):
-                sums |= {f"samples{name}": (samples & some).sum(), f"exact{name}": (exact & some).sum()}
+            sums = {"correct": hits.sum(), "samples": samples.sum(), "exact": exact.sum()}
             statistics |= {name: total / statistics["labels"].clamp(min=1) for name, total in sums.items()}
         return loss, statistics, those
 

@@ -231,8 +231,17 @@ def read_metrics(run_directory: Path) -> list[dict]:
 
 
 def curve_values(record: dict) -> dict[str, float]:
-    tags = TAGS | {key: f"Pairs/{key}" for key in record if key.startswith("val_exact/")}  # by condition
+    tags = TAGS.copy()
+    for key in record:
+        base, _, name = key.partition("/")  # of a validation set with a name
+        if name and base in TAGS:
+            tags[key] = f"{TAGS[base]}/{name}"
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
+
+
+def names_of_sets(record: dict) -> list[str]:
+    """The validation sets that have a name."""
+    return [key.removeprefix("val_loss/") for key in record if key.startswith("val_loss/")]
 
 
 class RunLog:
@@ -344,8 +353,9 @@ class RunLog:
         before = [r["val_loss"] for r in self.records[:-1] if r["val_loss"] is not None]
         best = ["best so far"] if before and record["val_loss"] < min(before) else []
         found = format_known(record, EVALUATION)
-        parts = [f"{key[10:]} {value:.1%}" for key, value in record.items() if key.startswith("val_exact/")]
-        found += [", ".join(parts)] if parts else []
+        key, form = ("val_exact", "{} {:.1%}") if "val_exact" in record else ("val_loss", "{} {:.4f}")
+        sets = {name: record[f"{key}/{name}"] for name in names_of_sets(record)}
+        found += [", ".join(form.format(name, value) for name, value in sets.items())] if sets else []
         self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}", *best]))
 
     def write(self, record: dict, machines: dict[str, float] | None = None) -> None:

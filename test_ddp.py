@@ -58,7 +58,7 @@ def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> d
         report |= {"gpu": hardware(device), "uuid": str(torch.cuda.get_device_properties(device).uuid)}
     try:
         if args.data:
-            report["data"] = Dataset(args.data, 1, args.tokenizer).fingerprint[:12]
+            report["data"] = Dataset([Path(args.data)], 1, args.tokenizer).fingerprint[:12]
     except UserError as error:
         report["wrong"] = str(error)
     return report
@@ -239,9 +239,9 @@ def activation_bytes(loss, others) -> int:
 
 def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointing: str, inputs: dict,
                       compiled: bool) -> int:
-    """Bytes of activations that the backward pass of a model needs, counted on tensors that have a shape but no
-    memory. Of `inputs`, the arguments of forward, only types and shapes matter. `compiled` counts what compiled
-    blocks keep: what is cheap to recompute, they recompute in any mode.
+    """Bytes of activations that the backward pass of a model needs, counted on tensors that have a shape but
+    no memory. Of `inputs`, the arguments of forward, only types and shapes matter. `compiled` counts what
+    compiled blocks keep: what is cheap to recompute, they recompute in any mode.
     """
     if hasattr(config, "dropout"):  # on CPUs, and only there, attention with it keeps T x T probabilities
         config = replace(config, dropout=0.0)
@@ -262,7 +262,7 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
 
 def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
     """The model that the flags of a trainer ask for, without memory."""
-    ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data, args.mix)[0], args.tokenizer))
+    ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data)[0], args.tokenizer))
     flags = flags_of_model(model_class.Config, args)
     with torch.device("meta"):
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))

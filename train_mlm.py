@@ -122,12 +122,15 @@ def main() -> None:
     loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
                          world.device, run.samples, masker)
     if dataset.val:
-        bytes_per_token = mean_bytes(run.validation_batches(eval_masker), tokenizer, world)
+        batches = (batch for shards in dataset.val.values()
+                   for batch in run.validation_batches(shards, eval_masker))
+        bytes_per_token = mean_bytes(batches, tokenizer, world)
 
     def evaluate() -> dict:
-        means = run.mean_statistics(run.validation_batches(eval_masker))
-        return {"val_loss": means["loss"], "val_accuracy": means["correct"],
-                "val_nats_per_byte": means["loss"] / bytes_per_token}
+        found = run.evaluate(eval_masker)
+        if found:  # no signal has cut it short
+            found["val_nats_per_byte"] = found["val_loss"] / bytes_per_token
+        return found
 
     # -------------------------------------------------------------------------------------------- training
     while run.report(evaluate):  # what is due after a step, or was when a run that resumes was stopped

@@ -23,23 +23,18 @@ from model import HRM  # noqa: E402
 @torch.no_grad()
 def by_level(model: HRM, dataset: data.Dataset, device) -> dict[str, tuple[float, float]]:
     """Of each level, and of all as "": exact matches, and the mean of the cycles that tokens chose."""
-    names = {-1: "", **dataset.conditions}
-    # samples, exact ones, tokens, their cycles
-    sums = {i: torch.zeros(4, dtype=torch.float64) for i in names}
-    model.conditions = tuple(dataset.conditions)
-    for x, y in data.validation_batches(dataset.val, 16, 0, 1, device):
-        _, found = model(x, y)
-        taken = 1 + model.think(x)[1]  # of each token that chooses its cycles
-        first = model.documents(x)[1]
-        level = x.gather(1, (first + 1).clamp(max=x.size(1) - 1))
-        counted = model.counted(x) & (y >= 0)
-        for i in names:
-            those = counted if i < 0 else counted & (level == i)
-            name = "" if i < 0 else f" {i}"
-            samples, exact = (found[f"{what}{name}"] * found["labels"] for what in ("samples", "exact"))
-            sums[i] += torch.stack((samples, exact, those.sum(), (taken * those).sum())).double().cpu()
-    return {names[i]: ((exact / samples).item(), (cycles / tokens).item())
-            for i, (samples, exact, tokens, cycles) in sums.items()}
+    sums = {}  # of each level: samples, exact ones, tokens, their cycles
+    for name, shards in dataset.val.items():
+        sums[name] = torch.zeros(4, dtype=torch.float64)
+        for x, y in data.validation_batches(shards, 16, 0, 1, device):
+            _, found = model(x, y)
+            taken = 1 + model.think(x)[1]  # of each token that chooses its cycles
+            counted = model.counted(x) & (y >= 0)
+            samples, exact = (found[what] * found["labels"] for what in ("samples", "exact"))
+            sums[name] += torch.stack((samples, exact, counted.sum(), (taken * counted).sum())).double().cpu()
+    sums = {"": sum(sums.values())} | sums
+    return {name: ((exact / samples).item(), (cycles / tokens).item())
+            for name, (samples, exact, tokens, cycles) in sums.items()}
 
 
 def draw(lines: dict[str, dict[str, float]], path: Path) -> None:
@@ -67,7 +62,7 @@ def main() -> None:
     for run, cycles in itertools.product(args.runs, map(int, args.cycles.split(","))):
         model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None, eval_cycles=cycles)
         model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
-        found = by_level(model.eval(), data.Dataset(args.data, model.config.seq_len), world.device)
+        found = by_level(model.eval(), data.Dataset([args.data], model.config.seq_len), world.device)
         if not lines:
             print("| run | cycles |" + "".join(f" {name or 'all'} |" for name in found) + "\n" + "|---" * (
                 len(found) + 2) + "|")

@@ -80,7 +80,7 @@ def make_shards(directory: Path, tokens: int) -> Path:
 
 
 def read(args, directory: Path) -> None:
-    shards = data.Dataset(directory, SEQ_LEN).train
+    shards = data.Dataset([directory], SEQ_LEN).train
     x = np.empty((BATCH, SEQ_LEN), np.uint16)
     y = np.empty_like(x)
     batches = [np.sort(shards.order(i * BATCH, BATCH, 0)) for i in range(2000)]
@@ -113,7 +113,7 @@ def read(args, directory: Path) -> None:
 
 
 def mask(args, directory: Path) -> None:
-    dataset = data.Dataset(directory, 512)
+    dataset = data.Dataset([directory], 512)
     masker = data.Masker(dataset.tokenizer, 512, 0.3, 0)
     x = np.empty((64, 512), np.uint16)
     y, epochs = np.empty_like(x), np.zeros(64, np.int64)
@@ -134,7 +134,7 @@ def open_and_seek(args, directory: Path) -> None:
     import torch  # noqa: F401 — its import is not what is measured
 
     def begin():
-        dataset = data.Dataset(directory, SEQ_LEN)
+        dataset = data.Dataset([directory], SEQ_LEN)
         loader = data.Loader(dataset.train, BATCH, 0, 1, 0, "cpu", samples=123_456_789)
         next(loader)
         loader.close()

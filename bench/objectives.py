@@ -51,7 +51,7 @@ def held_out(out: Path, name: str, args: argparse.Namespace, world) -> tuple[flo
     """Mean loss of the responses, the fraction of their tokens that is the likeliest one, and parameters."""
     model, _ = ddp_utils.load_model(MODELS[name][0], out, world, lambda text: None, loss="response")
     model.eval()
-    shards, sums = data.Dataset(args.data, args.row).val, torch.zeros(3, dtype=torch.float64)
+    shards, sums = data.Dataset([args.data], args.row).val[""], torch.zeros(3, dtype=torch.float64)
     for x, y in data.validation_batches(shards, 8, 0, 1, "cpu"):
         _, found = model(x, y)
         sums += torch.stack([found["loss"], found["correct"], torch.ones(())]).double() * found["labels"]

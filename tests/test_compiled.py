@@ -305,7 +305,8 @@ def test_the_table_of_a_model_is_near_what_dry_run_counts(trainer, size, mode):
         model = test_ddp.empty_model(model_class, trainer.parse_args(["--size", size, "--n-layer", n_layer]))
         inputs = model.example(8, "meta")
         said.append(model.activation_bytes(mode, **inputs))
-        counted.append(test_ddp.kept_for_backward(model_class, model.config, torch.bfloat16, mode, inputs, True))
+        counted.append(test_ddp.kept_for_backward(model_class, model.config, torch.bfloat16, mode, inputs,
+                                                  compiled=True))
         weights.append(2 * sum(map(num_params, blocks_of(model))) * (mode == "none"))
         torch.compiler.reset()
     difference = said[1] - said[0]

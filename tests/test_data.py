@@ -120,7 +120,11 @@ def undisturbed(many, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(shards) -> data.Dataset:
-    return data.Dataset(shards, 64)
+    return data.Dataset([shards], 64)
+
+
+def source_of(dataset: str, **options) -> data.Source:
+    return data.Source(dataset, data.settings_of(dataset, **options))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -303,7 +307,7 @@ def words(tmp_path_factory) -> Path:
 def test_a_large_vocabulary_makes_shards_of_32_bits(words):
     tokens = read_like_llmc(words / "train_000000.bin")
     assert tokens.dtype == np.uint32 and tokens[0] == 70_000 and tokens.max() > 65_535
-    dataset = data.Dataset(words, 50)
+    dataset = data.Dataset([words], 50)
     (x, _), *_ = data.validation_batches(dataset.train, 32, 0, 1, "cpu")
     assert x.flatten().tolist() == [70_000, *(i * 7 % 70_000 for i in range(32 * 50 - 1))]
     assert dataset.tokenizer.decode(x[1]) == " ".join(f"w{i * 7 % 70_000}" for i in range(49, 99))
@@ -319,20 +323,20 @@ def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
     for path in shards.glob("*.bin"):
         shutil.copy(path, tmp_path)
     with pytest.raises(data.UserError, match="--tokenizer"):
-        data.Dataset(tmp_path, 64)
-    bare = data.Dataset(tmp_path, 64, "bytes")
-    for mine, theirs in (bare.train, dataset.train), (bare.val, dataset.val):
+        data.Dataset([tmp_path], 64)
+    bare = data.Dataset([tmp_path], 64, "bytes")
+    for mine, theirs in (bare.train, dataset.train), (bare.val[""], dataset.val[""]):
         assert [a.tolist() for a in mine.tokens] == [a.tolist() for a in theirs.tokens]
-    assert bare.fingerprint == data.Dataset(tmp_path, 64, "bytes").fingerprint
+    assert bare.fingerprint == data.Dataset([tmp_path], 64, "bytes").fingerprint
     flip(tmp_path / "train_000000.bin", 5000)
-    assert bare.fingerprint != data.Dataset(tmp_path, 64, "bytes").fingerprint
+    assert bare.fingerprint != data.Dataset([tmp_path], 64, "bytes").fingerprint
 
 
 def test_shards_of_two_widths_do_not_mix(shards, words, tmp_path):
     shutil.copy(shards / "train_000000.bin", tmp_path)
     shutil.copy(words / "train_000000.bin", tmp_path / "train_000001.bin")
     with pytest.raises(data.UserError, match="mixes"):
-        data.Dataset(tmp_path, 64, "bytes")
+        data.Dataset([tmp_path], 64, "bytes")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -372,8 +376,8 @@ def test_tail_split_never_cuts_a_character(alphabet, tmp_path):
     for length in range(1, 40):
         text = "".join(itertools.islice(itertools.cycle(alphabet), length))
         (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-        source = data.Source(f"text:{tmp_path}/text.txt", ["text"], "tail:0.1")
-        parts = [("".join(blocks), split) for blocks, split in source.documents(0)]
+        source = source_of(f"text:{tmp_path}/text.txt", val_split="tail:0.1")
+        parts = [("".join(blocks), split) for blocks, split, _ in source.documents(0)]
         assert "".join(part for part, _ in parts) == text
         val = "".join(part for part, split in parts if split == "val").encode()
         assert 0 <= len(text.encode()) * 0.1 - len(val) + 1 < 5  # at most 3 bytes moved to the training side
@@ -419,12 +423,12 @@ def test_every_source_gives_the_same_documents(tmp_path):
     for form, source in every_form(texts, tmp_path).items():
         out = data.prepare(source, tmp_path / "out" / form, "bytes", val_split="hash:0.2", workers=1)
         shards[form] = bins(out)
-        found = data.Source(source, ["text"], "hash:0.2")
-        everything = [("".join(blocks), split) for blocks, split in found.documents(0)]
+        found = source_of(source, val_split="hash:0.2")
+        everything = [("".join(blocks), split) for blocks, split, _ in found.documents(0)]
         assert [text for text, _ in everything] == texts
         for skip in (1, 22, 23, 44, 45):  # as a resumed prepare does
-            rest = data.Source(source, ["text"], "hash:0.2").documents(skip)
-            assert [("".join(blocks), split) for blocks, split in rest] == everything[skip:], (form, skip)
+            rest = source_of(source, val_split="hash:0.2").documents(skip)
+            assert [("".join(blocks), split) for blocks, split, _ in rest] == everything[skip:], (form, skip)
     assert read_documents(out, "train") == [t for t in texts if t in read_documents(out, "train")]
     assert all(content == shards["text"] for content in shards.values())
     assert len(shards["text"]) == 2
@@ -447,8 +451,8 @@ def test_wikitext_lines_become_articles(tmp_path, monkeypatch):
     monkeypatch.setitem(data.SHORT_NAMES, "wikitext", (str(tmp_path / "wiki"), None))
     articles = ["".join(lines[:1]), "".join(lines[1:4]), "".join(lines[4:])]
     for skip in range(3):
-        found = data.Source("wikitext", ["text"], "hash:0.1").documents(skip)
-        assert ["".join(blocks) for blocks, _ in found] == articles[skip:]
+        found = source_of("wikitext", val_split="hash:0.1").documents(skip)
+        assert ["".join(blocks) for blocks, *_ in found] == articles[skip:]
 
 
 def test_pieces_cut_at_lines_or_words_and_lose_nothing():
@@ -616,7 +620,8 @@ def test_a_changed_tokenizer_json_does_not_pass_for_ours(exported):
 
 
 def test_the_older_form_of_gpt2s_tokenizer_json(tokenizer, exported):
-    """The file on the hub leaves the pattern to ByteLevel and writes merges as strings: the package runs it."""
+    """The file on the hub leaves the pattern to ByteLevel and writes merges as strings: the package runs it.
+    """
     if tokenizer.name != "gpt2":
         pytest.skip("only gpt2 has it")
     spec = json.loads(exported)
@@ -707,7 +712,7 @@ SPLITS = [(1, 4), (2, None), (2, 2), (4, None), (4, 1), (8, None), (8, 1)]
 @pytest.fixture(scope="module")
 def one_rank(shards) -> tuple[data.Shards, list]:
     """Rows of 256 tokens, and their global batches of 16 as one rank sees them, into the second epoch."""
-    rows = data.Dataset(shards, 256).train
+    rows = data.Dataset([shards], 256).train
     return rows, global_batches(rows, 1, 16, 1, rows.rows // 16 + 3)
 
 
@@ -735,7 +740,7 @@ def test_batches_are_the_rows_of_the_order(dataset):
 
 def test_rows_of_many_shards(undisturbed):
     """No row crosses from one shard to the next, and none is lost but the rest at the end of each."""
-    shards = data.Dataset(undisturbed, 100).train
+    shards = data.Dataset([undisturbed], 100).train
     expected = []
     for path in sorted(undisturbed.glob("train_*.bin")):
         tokens = read_like_llmc(path).tolist()
@@ -795,7 +800,7 @@ def test_the_order_is_not_only_locally_shuffled():
 
 
 def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
-    shards, seconds = data.Dataset(undisturbed, 64).train, []
+    shards, seconds = data.Dataset([undisturbed], 64).train, []
     for _ in range(7):
         begin = time.perf_counter()
         loader = data.Loader(shards, 64, 3, 8, 1, "cpu", samples=10**6 * 512)
@@ -877,7 +882,7 @@ def validated(shards, batch: int, world_size: int, limit=None) -> tuple[Counter,
 
 @pytest.mark.parametrize("limit", [None, 1, 13])
 def test_validation_counts_every_row_once_on_any_number_of_ranks(dataset, limit):
-    shards = dataset.val
+    shards = dataset.val[""]
     tokens = shards.tokens[0].tolist()
     count = limit or shards.rows
     rows = Counter(tuple(tokens[r * 64:r * 64 + 64]) for r in range(count))
@@ -890,7 +895,7 @@ def test_validation_counts_every_row_once_on_any_number_of_ranks(dataset, limit)
 
 def test_without_padding_rows_would_count_twice(dataset):
     """Shows that the check above needs the targets of −1: the inputs alone repeat the last row."""
-    shards, seen = dataset.val, 0
+    shards, seen = dataset.val[""], 0
     for rank in range(3):
         seen += sum(len(x) for x, _ in data.validation_batches(shards, 7, rank, 3, "cpu"))
     assert seen > shards.rows
@@ -905,7 +910,7 @@ def test_info(corpus, shards, dataset):
     counts = Counter(itertools.chain.from_iterable(t.tolist() for t in dataset.train.tokens))
     p = np.array(list(counts.values())) / sum(counts.values())
     assert result.code == 0, result.out
-    train, val = dataset.train.num_tokens, dataset.val.num_tokens
+    train, val = dataset.train.num_tokens, dataset.val[""].num_tokens
     for part in (f"text:{corpus}: {train:,} training and {val:,} validation tokens of bytes, 2 documents",
                  "val_split tail:0.1", f"unigram entropy {-(p * np.log(p)).sum():.4f} nats",
                  "tokenizer: bytes, 257 ids, end of text is 256, [MASK] is 257",
@@ -925,7 +930,7 @@ def test_verify(undisturbed):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_peek(shards, dataset, split):
     result = run(0, "data.py", "peek", shards, *f"--rows 4 --split {split} --seq-len 96 --seed 5".split())
-    tokens = getattr(dataset, split).tokens[0]
+    tokens = ({"train": dataset.train} | dataset.val_splits())[split].tokens[0]
     rows = sorted(data.shuffled(np.arange(4), (len(tokens) - 1) // 96, 5).tolist())
     texts = [dataset.tokenizer.decode(tokens[row * 96:row * 96 + 96]) for row in rows]
     expected = [f"--- {split} row {row}\n{text}\n" for row, text in zip(rows, texts, strict=True)]
@@ -978,7 +983,7 @@ def test_a_host_that_never_answers_counts_as_unreachable():
 def test_ids_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
     shutil.copy(undisturbed / "train_000000.bin", tmp_path)
     with pytest.raises(data.UserError, match="holds the id 5[0-9][0-9], but bytes has 258"):
-        data.Dataset(tmp_path, 64, "bytes")
+        data.Dataset([tmp_path], 64, "bytes")
 
 
 def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):

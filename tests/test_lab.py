@@ -308,7 +308,7 @@ def test_five_nodes_four_and_five_again(lab, tmp_path):
         assert f"x {nodes} processes = {batch} sequences" in done[0][1], done[0][1]
     starts.append(torch.load(list_checkpoints(out)[0], weights_only=True)["samples"])
 
-    rows, reader = {}, data.Dataset(shards, 32).train
+    rows, reader = {}, data.Dataset([shards], 32).train
     for node in range(5):
         for file in sorted(lab.home(node).glob("rows-*.jsonl"), key=lambda path: path.name):
             taken = [json.loads(line) for line in file.read_text().splitlines()]

@@ -97,7 +97,7 @@ def test_whole_words_are_masked_as_a_whole(tokenizer, rows):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_loaders_mask_alike_on_any_number_of_ranks(shards, world_size):
-    dataset = data.Dataset(shards, T)
+    dataset = data.Dataset([shards], T)
     masker = data.Masker(dataset.tokenizer, T, 0.3, 5)
     seen = []
     for rank in range(world_size):
@@ -113,14 +113,14 @@ def test_loaders_mask_alike_on_any_number_of_ranks(shards, world_size):
 
 
 def test_validation_masks_are_frozen_and_count_each_row_once(shards):
-    dataset = data.Dataset(shards, T)
-    masker = data.Masker(dataset.tokenizer, T, 0.15, 0)
+    dataset = data.Dataset([shards], T)
+    masker, shards = data.Masker(dataset.tokenizer, T, 0.15, 0), dataset.val[""]
     labels = {}
     for world_size in (1, 3):
         batches = [b for rank in range(world_size)
-                   for b in data.validation_batches(dataset.val, 4, rank, world_size, "cpu", masker=masker)]
+                   for b in data.validation_batches(shards, 4, rank, world_size, "cpu", masker=masker)]
         labels[world_size] = sorted(tuple(row) for b in batches for row in b[2].tolist() if max(row) >= 0)
-    assert labels[1] == labels[3] and len(labels[1]) == dataset.val.rows
+    assert labels[1] == labels[3] and len(labels[1]) == shards.rows
 
 
 def test_word_pieces_continue_a_word(tmp_path):

@@ -46,8 +46,9 @@ def pairs(tmp_path_factory):
 
 
 def split_rows(out, split: str) -> list[np.ndarray]:
-    shards = getattr(data.Dataset(out, json.loads((out / "manifest.json").read_text())["row"]), split)
-    return [row for _, x, _ in shards.grids for row in x] if shards else []
+    dataset = data.Dataset([out], json.loads((out / "manifest.json").read_text())["row"])
+    sets = [dataset.train] if split == "train" else dataset.val.values()
+    return [row for shards in sets for _, x, _ in shards.grids for row in x]
 
 
 def documents_of(row) -> list[list[int]]:
@@ -106,7 +107,8 @@ def test_a_condition_is_text_or_a_special_token(tmp_path):
     assert sorted(found)[0] == [START, *b"easyb", RESPONSE, *b"c"]
     assert sorted(found)[-1] == [START, 257, *b"b", RESPONSE, *b"d"]
     source = write(tmp_path / "m.jsonl", [rows[1] | {"q": f"{i}"} for i in range(30)])
-    marked = data.Dataset(prepare(source, tmp_path / "m", condition_field="kind", val_split="hash:0.5"), 128)
+    out = prepare(source, tmp_path / "m", condition_field="kind", val_split="hash:0.5")
+    marked = data.Dataset([out], 128)
     assert marked.val and marked.first_pair() == ("", "")  # as text, the condition would be other tokens
 
 
@@ -152,7 +154,7 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     source = write(tmp_path / "n.jsonl", [{"q": f"{i}", "a": "c"} for i in range(30)])
     plain = data.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6, workers=1,
                          val_split="hash:0.5")
-    prompt, response = data.Dataset(plain, 6).first_pair()
+    prompt, response = data.Dataset([plain], 6).first_pair()
     assert prompt.isdigit() and response == "c"  # without the end token
 
 
@@ -180,7 +182,7 @@ def test_functions_of_the_standard_library(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = data.prepare("pairs:stdlib", tokenizer_name="bytes", max_samples=40, row=1024, workers=1)
     assert out.name == "pairs-stdlib-bytes"
-    tokenizer = data.Dataset(out, 1024).tokenizer
+    tokenizer = data.Dataset([out], 1024).tokenizer
     texts = [tokenizer.decode(d) for row in split_rows(out, "train") for d in documents_of(row)]
     assert len(texts) > 20
     for text in texts:
@@ -188,28 +190,24 @@ def test_functions_of_the_standard_library(tmp_path, monkeypatch):
         assert "def " in prompt and prompt.count('"') + prompt.count("'") > 1 and response.strip(), text
 
 
-@pytest.mark.parametrize("count", [1, 7, 64])
-def test_a_mix_takes_each_source_by_its_weight_and_once_in_each_of_its_rounds(pairs, tmp_path, count):
+def test_a_directory_that_is_named_twice_is_read_twice_in_each_epoch(pairs, tmp_path):
     other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
-    one, two = (data.Dataset(directory, 128) for directory in (pairs, other))
-    shards = data.mix([one, two], [0.75, 0.25]).train
-    n = 10 * data.Shards.MIX
-    rows = np.concatenate([shards.order(at, min(count, n - at), 3) for at in range(0, n, count)])
-    first = rows < one.train.rows
-    assert np.array_equal(np.add.reduceat(first, range(0, n, data.Shards.MIX)), [750] * 10)
-    assert first[:50].any() and not first[:50].all() and first[-50:].any() and not first[-50:].all()
-    for mine, size in ((rows[first], one.train.rows), (rows[~first] - one.train.rows, two.train.rows)):
-        rounds = len(mine) // size  # within a block the order is free, so a round ends somewhere in it
-        counts = np.bincount(mine, minlength=size)
-        assert rounds > 1 and set(counts) <= {rounds, rounds + 1}
-    assert np.array_equal(rows, shards.order(0, n, 3)) and not np.array_equal(rows, shards.order(0, n, 4))
-    x, y = np.empty((2, n, 128), shards.dtype)
-    shards.take(np.sort(rows), x, y)
-    assert np.array_equal(x[-1], two.train.grids[0][1][np.sort(rows)[-1] - one.train.rows])
+    one, two = (data.Dataset([directory], 128).train for directory in (pairs, other))
+    both = data.Dataset([pairs, other, other], 128)
+    assert both.train.rows == one.rows + 2 * two.rows
+    x, y = np.empty((2, both.train.rows, 128), both.train.dtype)
+    both.train.take(np.sort(both.train.order(0, both.train.rows, 3)), x, y)
+    expected = [row.tobytes() for shards in (one, two, two) for _, grid, _ in shards.grids for row in grid]
+    assert sorted(row.tobytes() for row in x) == sorted(expected)
+    assert both.name == "pairs+other+other"
+    prints = [data.Dataset(directories, 128).fingerprint
+              for directories in ([pairs], [pairs, other], [pairs, other, other], [other, pairs])]
+    assert len({*prints, both.fingerprint}) == 4 and both.fingerprint == prints[2]
 
 
-def test_a_mix_is_the_same_on_any_number_of_ranks(pairs, tmp_path):
-    shards = data.mix([data.Dataset(pairs, 128)] * 2, [0.4, 0.6]).train
+def test_several_directories_are_the_same_on_any_number_of_ranks(pairs, tmp_path):
+    other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
+    shards = data.Dataset([pairs, other, other], 128).train
     seen = []
     for ranks in (1, 2, 4):
         loaders = [data.Loader(shards, 8 // ranks, rank, ranks, 0, "cpu", 16) for rank in range(ranks)]
@@ -220,20 +218,16 @@ def test_a_mix_is_the_same_on_any_number_of_ranks(pairs, tmp_path):
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_mix_is_evaluated_on_all_its_sources_and_masked_anew_in_each_round(pairs, tmp_path):
+def test_each_of_several_directories_is_evaluated_once_and_rows_are_masked_anew(pairs, tmp_path):
     other = prepare(write(tmp_path / "o.jsonl", samples(2000, seed=5)), tmp_path / "other")
-    one, two = (data.Dataset(directory, 128) for directory in (pairs, other))
-    mixed = data.mix([one, two], [0.5, 0.5])
-    rows = {row.tobytes() for _, x, _ in two.val.grids for row in x}
-    for dataset, expected in ((mixed, True), (one, False)):
-        batches = data.validation_batches(dataset.val, 4, 0, 1, "cpu", limit=8)
-        seen = [row.numpy().astype(one.val.dtype).tobytes() in rows for x, _ in batches for row in x]
-        assert len(seen) == 8 and any(seen) == expected
-    masker = data.Masker(one.tokenizer, 128, 0.3, 0)
-    again = data.mix([two, two], [0.5, 0.5])
-    loader, masks = data.Loader(again.train, 8, 0, 1, 0, "cpu", 0, masker), {}
-    plain = data.Loader(again.train, 8, 0, 1, 0, "cpu", 0)
-    for _ in range(4 * two.train.rows // 8):
+    both = data.Dataset([pairs, other, other], 128)
+    for directory in (pairs, other):
+        alone = data.Dataset([directory], 128).val[""]
+        assert both.val[directory.name].rows == alone.rows
+    masker = data.Masker(both.tokenizer, 128, 0.3, 0)
+    twice, masks = data.Dataset([other, other], 128).train, {}
+    loader, plain = (data.Loader(twice, 8, 0, 1, 0, "cpu", 0, some) for some in (masker, None))
+    for _ in range(2 * twice.rows // 8):
         for (_, positions, _), (x, _) in [(next(loader), next(plain))]:
             for row, chosen in zip(x, positions):
                 masks.setdefault(row.numpy().tobytes(), []).append(tuple(chosen.tolist()))
@@ -280,11 +274,11 @@ def test_roles_are_no_conditions():
 
 def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_path):
     (tmp_path / "tokenizer.json").write_text(data.load_tokenizer("bytes").to_json())
-    assert data.Dataset(pairs, 128, str(tmp_path / "tokenizer.json")).roles == ROLES
+    assert data.Dataset([pairs], 128, str(tmp_path / "tokenizer.json")).roles == ROLES
     source = write(tmp_path / "o.jsonl", samples(100))
     other = data.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a", workers=1)
     with pytest.raises(data.UserError, match="made with the tokenizer bpe:300"):
-        data.Dataset(other, 1024, str(tmp_path / "tokenizer.json"))
+        data.Dataset([other], 1024, str(tmp_path / "tokenizer.json"))
 
 
 # -------------------------------------------------------------------------------------------------- the model
@@ -460,13 +454,9 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
         again = torch.cat(list(generate(model, prompt, len(answer) + 1, temperature=0)))
         expected.append(torch.equal(again, torch.cat((answer, answer.new_tensor([START])))))
     idx = torch.stack(rows)
-    model.conditions = (3, RESPONSE, 99)  # first tokens of prompts: of one, of the three empty ones, of none
     _, found = model(idx, idx.roll(-1, 1))
-    for condition in model.conditions:
-        those = [exact for row, exact in zip(idx.tolist(), expected) if row[1] == condition]
-        assert round((found[f"samples {condition}"] * found["labels"]).item()) == len(those)
-        assert round((found[f"exact {condition}"] * found["labels"]).item()) == sum(those)
-    model.conditions = ()
+    assert round((found["samples"] * found["labels"]).item()) == len(rows)
+    assert round((found["exact"] * found["labels"]).item()) == sum(expected)
     for row, exact in zip(idx, expected):
         _, statistics = model(row[None], torch.cat((row[1:], row[:1]))[None])
         assert round((statistics["samples"] * statistics["labels"]).item()) == 1
@@ -548,31 +538,48 @@ def test_killed_and_resumed_bit_for_bit(script, ranks, pairs, tmp_path):
 
 @pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 2)] + [
     pytest.param("train_hrm.py", ranks, marks=pytest.mark.long) for ranks in (1, 2, 3)])
-def test_killed_and_resumed_bit_for_bit_with_a_mix(script, ranks, pairs, tmp_path):
+def test_killed_and_resumed_bit_for_bit_with_several_directories(script, ranks, pairs, tmp_path):
     other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
-    Trainer(script, seq_len=128, max_new_tokens=5, mix="0.3,0.7").check_killed_run(
-        tmp_path, ranks, f"{pairs},{other}")
+    Trainer(script, seq_len=128, max_new_tokens=5).check_killed_run(
+        tmp_path, ranks, f"{pairs},{other},{other}")
 
 
-def test_exact_match_by_condition(tmp_path):
-    """Of the validation samples of all sources of a mix; more than 16 conditions are too many to list."""
+def test_validation_sets_with_names(tmp_path):
+    """Each reports its own exact matches; all of them together are what the run reports as one."""
     rows = [{"q": f"{i}", "a": "yes" if i % 3 else str(i * i), "c": "AB"[i % 3 == 0]} for i in range(1500)]
-    other = [row | {"c": "C", "a": "no"} for row in rows]
-    sources = [prepare(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c")
-               for name, some in (("one", rows), ("two", other))]
-    assert data.Dataset(sources[0], 128).conditions == {65: "A", 66: "B"}
+    other = [row | {"c": "so, C", "a": "no"} for row in rows]
+    sources = [prepare(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c",
+                       val_field="c") for name, some in (("one", rows), ("two", other))]
+    assert sorted(path.name for path in sources[0].glob("val*")) == ["val_A_000000.bin", "val_B_000000.bin"]
+    assert data.Dataset([sources[1]], 128).val.keys() == {"so-C"}
+    for name, answers in (("A", {"yes"}), ("B", {str(i * i) for i in range(0, 1500, 3)})):
+        found = data.Dataset([sources[0]], 128).val[name]
+        tokenizer = data.Dataset([sources[0]], 128).tokenizer
+        texts = [tokenizer.decode(d) for _, grid, _ in found.grids for row in grid for d in documents_of(row)]
+        assert texts and {text.split(data.RESPONSE)[1] for text in texts} <= answers
     trainer = Trainer("train_gpt2.py", seq_len=None, max_new_tokens=5, lr=1e-2, log_every=40)
-    done = trainer.train(0, ",".join(map(str, sources)), tmp_path / "run", mix="0.5,0.5", eval_batches=0)
+    done = trainer.train(0, ",".join(map(str, sources)), tmp_path / "run", eval_batches=0)
     record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     found = {key[10:]: value for key, value in record.items() if key.startswith("val_exact/")}
-    assert done.code == 0 and found.keys() == {"A", "B", "C"} and found["B"] < min(found["A"], found["C"])
+    assert done.code == 0 and found.keys() == {"A", "B", "so-C"}, done.out
+    assert found["B"] < min(found["A"], found["so-C"])
+    assert min(found.values()) <= record["val_exact"] <= max(found.values())
+    losses = [record[f"val_loss/{name}"] for name in found]
+    assert min(losses) < record["val_loss"] < max(losses)
     assert record["val_accuracy"] > 0.5  # a share of labels, not of samples
-    assert re.search(r"exact match \d+\.\d% \| A \d+\.\d%, B \d+\.\d%, C \d+\.\d%", done.out), done.out
-    plain = prepare(write(tmp_path / "p.jsonl", samples(300)), tmp_path / "plain")
-    assert not data.mix([data.Dataset(path, 128) for path in (sources[0], plain)], [0.5, 0.5]).conditions
-    many = prepare(write(tmp_path / "m.jsonl", [row | {"c": chr(65 + i % 30)} for i, row in enumerate(rows)]),
-                   tmp_path / "many", condition_field="c")
-    assert not data.Dataset(many, 128).conditions
+    assert re.search(r"exact match \d+\.\d% \| A \d+\.\d%, B \d+\.\d%, so-C \d+\.\d%", done.out), done.out
+
+
+def test_named_sets_of_plain_text_report_their_losses(tmp_path):
+    rows = [{"text": f"{i}" + ("a" * 60 if i % 2 else f"{i**9}"), "kind": "easy" if i % 2 else "hard"}
+            for i in range(900)]
+    out = data.prepare(write(tmp_path / "t.jsonl", rows), tmp_path / "t", "bytes", val_field="kind",
+                       workers=1, val_split="hash:0.2")
+    done = Trainer("train_gpt2.py", max_new_tokens=3, lr=1e-2).train(0, out, tmp_path / "run", eval_batches=0)
+    assert done.code == 0, done.out
+    easy, hard = map(float, re.findall(r"\| easy (\d\.\d{4}), hard (\d\.\d{4})", done.out)[-1])
+    total = float(re.findall(r"validation loss (\d\.\d{4})", done.out)[-1])
+    assert easy < total < hard
 
 
 @pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py"])

@@ -71,10 +71,12 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
     data.prepare("task:doubling", tmp_path / "two", max_samples=3000, shard_tokens=20000, workers=2)
     for path in whole.glob("*.bin"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
-    source = data.Source("task:doubling", ["level"], "hash:0.05")
+    source = data.Source("task:doubling", data.settings_of("task:doubling", max_samples=3000))
     first = list(itertools.islice(source.documents(0), 50))
     assert list(itertools.islice(source.documents(20), 30)) == first[20:]
-    assert {level for (_, _, level), _ in first} == set("12345678")
+    assert all(level == name for (_, _, level), _, name in first)
+    assert {name for *_, name in first} == set("12345678")
+    assert data.Dataset([whole], 256).val.keys() == set("12345678")
     manifest = json.loads((whole / "manifest.json").read_text())
     assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.05"
 
@@ -82,12 +84,12 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
 def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards = data.prepare("task:sudoku", tmp_path / "shards", max_samples=200, workers=1)
-    dataset = data.Dataset(shards, 256)
+    dataset = data.Dataset([shards], 256)
     question, answer = dataset.first_pair()
     assert question[0] in "1234" and len(question) == 42 and len(answer) == 41
     assert question[1:].count("0") == 6 * int(question[0]) and all(
         given in ("0", digit) for given, digit in zip(question[1:], answer))
-    first = dataset.tokenizer.decode(dataset.val.grids[0][1][0])
+    first = dataset.tokenizer.decode([*dataset.val.values()][0].grids[0][1][0])
     assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
     monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])
@@ -97,7 +99,7 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     short = data.prepare("task:doubling", tmp_path / "short", max_samples=50, workers=1, row=90)
     done = puzzles.train(0, short, tmp_path / "short-run")
     assert done.code == 0 and "rows of 90" in done.out, done.out
-    assert train_hrm.parse_args(["--data", f"{short},{short}", "--mix", "0.5,0.5"]).seq_len == 90
+    assert train_hrm.parse_args(["--data", f"{short},{short}"]).seq_len == 90
     (short / "manifest.json").write_text("{")
     damaged = puzzles.train(0, short, tmp_path / "short-run")
     assert damaged.code == 2 and "is damaged" in damaged.out, damaged.out

@@ -210,9 +210,6 @@ def test_trained_weights_are_trained_further_gently():
     assert (args.lr, args.warmup, args.epochs, args.bp_steps) == (3e-5, 0, 3, (5, 5))
     args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere", "--steps", "7", "--lr", "1"])
     assert (args.steps, args.epochs, args.lr) == (7, None, 1)
-    args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere", "--data", "a,b", "--mix",
-                                 ".5,.5", "--steps", "7"])
-    assert args.epochs is None
     scratch = train_hrm.parse_args(["--size", "1b"])
     assert (scratch.lr, scratch.warmup, scratch.epochs, scratch.bp_steps) == (2.2e-4, 1000, None, (2, 5))
 

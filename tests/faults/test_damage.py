@@ -122,9 +122,10 @@ def prepared(tmp_path_factory) -> Path:
 
 def state_of(directory: Path) -> tuple:
     """All that training can see of prepared data."""
-    dataset = data.Dataset(directory, 16)
-    tokens = np.concatenate([*dataset.train.tokens, *dataset.val.tokens]).tobytes()
-    return dataset.fingerprint, dataset.tokenizer.to_json(), dataset.train.rows, dataset.val.rows, tokens
+    dataset = data.Dataset([directory], 16)
+    held_out = dataset.val[""]
+    tokens = np.concatenate([*dataset.train.tokens, *held_out.tokens]).tobytes()
+    return dataset.fingerprint, dataset.tokenizer.to_json(), dataset.train.rows, held_out.rows, tokens
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])

@@ -124,7 +124,7 @@ def test_any_value_in_any_field(shards, tmp_path_factory, where, draw, value):
         del part[key]
     content = json.dumps(manifest | {"checksum": data.manifest_digest(manifest)})
     if parse(directory, content.encode()):
-        for use in (lambda: data.Dataset(directory, 8), lambda: data.verify(directory),
+        for use in (lambda: data.Dataset([directory], 8), lambda: data.verify(directory),
                     lambda: data.info(directory, None),
                     lambda: data.prepare(manifest["dataset"], directory, "bytes", workers=1),
                     lambda: data.locate(manifest["dataset"], "bytes", 1000, 0)):

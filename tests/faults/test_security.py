@@ -159,7 +159,7 @@ def test_paths_in_a_manifest(shards, tmp_path, name):
     manifest["shards"][0]["file"] = name.format(outside=tmp_path / "outside")
     data.write_manifest(directory, manifest)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for use in (lambda: data.Dataset(directory, 8), lambda: data.verify(directory),
+    for use in (lambda: data.Dataset([directory], 8), lambda: data.verify(directory),
                 lambda: data.prepare(manifest["dataset"], directory, "bytes", workers=1)):
         with pytest.raises(data.UserError, match="manifest.json is damaged"):
             use()
