@@ -48,8 +48,10 @@ from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count,
                   fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, row_of,
                   sources_of, unigram_entropy, validation_batches, without_response, write_atomically)
 from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, blocks_of, continue_text, fill_masks,
-                   from_hf, hidden_matrices, make_optimizers, num_params, pad_vocab, to_hf)
+                   from_hf, hidden_matrices, num_params, pad_vocab, to_hf)
 
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
+SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # -----------------------------------------------------------------------------------------------------------
@@ -484,8 +486,6 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         else:  # the default comes in `parse`, because sizes have defaults of their own
             text += "" if field.name in keys else f" ({field.default})"
             group.add_argument(f"--{name}", type=positive_int if field.type is int else fraction, help=text)
-    group.add_argument("--vocab-size", type=positive_int, help="rows of the embedding table (default: the "
-                       "ids of the tokenizer, rounded up to a multiple of 64)")
     group.add_argument("--compile", action=argparse.BooleanOptionalAction,
                        help="compile each block (default: on GPUs)")
     add_flags(
@@ -512,14 +512,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
         ("--lr", number(0), None, "peak learning rate"),
-        ("--vocab-lr", number(0), 1.0, "learning rate of embedding and head, as a multiple of --lr; some "
-         "sizes have another"),
         ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
         ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
-        ("--min-lr-ratio", number(0, 1), 0.1, "last learning rate / peak"),
-        ("--weight-decay", number(0), 0.1, "of matrices"),
-        ("--beta1", fraction, 0.9, "of AdamW"),
-        ("--beta2", fraction, 0.95, "of AdamW"),
         ("--grad-clip", number(0), 1.0, "largest gradient norm; 0: any"),
         ("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none"))
     add_flags(
@@ -531,9 +525,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
          "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB"),
         ("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
          "bits, and so do compiled blocks with other --checkpoint-activations"),
-        ("--strategy", ("ddp", "zero1", "zero2", "zero3"), "ddp", "what is sharded over the processes: "
-         "nothing, the optimizer state, also gradients, also parameters; each resumes from any other"),
-        ("--cpu-offload", bool, None, "with zero3: parameters, gradients and optimizer state in host memory"),
+        ("--strategy", STRATEGIES, "ddp", "what is sharded over the processes: nothing, the optimizer state, "
+         "also gradients, also parameters, and these in host memory; each resumes from any other"),
         ("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if any"),
         ("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs"),
         ("--timeout", positive_int, 600, "seconds to wait for a lost process"))
@@ -576,7 +569,7 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
     """The row of the size; to train further from --init-from, with gentler defaults of its own."""
     if args.init_from:
         size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-                       "global_batch": min(32, size["global_batch"]), "schedule": "cosine", "vocab_lr": 1.0,
+                       "global_batch": min(32, size["global_batch"]), "schedule": "cosine",
                        "ema": min(0.999, size.get("ema", 0.0))}
     return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
 
@@ -591,15 +584,15 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
         raise UserError("--init-from needs the --size of the weights, for its context and micro-batch.")
     size = given.size or "tiny"
     defaults = {field.name: field.default for field in flag_fields(config_class)} | recipe(given, sizes[size])
-    parser.set_defaults(**defaults | {"size": size, "global_batch": None, "batch": None})  # see plan_batch
+    chosen_later = {"global_batch": None, "batch": None}  # see plan_batch
+    parser.set_defaults(**{"vocab_size": None} | defaults | {"size": size} | chosen_later)
     args = parser.parse_args(argv)
-    sharded = args.strategy in ("zero2", "zero3")
+    sharded = args.strategy in SHARDED
     for wrong, sentence in (
             (given.steps and given.epochs, "--epochs is not allowed with --steps: leave one of them out"),
             (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1, "
              "or --optimizer adamw"),
             (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
-            (args.cpu_offload and args.strategy != "zero3", "--cpu-offload needs --strategy zero3"),
             (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
             (args.comm == "late" and args.precision == "fp16", "--comm late needs --precision bf16 or fp32")):
         if wrong:
@@ -730,9 +723,8 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
 # Models on all ranks, replicated or sharded
 
 
-def build_model(model_class: type, config, world: World, strategy: str = "ddp",
-                cpu_offload: bool = False) -> nn.Module:
-    """A model without weights on this process's device, sharded with zero2 and zero3. Its parameters have no
+def build_model(model_class: type, config, world: World, strategy: str = "ddp") -> nn.Module:
+    """A model without weights on this process's device, or sharded by its strategy. Its parameters have no
     memory at first, so that only rank 0, which has the weights, ever holds all of them in host memory. Its
     buffers are those that it has made. Raises UserError for a model that cannot be built so.
     """
@@ -751,10 +743,11 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
                for name, buffer in module.named_buffers(recurse=False)}
     for block in blocks_of(model):
         block.plain_attention = world.device.type == "cpu"
-    if strategy in ("zero2", "zero3"):
+    offload = strategy == "zero3-offload"
+    if strategy in SHARDED:
         options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
-                   "reshard_after_forward": strategy == "zero3"}  # zero2 keeps what a step has gathered
-        if cpu_offload:
+                   "reshard_after_forward": strategy != "zero2"}  # which keeps what a step has gathered
+        if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         for module in [*blocks_of(model), model]:
             fully_shard(module, **options)
@@ -762,7 +755,7 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
             model.set_reshard_after_backward(False)
         if hasattr(model, "decode"):
             register_fsdp_forward_method(model, "decode")
-    model.to_empty(device="cpu" if cpu_offload else world.device)
+    model.to_empty(device="cpu" if offload else world.device)
     for (module, name), buffer in buffers.items():
         if buffer.is_meta:
             raise UserError(f"the buffer {name} of {type(module).__name__} is made from a parameter, which "
@@ -813,8 +806,7 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World) -> 
 
 
 def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
-               strategy: str = "ddp", cpu_offload: bool = False, ids: int = 0,
-               **changes) -> tuple[nn.Module, dict | None]:
+               strategy: str = "ddp", ids: int = 0, **changes) -> tuple[nn.Module, dict | None]:
     """A trained model, with averaged weights if there are any, and its checkpoint; from a run directory, a
     file or hf:DIR_OR_ID (no checkpoint). `changes` replaces fields of the configuration that do not change
     the parameters; the context is extended to `seq_len` if the positional encoding allows that, and the
@@ -848,7 +840,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
             new = mean.expand(config["padded_vocab"] - known, *mean.shape[1:])
             weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
-    model = build_model(model_class, model_class.Config(**config | changes), world, strategy, cpu_offload)
+    model = build_model(model_class, model_class.Config(**config | changes), world, strategy)
     if seq_len > config["seq_len"] and "positions.weight" in model.state_dict():
         raise UserError(f"{source} has learned positions for {config['seq_len']} tokens: lower --seq-len.")
     copy_weights(model, weights, world)
@@ -909,8 +901,7 @@ def assert_trained_with(args: argparse.Namespace, config, where) -> None:
     """Raises UserError if a switch is given that a model did not have when it was trained."""
     for field in flag_fields(type(config)):
         value, was = getattr(args, field.name), getattr(config, field.name)
-        of_size = field.name in ("tie", "zero_init")  # whose value may be that of the size
-        if field.type is bool and was != value != field.default and not of_size:
+        if field.type is bool and was != value != field.default:
             raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
                             f"{field.name} {value}.")
 
@@ -934,7 +925,6 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     fetched ahead) and those outside of blocks; and the gradients of a block and of what is outside. With the
     others, the largest gradient comes in two parts, of embedding and head.
     """
-    strategy, _, offload = strategy.partition(" ")
     largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
     everything = 4 * num_params(model)
@@ -942,9 +932,9 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     state = 2 * everything  # AdamW keeps two numbers for each, Muon one
     if args.optimizer == "muon":
         state -= 4 * sum(p.numel() for p in hidden_matrices(model))
-    sharded = strategy in ("zero2", "zero3")
+    sharded, offload = strategy in SHARDED, strategy == "zero3-offload"
     held = 0 if offload else everything / (processes if sharded else 1)
-    gathered = {"zero2": everything, "zero3": outside + 2 * block}.get(strategy, 0)
+    gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
     return {"parameters": held + gathered,
             "gradients": held + (outside + block if sharded else largest_one) + late,  # copies
@@ -974,8 +964,7 @@ def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespac
     logits = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled=True)
     for mode in CHECKPOINTING:
         activations = model.activation_bytes(mode, **inputs) * dtype.itemsize // 2 + logits
-        strategy = args.strategy + " --cpu-offload" * args.cpu_offload
-        if fits(memory_of(model, strategy, args, processes, activations), gigabytes):
+        if fits(memory_of(model, args.strategy, args, processes, activations), gigabytes):
             break
     return mode
 
@@ -1169,12 +1158,10 @@ class TrainState:
     `tensors` says what of it a checkpoint holds; saving and `restore` both walk that.
     """
 
-    def __init__(self, model: nn.Module, args: argparse.Namespace, world: World):
+    def __init__(self, model: nn.Module, optimizers: list, args: argparse.Namespace, world: World):
         self.model, self.world = model, world
         model.compute_dtype = compute_dtype(args.precision, world.device)
-        self.optimizers = shard_optimizers(make_optimizers(
-            model, args.optimizer, args.lr, (args.beta1, args.beta2), args.weight_decay, args.vocab_lr),
-            args.strategy)
+        self.optimizers = shard_optimizers(optimizers, args.strategy)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, args.ema) if args.ema else None
         self.late = Late(model, world, args.timeout) if args.comm == "late" else None
@@ -1273,7 +1260,7 @@ class TrainState:
                     group["lr"] = lr * group.get("scale", 1.0)
                 inner = inner_optimizer(optimizer)
                 if inner.defaults.get("fused"):
-                    device = optimizer.param_groups[0]["params"][0].device  # the host's with --cpu-offload
+                    device = optimizer.param_groups[0]["params"][0].device  # the host's with zero3-offload
                     inner.grad_scale, inner.found_inf = None, skip.to(device)
                     optimizer.step()
                 elif not skip.item():
@@ -1687,15 +1674,16 @@ class Run:
         self.stopping = 0  # the signal at which all ranks have agreed to stop
         self.epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # sums over the steps of this epoch
         self._record: dict | None = None  # of the last step, until all that is due after it has been done
-        self._replicated = args.strategy in ("ddp", "zero1")  # all ranks hold all parameters
+        self._replicated = args.strategy not in SHARDED  # all ranks hold all parameters
         self._peak_memory = 0.0  # the largest of all ranks, in GB
         self._expected = ""  # what should follow the prompt of samples, if that is known
 
     def make_model(self, model_class: type, **config) -> nn.Module:
         """The model to train: random, or from --init-from; empty if a checkpoint is going to be restored."""
         args, tokenizer, self._model_class = self.args, self.dataset.tokenizer, model_class
-        config = model_class.Config(padded_vocab=args.vocab_size or pad_vocab(config["vocab_size"]),
-                                    **flags_of_model(model_class.Config, args), **config)
+        padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
+        config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
+                                    **config)
         pairs = vars(config).get("response", -1) >= 0
         attention, loss = (vars(config).get(name) for name in ("attention", "loss"))
         if attention == "prefix" and loss == "all" or loss == "response" and not pairs:
@@ -1711,7 +1699,7 @@ class Run:
         if args.init_from and not self.saved:
             ids = config.vocab_size if pairs else 0
             model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
-                                       args.strategy, args.cpu_offload, ids, **changes)
+                                       args.strategy, ids, **changes)
             assert_trained_with(args, model.config, args.init_from)
             digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
             if source and source["tokenizer"].split()[-1] not in digests:
@@ -1730,7 +1718,7 @@ class Run:
                             "and its learning rate.")
         if args.init_from and self.saved["family"] == model_class.__name__:
             config = model_class.Config(**self.saved["model_config"] | changes)  # as the run began
-        model = build_model(model_class, config, self.world, args.strategy, args.cpu_offload)
+        model = build_model(model_class, config, self.world, args.strategy)
         if not self.saved:
             torch.manual_seed(args.seed)
             copy_weights(model, model_class(config).state_dict() if self.world.is_rank0 else {}, self.world)

@@ -279,8 +279,8 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.padded_vocab < self.vocab_size:
-            raise UserError(f"--vocab-size {self.padded_vocab} is below the {self.vocab_size} ids of the "
-                            "tokenizer.")
+            raise UserError(f"a table of {self.padded_vocab} rows is too small for the {self.vocab_size} ids "
+                            "of the tokenizer: take another --tokenizer or --size.")
 
     @property
     def head_dim(self) -> int:
@@ -344,7 +344,7 @@ class LanguageModel(nn.Module):
     * Activations have the type `compute_dtype`, set from --precision; parameters are always float32, so
       layers cast them, as `Linear` does.
     * `embed.weight` is the table of embeddings, `head.weight` the output head, if it has weights of its own,
-      both (padded_vocab, C); they get --vocab-lr, and rows for new ids with --init-from.
+      both (padded_vocab, C); they can have a rate of their own, and get rows for new ids with --init-from.
     * `example(batch, device)`: arguments of `forward` in which every parameter gets a gradient.
       `flops_per_token(…)`: FLOPs of a training step per token, for MFU. `activation_bytes(mode, **example)`:
       see that of GPT2; it is optional, for --checkpoint-activations auto.
@@ -455,12 +455,16 @@ class HRMConfig(AttentionConfig):
     ff: int = flag(4096, "hidden units of the MLP")
     h_cycles: int = flag(2, "calls of the slow stack H")
     l_cycles: int = flag(3, "calls of the fast stack L for each of H")
-    tie: bool = flag(True, "output head = embedding table; --untie gives the head weights of its own")
+    init: str | None = flag(None, "identity: what is added to the residual stream starts at zero, and the "
+                            "head, with weights of its own, small; published: as HRM-Text has it, also with "
+                            "such a head; tied: the same, but the embedding table is the head",
+                            ("identity", "published", "tied"))
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
-    halt: bool = flag(False, "let each token choose how many H-cycles it gets")
-    max_cycles: int = flag(4, "largest number of H-cycles, with --halt")
+    halt: bool = flag(False, "let each token choose how many H-cycles it gets, up to 4")
     eval_cycles: int = flag(0, "H-cycles in evaluation and use, with --halt at most; 0, none of its own")
-    zero_init: bool = flag(False, "start as the identity: projections at zero and a small head of its own")
+    max_cycles: int = 4  # the largest number of H-cycles with `halt`
+    tie: bool = True  # head and embedding table are one; both of these come from `init`, if that is given
+    zero_init: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
@@ -469,9 +473,11 @@ class HRMConfig(AttentionConfig):
         super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
+        if self.init:
+            self.tie, self.zero_init = self.init == "tied", self.init == "identity"
         if self.zero_init and self.tie:
-            raise UserError("--tie needs --published: a model that starts as the identity would only repeat "
-                            "its input.")
+            raise UserError("a model that starts as the identity needs a head of its own, or it would only "
+                            "repeat its input.")
 
     @property
     def cycles(self) -> int:

@@ -32,8 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, sources_of
-from ddp_utils import (RunError, World, choose_checkpointing, compute_dtype, first_line, fits, flags_of_model,
-                       hardware, init, largest, launch, logits_bytes, memory_of, number, on_all, recipe)
+from ddp_utils import (STRATEGIES, RunError, World, choose_checkpointing, compute_dtype, first_line, fits,
+                       flags_of_model, hardware, init, largest, launch, logits_bytes, memory_of, number,
+                       on_all, recipe)
 from model import GPT2, HRM, MLM, blocks_of, num_params, pad_vocab
 
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
@@ -291,7 +292,7 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
           f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
           f"{'on' if compiled else 'off'}, activation checkpointing {mode}; in GB:")
     table = {strategy: memory_of(model, strategy, args, processes, activations)
-             for strategy in ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload")}
+             for strategy in STRATEGIES}
     fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes)]
     print(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
     for strategy, held in table.items():
@@ -300,7 +301,7 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
     print(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
           f"{args.keep_last}, the best and the one being written, and {file:.2f} GB of rank 0's host memory")
-    chosen = args.strategy + " --cpu-offload" * args.cpu_offload
+    chosen = args.strategy
     one = table[chosen] | {"activations": activations // batch}
     ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes))
     ways += [f"--strategy {strategy}" for strategy in fitting] or ["more processes"]

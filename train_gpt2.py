@@ -20,7 +20,7 @@ import argparse
 import data
 from ddp_utils import (Run, TrainState, launch, load_data, make_parser, parse, run_directory, seed_step,
                        start, use_model)
-from model import GPT2, GPT2Config, learning_rate
+from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
 # 20 tokens for each parameter, and the learning rates of Brown et al., 2020.
@@ -37,6 +37,7 @@ SIZES = {
     "gpt2-xl": dict(n_layer=48, n_head=25, d_model=1600, batch=8, lr=2e-4, warmup=1000, steps=60000,
                     eval_every=500, save_every=500, **WEB),
 }
+BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,7 +58,8 @@ def main() -> None:
     dataset = load_data(GPT2, args, world)
     run = Run(args, world, dataset, SIZES[args.size], out)
     model = run.make_model(GPT2, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    state = TrainState(model, args, world)
+    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
+    state = TrainState(model, optimizers, args, world)
     example = model.example(run.micro_batch, world.device)
     if not run.begin(state, (example, example), lambda record: model.flops_per_token()):
         return  # it is complete already
@@ -66,7 +68,7 @@ def main() -> None:
 
     # -------------------------------------------------------------------------------------------- training
     while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
+        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, run.step, world.rank)
         for micro_step in range(run.grad_accum_steps):
             x, y = next(loader)  # (B, T) each

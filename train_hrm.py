@@ -16,23 +16,20 @@ import re
 
 import data
 from data import UserError
-from ddp_utils import (Run, TrainState, add_flags, launch, load_data, make_parser, number, parse,
+from ddp_utils import (Run, TrainState, add_flags, launch, load_data, make_parser, parse,
                        positive_int, run_directory, seed_step, start, use_model)
-from model import HRM, HRMConfig, learning_rate
+from model import HRM, HRMConfig, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
 # Micro-batch and checkpoint_activations are for GPUs of 80 GB, in all trainers.
-START = dict(tie=False, zero_init=True, vocab_lr=4.0)
-PUBLISHED = dict(tie=False, zero_init=False, vocab_lr=1.0)
-WEB = dict(seq_len=1024, data="fineweb-edu", **START)
+WEB = dict(seq_len=1024, data="fineweb-edu", init="identity")
 SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=6e-3,
                  warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
-                 **START),
+                 init="identity"),
     "puzzle": dict(d_model=128, n_head=4, n_layer=1, ff=384, seq_len=256, global_batch=16, batch=8, lr=1e-2,
                    warmup=30, steps=600, eval_every=150, save_every=150, eval_batches=0, data="task:addition",
-                   tie=False, zero_init=True, optimizer="muon", sample_every=1, temperature=0.0,
-                   max_new_tokens=48),
+                   init="identity", optimizer="muon", sample_every=1, temperature=0.0, max_new_tokens=48),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
                 steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,
@@ -44,10 +41,13 @@ SIZES = {
                warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10,
                checkpoint_activations="block", **WEB),
 }
-SIZES["1b-published"] = SIZES["1b"] | PUBLISHED | dict(  # HRM-Text 1B, as far as it differs from 1b
-    vocab_size=65536, global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
+SIZES["1b-published"] = SIZES["1b"] | dict(  # HRM-Text 1B, as far as it differs from 1b
+    vocab_size=65536, init="published", global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
     schedule="constant", grad_clip=0.0, ema=0.9999)
-RAMP = 0.2  # fraction of the run over which bp_steps and the weight of the ponder cost grow
+BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
+VOCAB_LR = 4.0  # learning rate of embedding and head / --lr, with --init identity and without Muon
+PONDER_COST = 0.01  # of a cycle more, with --halt
+RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
 
 
 def bp_range(text: str) -> tuple[int, int]:
@@ -64,20 +64,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser, "recurrence",
         ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
          "ramp A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"),
-        ("--ponder-cost", number(0), 0.01, "weight of the cost of cycles with --halt, after a warm-up from 0 "
-         "over the first fifth of the run"),
-        ("--published", bool, None, "start as the published HRM-Text: no matrix at zero, one learning rate"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
     given = parser.parse_args(argv)
     if given.halt and given.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
-    for name in ("max_cycles", "ponder_cost"):
-        if getattr(given, name) != parser.get_default(name) and not given.halt:
-            raise UserError(f"--{name.replace('_', '-')} needs --halt.")
-    sizes = {name: size | (PUBLISHED if given.published else {}) for name, size in SIZES.items()}
-    args = parse(parser, HRMConfig, sizes, argv)
-    cycles = args.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
-    high = 5 if args.tie or args.halt or args.inject_input else max(cycles + 1, 5)
+    args = parse(parser, HRMConfig, SIZES, argv)
+    cycles = HRMConfig.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
+    high = 5 if args.init == "tied" or args.halt or args.inject_input else max(cycles + 1, 5)
     args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp
     calls = cycles * (args.l_cycles + 1)
     if args.bp_steps[1] > max(calls, 5):
@@ -102,7 +95,10 @@ def main() -> None:
     model = run.make_model(HRM, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     if not model.config.reaches_embedding(high, args.random_cycles and 1):
         raise UserError(f"--bp-steps {high} never trains an untied embedding: give one more than --h-cycles.")
-    state = TrainState(model, args, world)
+    fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
+    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY,
+                                 VOCAB_LR if fast_vocab else 1.0)
+    state = TrainState(model, optimizers, args, world)
     examples = [model.example(run.micro_batch, world.device, n, args.random_cycles) for n in args.bp_steps]
     mean_cycles = args.random_cycles and (1 + args.random_cycles) / 2
     if not run.begin(state, examples, lambda record: model.flops_per_token(
@@ -120,7 +116,7 @@ def main() -> None:
 
     # -------------------------------------------------------------------------------------------- training
     while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
+        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         ramp, bp_steps, cycles = plan(run.step)
         seed_step(args.seed, run.step, world.rank)
         for micro_step in range(run.grad_accum_steps):
@@ -128,7 +124,7 @@ def main() -> None:
             last = micro_step == run.grad_accum_steps - 1
             with state.no_sync(not last):
                 objective, statistics = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
-                                                      ponder_weight=ramp * args.ponder_cost)
+                                                      ponder_weight=ramp * PONDER_COST)
                 state.backward(objective, statistics, last)
         grad_norm = state.clip_gradients(args.grad_clip)
         if not model.config.reaches_embedding(*plan(run.step - state.delay)[1:]):

@@ -22,7 +22,7 @@ import data
 from data import UserError
 from ddp_utils import (Run, TrainState, World, add_flags, launch, load_data, local_rank, make_parser, number,
                        parse, reduce_sum, run_directory, seed_step, start, use_model)
-from model import MLM, MLMConfig, learning_rate
+from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")
@@ -53,6 +53,7 @@ PRESETS = {
 }
 RECIPES = SIZES | {name: SIZES[size] | flags for name, (_, _, size, flags) in PRESETS.items()}
 EVAL_RATE = 0.15
+BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
 
 
 def list_presets() -> None:
@@ -113,7 +114,8 @@ def main() -> None:
     tokenizer = dataset.tokenizer
     run = Run(args, world, dataset, RECIPES[args.size], out)
     model = run.make_model(MLM, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
-    state = TrainState(model, args, world)
+    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
+    state = TrainState(model, optimizers, args, world)
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed, args.mask_all, args.whole_words)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
     example = model.example(run.micro_batch, world.device, args.mask_rate)
@@ -134,7 +136,7 @@ def main() -> None:
 
     # -------------------------------------------------------------------------------------------- training
     while run.report(evaluate):  # what is due after a step, or was when a run that resumes was stopped
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
+        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, run.step, world.rank)
         for micro_step in range(run.grad_accum_steps):
             x, positions, labels = next(loader)  # (B, T), (B, K), (B, K)

@@ -21,7 +21,7 @@ import torch
 
 import ddp_utils
 import train_gpt2
-from model import GPT2, GPT2Config
+from model import GPT2, GPT2Config, make_optimizers
 
 
 def clock(function) -> tuple[float, float]:
@@ -44,7 +44,8 @@ def main() -> None:
     config = GPT2Config(vocab_size=vocab, padded_vocab=vocab, **ddp_utils.flags_of_model(GPT2Config, flags))
     model = ddp_utils.build_model(GPT2, config, world)
     model.load_state_dict(GPT2(config).state_dict())
-    state = ddp_utils.TrainState(model, flags, world)
+    optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
+    state = ddp_utils.TrainState(model, optimizers, flags, world)
     x = torch.randint(vocab, (batch, config.seq_len), device=world.device)
 
     def step():

@@ -25,7 +25,7 @@ def worker(args) -> None:
 
     import ddp_utils
     import train_gpt2
-    from model import GPT2, GPT2Config
+    from model import GPT2, GPT2Config, make_optimizers
     world = ddp_utils.init(timeout=300)
     flags = train_gpt2.parse_args(["--size", args.size])
     flags.seq_len = args.seq_len or flags.seq_len
@@ -34,7 +34,8 @@ def worker(args) -> None:
     model = ddp_utils.build_model(GPT2, config, world)
     torch.manual_seed(0)
     ddp_utils.copy_weights(model, GPT2(config).state_dict() if world.is_rank0 else {}, world)
-    state = ddp_utils.TrainState(model, flags, world)
+    optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
+    state = ddp_utils.TrainState(model, optimizers, flags, world)
     vote, x = ddp_utils.StopVote(world), torch.randint(vocab, (args.batch, config.seq_len))
     accumulation = 2 * args.accumulation // world.world_size
 

@@ -27,11 +27,11 @@ import data  # noqa: E402
 
 SETTINGS = {
     "hrm": "train_hrm.py",
-    "published": "train_hrm.py --published --optimizer adamw",
+    "published": "train_hrm.py --init published",
     "plain": "train_hrm.py --h-cycles 1 --l-cycles 1",  # the same parameters without recurrence
     "deep": "train_hrm.py --h-cycles 1 --l-cycles 1 --n-layer 6",  # about as many FLOPs as hrm
-    "plain-muon": "train_hrm.py --h-cycles 1 --l-cycles 1 --optimizer muon --vocab-lr 1",
-    "hrm-muon": "train_hrm.py --optimizer muon --vocab-lr 1",
+    "plain-muon": "train_hrm.py --h-cycles 1 --l-cycles 1 --optimizer muon",
+    "hrm-muon": "train_hrm.py --optimizer muon",
     "gpt2": "train_gpt2.py --modern --optimizer muon",
     # for tasks: the same four, with one block a stack
     "puzzle": "train_hrm.py --size puzzle",

@@ -24,7 +24,7 @@ import data  # noqa: E402
 import ddp_utils  # noqa: E402
 from model import GPT2, HRM, num_params  # noqa: E402
 
-MODELS = {"HRM": (HRM, "train_hrm.py", "--untie --n-layer 1 --d-model 64 --n-head 1 --ff 192"),
+MODELS = {"HRM": (HRM, "train_hrm.py", "--init identity --n-layer 1 --d-model 64 --n-head 1 --ff 192"),
           "GPT-2 modern": (GPT2, "train_gpt2.py", "--modern --n-layer 2 --d-model 64 --n-head 1")}
 OBJECTIVES = {"all tokens": "--attention isolated --loss all",
               "responses": "--attention isolated --loss response",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3 --cpu-offload")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")  # this process should not import torch
 BATCH, SEQ_LEN = 1, 128
 
 
@@ -32,20 +32,20 @@ def measure(strategy: str) -> None:
     import ddp_utils
     import train_gpt2
     from ddp_utils import local_shard, memory_of
-    from model import GPT2, GPT2Config
+    from model import GPT2, GPT2Config, make_optimizers
     from test_ddp import empty_model, kept_for_backward
     world = ddp_utils.init(timeout=300)
-    name, _, offload = strategy.partition(" ")
     config, x = GPT2Config(seq_len=SEQ_LEN), torch.zeros((BATCH, SEQ_LEN), dtype=torch.long)
     inputs = {name: torch.zeros(BATCH, config.seq_len, dtype=torch.long) for name in ("idx", "targets")}
     said = kept_for_backward(GPT2, config, torch.float32, "none", inputs, compiled=False)
-    args = train_gpt2.parse_args(["--size", "gpt2", "--precision", "fp32", "--strategy", *strategy.split()])
-    said = sum(memory_of(empty_model(GPT2, args), name, args, world.world_size, said).values())
+    args = train_gpt2.parse_args(["--size", "gpt2", "--precision", "fp32", "--strategy", strategy])
+    said = sum(memory_of(empty_model(GPT2, args), strategy, args, world.world_size, said).values())
     before = resident("VmRSS")
-    model = ddp_utils.build_model(GPT2, config, world, name, bool(offload))
+    model = ddp_utils.build_model(GPT2, config, world, strategy)
     for p in model.parameters():  # weights do not matter here, and rank 0 should not hold a second copy
         torch.nn.init.constant_(local_shard(p), 0.01)
-    state = ddp_utils.TrainState(model, args, world)
+    optimizers = make_optimizers(model, "adamw", 1e-3, train_gpt2.BETAS, train_gpt2.WEIGHT_DECAY)
+    state = ddp_utils.TrainState(model, optimizers, args, world)
     for _ in range(3):
         state.wrapped(x, x)[0].backward()
         norm = state.clip_gradients(1.0)

@@ -121,6 +121,7 @@ def ours(args, row, device):
     """As the trainers do it; the numbers of the last step are read a step late, by StopVote."""
     import ddp_utils
     import train_gpt2
+    from model import make_optimizers
     world = ddp_utils.init(device=device.type, fast=args.fast)
     made = make_model(args, row, world.device)
     model = ddp_utils.build_model(type(made), made.config, world)
@@ -128,9 +129,10 @@ def ours(args, row, device):
     del made
     flags = train_gpt2.parse_args([  # what TrainState reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
-        "--lr", f"{LR}", "--weight-decay", f"{DECAY}", "--beta1", f"{BETAS[0]}", "--beta2", f"{BETAS[1]}",
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    state, batches = ddp_utils.TrainState(model, flags, world), stage(args, row, world.device)
+    optimizers = make_optimizers(model, "adamw", LR, BETAS, DECAY)
+    state = ddp_utils.TrainState(model, optimizers, flags, world)
+    batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
     extra = {"bp_steps": BP_STEPS} if args.model == "hrm" else {}
 

@@ -14,7 +14,6 @@ from states import train_state
 import data
 import ddp_utils
 import monitor
-import test_ddp
 import train_hrm
 from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
@@ -170,12 +169,10 @@ def check_memory(world: World) -> None:
     """Parameters, gradients and optimizer state in bytes after a step, as --dry-run says it, and half of it
     where that is what a strategy promises."""
     held = {}
-    for strategy in ("ddp", "zero1", "zero2", "zero3", "offload"):
-        offload = strategy == "offload"
-        strategy = "zero3" if offload else strategy
+    for strategy in ddp_utils.STRATEGIES:
         torch.manual_seed(0)
         config = HRMConfig(**TINY | {"d_model": 64, "ff": 128})
-        model = ddp_utils.build_model(HRM, config, world, strategy, offload)
+        model = ddp_utils.build_model(HRM, config, world, strategy)
         ddp_utils.copy_weights(model, HRM(config).state_dict(), world)
         trained = train_state(model, world, strategy=strategy)
         trained.wrapped(*batch(world.rank))[0].backward()
@@ -185,11 +182,11 @@ def check_memory(world: World) -> None:
         state = trained.optimizer_tensors().items()
         tensors = {"parameters": list(model.parameters()),
                    "optimizer": [t for name, t in state if not name.endswith("/step")]}
-        held[strategy, offload] = {what: sum(local_shard(t).nbytes for t in found)
+        held[strategy] = {what: sum(local_shard(t).nbytes for t in found)
                                    for what, found in tensors.items()}
-        held[strategy, offload]["gradients"] = sum(gradients)
-        said = test_ddp.memory_of(model, strategy, train_hrm.parse_args([]), world.world_size, 0)
-        for what, n in held[strategy, offload].items():
+        held[strategy]["gradients"] = sum(gradients)
+        said = ddp_utils.memory_of(model, strategy, train_hrm.parse_args([]), world.world_size, 0)
+        for what, n in held[strategy].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
                 assert 0.7 * said[what] <= n <= 1.3 * said[what], (strategy, what, n, said)
             elif what == "optimizer" or what == "parameters" and strategy in ("ddp", "zero1"):
@@ -197,7 +194,7 @@ def check_memory(world: World) -> None:
             elif strategy in ("ddp", "zero1"):
                 assert n == said[what] - max(p.nbytes for p in model.parameters()), (strategy, what, n, said)
             else:  # what is gathered for the time of a step is gone
-                assert n == held["ddp", False][what] / 2 < said[what], (strategy, what, n, said)
+                assert n == held["ddp"][what] / 2 < said[what], (strategy, what, n, said)
 
 
 def check_gathering(world: World) -> None:

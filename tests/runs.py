@@ -26,7 +26,7 @@ SMALL = {"seq_len": 32, "d_model": 32, "n_head": 2, "n_layer": 1, "global_batch"
          "save_every": 4, "eval_every": 20, "log_every": 1, "eval_batches": 2, "lr": 1e-3, "warmup": 5,
          "precision": "fp32"}
 # An HRM trained as 1b-published is; until the end of the ramp its embedding has no gradient.
-PUBLISHED = {"published": True, "optimizer": "adam-atan2", "schedule": "constant", "grad_clip": 0,
+PUBLISHED = {"init": "published", "optimizer": "adam-atan2", "schedule": "constant", "grad_clip": 0,
              "ema": 0.99, "bp_steps": "2:3"}
 
 

@@ -13,7 +13,7 @@ from runs import (PUBLISHED, Trainer, assert_close_runs, assert_same_run, copy_o
 from ddp_utils import dequantise, list_checkpoints, quantise
 
 STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2"},
-              "zero3": {"strategy": "zero3"}, "offload": {"strategy": "zero3", "cpu_offload": True}}
+              "zero3": {"strategy": "zero3"}, "offload": {"strategy": "zero3-offload"}}
 COMMON = {"n_layer": 2, "global_batch": 8, "steps": 20, "save_every": 10, "eval_every": 10}
 TRAINERS = {"gpt2": Trainer("train_gpt2.py", **COMMON), "mlm": Trainer("train_mlm.py", **COMMON),
             "hrm": Trainer("train_hrm.py", **COMMON, sample_prompt="def", max_new_tokens=4)}
@@ -217,7 +217,7 @@ def test_a_bad_gradient_on_one_rank_is_skipped_late_on_all(tmp_path, shards):
 
 def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient_that_comes_late(tmp_path, shards):
     """The ramp of bp steps reaches it in step 5 of 20, so it moves in step 6: before that, nothing decays."""
-    done = TRAINERS["hrm"].train(0, shards, tmp_path / "run", comm="late", published=True, bp_steps="2:3",
+    done = TRAINERS["hrm"].train(0, shards, tmp_path / "run", comm="late", init="published", bp_steps="2:3",
                                  save_every=1, keep_last=20)
     assert done.code == 0, done.out
     found = [torch.load(path, weights_only=True)["tensors"]["model"]["embed.weight"]
@@ -295,7 +295,6 @@ def test_samples_after_a_resume_under_zero3(tmp_path, shards):
 @pytest.mark.parametrize("flags, sentence", (
     ({"strategy": "zero2", "optimizer": "muon"}, "full matrices"),
     ({"strategy": "zero3", "precision": "fp16"}, "use bf16"),
-    ({"cpu_offload": True}, "--strategy zero3"),
     ({"strategy": "zero1", "comm": "bf16"}, "--comm needs"),
     ({"strategy": "zero2", "comm": "late"}, "--comm needs"),
     ({"comm": "late", "precision": "fp16"}, "--precision bf16"),
@@ -308,7 +307,7 @@ def test_combinations_that_are_refused(tmp_path, shards, model, flags, sentence)
 
 
 def test_dry_run_says_what_fits():
-    of = ("--size", "gpt2", "--n-layer", "2", "--vocab-size", "4096", "--data", "c4", "--no-compile",
+    of = ("--size", "gpt2", "--n-layer", "2", "--tokenizer", "bpe:4096", "--data", "c4", "--no-compile",
           "--dry-run")
     tiny, small, large = (TRAINERS["gpt2"].here(*of, gpus) for gpus in ("8x0.1", "8x0.7", "8x80"))
     assert tiny.code == small.code == large.code == 0 and "8 processes with 80 GB" in large.out

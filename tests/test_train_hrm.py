@@ -215,12 +215,11 @@ def test_trained_weights_are_trained_further_gently():
 
 
 def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
-    wanted = {"d_model": 1536, "n_head": 12, "n_layer": 16, "ff": 4096, "vocab_size": 65536, "tie": False,
-              "h_cycles": 2, "l_cycles": 3, "optimizer": "adam-atan2", "beta1": 0.9, "beta2": 0.95,
-              "weight_decay": 0.1, "grad_clip": 0, "lr": 2.2e-4, "warmup": 2000, "schedule": "constant",
-              "ema": 0.9999, "bp_steps": (2, 5)}
-    tuned = {"lr": 3e-5, "warmup": 0, "schedule": "cosine", "min_lr_ratio": 0.1, "ema": 0.999,
-             "bp_steps": (5, 5)}
+    wanted = {"d_model": 1536, "n_head": 12, "n_layer": 16, "ff": 4096, "vocab_size": 65536,
+              "init": "published", "h_cycles": 2, "l_cycles": 3, "optimizer": "adam-atan2", "grad_clip": 0,
+              "lr": 2.2e-4, "warmup": 2000, "schedule": "constant", "ema": 0.9999, "bp_steps": (2, 5)}
+    tuned = {"lr": 3e-5, "warmup": 0, "schedule": "cosine", "ema": 0.999, "bp_steps": (5, 5)}
+    assert (train_hrm.BETAS, train_hrm.WEIGHT_DECAY, train_hrm.MIN_LR_RATIO) == ((0.9, 0.95), 0.1, 0.1)
 
     def differ(wanted, *flags):
         args = vars(train_hrm.parse_args([*flags]))
@@ -229,33 +228,42 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
     assert not differ(wanted, *published) and row["global_batch"] * row["seq_len"] == 196_608
     empty = test_ddp.empty_model(train_hrm.HRM, train_hrm.parse_args([*published]))
-    assert empty.embed.weight.shape == (65536, 1536)
+    assert empty.embed.weight.shape == empty.head.weight.shape == (65536, 1536)
     assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
-    given = ("--tie", "--optimizer", "adamw", "--schedule", "cosine", "--grad-clip", "1", "--ema", "0")
-    others = {"tie", "optimizer", "schedule", "grad_clip", "ema"}
+    given = "--init tied --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()
+    others = {"init", "optimizer", "schedule", "grad_clip", "ema"}
     assert differ(wanted, *published, *given) == others  # what is given counts, also what is usual elsewhere
-    start = {"zero_init": False, "vocab_lr": 1.0}
-    assert not differ(start, *published) and not differ(start, "--published", "--size", "1b")
-    assert differ(start, "--size", "1b") == differ(start) == {*start}
-    assert differ({"vocab_lr": 4.0}, "--size", "1b", "--init-from", "hf:somewhere") == {"vocab_lr"}
-    assert not differ({"bp_steps": (2, 5)}, "--halt", "--max-cycles", "8")
+    assert not differ({"bp_steps": (2, 5)}, "--halt")
     assert not differ({"bp_steps": (2, 9)}, "--random-cycles", "8", "--size", "puzzle")
-    for reached in (("--tie", "--published"), ("--inject-input",)):
+    for reached in (("--init", "tied"), ("--inject-input",)):
         assert not differ({"bp_steps": (2, 5)}, "--h-cycles", "8", *reached)
-    assert differ(wanted, "--size", "1b") == others - {"tie"} | {"vocab_size", "warmup"}
+    assert differ(wanted, "--size", "1b") == others | {"vocab_size", "warmup"}
     assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
 
 
-def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards):
+def test_init_says_what_the_weights_start_as(shards, tmp_path):
+    for init, tied, zero in (("identity", False, True), ("published", False, False), ("tied", True, False)):
+        assert train(0, shards, tmp_path / init, init=init, steps=1, eval_every=1, lr=0).code == 0
+        found = tensors_of(tmp_path / init)
+        assert ("model/head.weight" not in found) == tied
+        assert (not found["model/H.blocks.0.down.weight"].any()) == zero
+
+
+@pytest.mark.parametrize("changes, times", [
+    ({}, 4), ({"init": "published"}, 1), ({"init": "identity", "optimizer": "muon"}, 1)])
+def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, times, monkeypatch):
+    """Four times that of the rest, where the model starts as the identity and AdamW trains it."""
+    monkeypatch.setattr(train_hrm, "WEIGHT_DECAY", 0.0)
     found = []
-    for flags in ({"lr": 0}, {"vocab_lr": 1}, {"vocab_lr": 4}):
+    for lr, vocab_lr in ((0, 4.0), (1e-3, 1.0), (1e-3, 4.0)):
+        monkeypatch.setattr(train_hrm, "VOCAB_LR", vocab_lr)
         out = tmp_path / str(len(found))
-        assert train(0, shards, out, steps=1, eval_every=1, weight_decay=0, bp_steps=4, **flags).code == 0
+        assert train(0, shards, out, steps=1, eval_every=1, lr=lr, bp_steps=4, **changes).code == 0
         found.append({name: t for name, t in tensors_of(out).items() if name.startswith("model/")})
     start, one, four = found
     for name in start:
         if name in ("model/embed.weight", "model/head.weight"):
-            torch.testing.assert_close(four[name] - start[name], 4 * (one[name] - start[name]), rtol=1e-3,
+            torch.testing.assert_close(four[name] - start[name], times * (one[name] - start[name]), rtol=1e-3,
                                        atol=1e-6)
             assert not torch.equal(one[name], start[name])
         else:
@@ -263,8 +271,8 @@ def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards):
 
 
 def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards):
-    """Of `tie` and `zero_init` a size has values of its own, which ask for nothing."""
-    assert train(0, shards, tmp_path / "run", published=True, tie=True, steps=1, eval_every=1).code == 0
+    """Of `init` a size has a value of its own, which asks for nothing."""
+    assert train(0, shards, tmp_path / "run", init="tied", steps=1, eval_every=1).code == 0
     used = here("--out", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2", "--eval-cycles", "3")
     assert used.code == 0 and "step 1 from" in used.out, used.out
     halting = here("--out", tmp_path / "run", "--prompt", "a", "--halt")
@@ -297,7 +305,7 @@ def test_cycles_of_evaluation(tmp_path, shards):
     """They count in that of a trainer, from other weights and after a resume, too, in --prompt and --export;
     a run keeps its own.
     """
-    flags = {"published": True, "steps": 1, "eval_every": 1, "lr": 0}
+    flags = {"init": "published", "steps": 1, "eval_every": 1, "lr": 0}
     four = {"eval_cycles": 4}
     for name, changes in (("plain", {}), ("eval", four), ("all", {"h_cycles": 4}),
                           ("from", four | {"size": "tiny", "init_from": tmp_path / "plain"}),

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import data
 from ddp_utils import (Run, TrainState, launch, load_data, make_parser, parse, run_directory, seed_step,
                        start, use_model)
-from model import Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate, rms_norm
+from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate, make_optimizers,
+                   rms_norm)
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Recurrent(CausalLM):
         return 6 * sum(p.numel() for p in self.parameters())
 
 
+BETAS, DECAY = (0.9, 0.95), 0.1
 SIZES = {"tiny": dict(seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30, steps=300, eval_every=100,
                       save_every=100, eval_batches=0, data="stdlib")}
 
@@ -92,7 +94,7 @@ def main() -> None:
     dataset = load_data(Recurrent, args, world)
     run = Run(args, world, dataset, SIZES[args.size], out)
     model = run.make_model(Recurrent, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    state = TrainState(model, args, world)
+    state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), args, world)
     example = model.example(run.micro_batch, world.device)
     if not run.begin(state, (example, example), lambda _: model.flops_per_token()):
         return
@@ -106,7 +108,7 @@ def main() -> None:
             with state.no_sync(not last):
                 state.backward(*state.wrapped(x, y), last)
         grad_norm = state.clip_gradients(args.grad_clip)
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, args.min_lr_ratio)
+        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, 0.1)
         state.optimizer_step(lr, grad_norm)
         run.end_step(grad_norm, lr)
     loader.close()
