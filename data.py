@@ -20,6 +20,7 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import gzip
 import hashlib
@@ -1376,56 +1377,92 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 # Reading
 
 
+def documents(x: np.ndarray, roles: dict[str, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of rows x (B, T), int64 (B, T) each: the number of a token's document in its row, the first position of
+    that, and the position of its <|response|>, or −1. A document runs from one `start` to the next.
+    """
+    t, T = np.arange(x.shape[1]), x.shape[1]
+    starts, marks = x == roles["start"], x == roles["response"]
+    number = starts.cumsum(1)
+    first = np.maximum.accumulate(np.where(starts, t, 0), axis=1)
+    # the last <|response|> up to each position, and the next from there on
+    before = np.maximum.accumulate(np.where(marks, t, -1), axis=1)
+    after = np.minimum.accumulate(np.where(marks, t, T)[:, ::-1], axis=1)[:, ::-1]
+    follows = np.take_along_axis(number, np.minimum(after, T - 1), axis=1) == number
+    after = np.where(follows & (after < T), after, -1)
+    return number, first, np.where(before >= first, before, after)
+
+
+def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
+    """Which positions of rows of pairs x (B, T) have a label to be learned, bool (B, T): with the loss
+    `response` those from <|response|> on, with `all` whole samples. Never the last position of a row, an
+    `end` token, after which nothing is said, or padding: documents that are a `start` token alone.
+    """
+    t = np.arange(x.shape[1])
+    _, _, response = documents(x, roles)
+    some = (response >= 0) & (x != roles["end"]) & (t < len(t) - 1)
+    return some & (t >= response) if loss == "response" else some
+
+
 class Shards:
-    """Files of tokens as rows of `seq_len` tokens, and the same rows shifted by one token. A row lies within
-    one file, whose rest is not used. A file that is named twice counts twice.
+    """Files of tokens as rows x of `seq_len` tokens, and labels y: what follows each of them, or −1 where
+    `learned`, a function of x, says that nothing is to be learned. A row lies within one file, whose rest is
+    not used. A file that is named twice counts twice.
     """
 
-    def __init__(self, paths: list[Path], seq_len: int):
+    def __init__(self, paths: list[Path], seq_len: int, learned=None):
         self.tokens = [open_shard(path) for path in paths]
-        self.seq_len, self.dtype = seq_len, self.tokens[0].dtype
+        self.seq_len, self.dtype, self.learned = seq_len, self.tokens[0].dtype, learned
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
             raise UserError(f"{paths[0].parent} mixes 16-bit and 32-bit shards: prepare it again.")
         self.num_tokens = sum(map(len, self.tokens))
         counts = [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens]
         self.ends = np.cumsum(counts)  # the first row after each file
         self.rows = int(self.ends[-1])
-        self.grids = []  # of each file: its first row, its rows as x (n, T), and as y
+        self.grids = []  # of each file: its first row, its rows (n, T), and the token after each row (n,)
         for tokens, n, end in zip(self.tokens, counts, self.ends.tolist()):
-            x = tokens[:n * seq_len].reshape(n, seq_len)
-            y = tokens[1:n * seq_len + 1].reshape(n, seq_len)
-            self.grids.append((end - n, x, y))
+            rows = tokens[:n * seq_len].reshape(n, seq_len)
+            self.grids.append((end - n, rows, tokens[seq_len::seq_len][:n]))
 
     def order(self, position: int, count: int, seed: int) -> np.ndarray:
         """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
         return shuffled(np.arange(position, position + count), self.rows, seed)
 
-    def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-        """Copies rows (B,), int64 and ascending, into x (B, T), and shifted by one token into y (B, T)."""
+    def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray | None = None) -> None:
+        """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         begin = 0
-        for (first, grid_x, grid_y), end in zip(self.grids, rows.searchsorted(self.ends).tolist()):
+        for (first, grid, following), end in zip(self.grids, rows.searchsorted(self.ends).tolist()):
             if begin < end:
                 local = rows[begin:end] - first
-                grid_x.take(local, 0, x[begin:end], "clip")  # "raise", the default mode, would buffer x
-                grid_y.take(local, 0, y[begin:end], "clip")
+                grid.take(local, 0, x[begin:end], "clip")  # "raise", the default mode, would buffer x
+                if y is not None:
+                    y[begin:end, -1] = following[local]
                 begin = end
         if begin < len(rows):
             raise IndexError(f"row {rows[-1]} of {self.rows}")
+        if y is not None:
+            y[:, :-1] = x[:, 1:]
+            if self.learned:
+                y[~self.learned(x)] = -1
 
 
-def unigram_entropy(sets: list[Shards], counted=None, limit: int = 16_000_000) -> float:
+def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
     """Entropy of the token frequencies in nats: the loss of the best model that ignores all context. Of pairs
-    that of the labels that count: counted(x) says which, for int64 rows x (n, T).
+    that of the labels to be learned.
     """
-    limit = max(limit // sum(len(shards.tokens) for shards in sets), 1)
-    some = np.concatenate([tokens[:limit] for shards in sets for tokens in shards.tokens])
-    if counted:
-        import torch
-        few = limit // 8 // sets[0].seq_len + 1
-        rows = [(x[:few], y[:few]) for shards in sets for _, x, y in shards.grids]
-        some = np.concatenate([y[counted(torch.from_numpy(x.astype(np.int64))).numpy()] for x, y in rows])
-    p = np.bincount(some) / len(some)
-    return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+    limit, found = max(limit // sum(len(shards.tokens) for shards in sets), 1), []
+    for shards in sets:
+        if shards.learned:
+            rows = np.arange(min(limit // 8 // shards.seq_len + 1, shards.rows))
+            x = np.empty((len(rows), shards.seq_len), shards.dtype)
+            y = np.empty(x.shape, np.int32)
+            shards.take(rows, x, y)
+            found.append(y[y >= 0])
+        else:
+            found += [tokens[:limit] for tokens in shards.tokens]
+    counts = np.bincount(np.concatenate(found))
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
 
 
 class Dataset:
@@ -1437,7 +1474,8 @@ class Dataset:
     too small, or has another tokenizer than the first.
     """
 
-    def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None):
+    def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
+                 loss: str | None = None):
         found = {directory: read_directory(directory, seq_len, tokenizer_name)
                  for directory in dict.fromkeys(directories)}
         (manifest, self.tokenizer), *others = found.values()
@@ -1446,6 +1484,12 @@ class Dataset:
             if (tokenizer.to_json(), other.get("roles")) != (self.tokenizer.to_json(), manifest.get("roles")):
                 raise UserError(f"{directory} and {directories[0]} have unlike tokenizers, or only one has "
                                 "pairs: prepare one with the --tokenizer and fields of the other.")
+        pairs = self.roles["response"] >= 0
+        if loss == "response" and not pairs:
+            raise UserError("--loss response needs pairs: leave it out, or prepare the data with "
+                            "--prompt-field and --response-field.")
+        self.loss = loss or ("response" if pairs else "all")
+        which = functools.partial(learned, roles=self.roles, loss=self.loss) if pairs else None
         train, held_out = [], defaultdict(list)
         for directory in directories:
             train += [directory / shard["file"] for shard in found[directory][0]["shards"]
@@ -1458,11 +1502,11 @@ class Dataset:
         names = ", ".join(map(str, found))
         if not train:
             raise UserError(f"{names} holds no training shard.")
-        self.train = Shards(train, seq_len)
+        self.train = Shards(train, seq_len, which)
         if not self.train.rows:
             raise UserError(f"{names} is too small: {self.train.num_tokens} training tokens fill no row "
                             f"of {seq_len}; lower --seq-len or prepare more text.")
-        sets = {name: Shards(paths, seq_len) for name, paths in held_out.items()}
+        sets = {name: Shards(paths, seq_len, which) for name, paths in held_out.items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
         self.name = "+".join(directory.name for directory in directories)
         digests = [digest_of(found[directory][0]) for directory in directories]
@@ -1550,25 +1594,27 @@ def digest_of(manifest: dict) -> str:
 
 
 class Loader:
-    """Endless micro-batches of one rank on `device`, read ahead by a thread.
+    """Endless training steps of one rank, which a thread reads two steps ahead.
 
-    x and y are int64 (B, T), y shifted by one token; with a masker, x (B, T), positions and labels (B, K). In
-    each step the ranks share batch × world_size positions of the global order: rank r gets the r-th slice,
-    sorted so that it reads forward through the files. `samples` is how many were consumed before.
+    A step is (labels, batches): how many labels this rank has in it, and its micro-batches on `device`, x and
+    y (B, T), or with a masker x (B, T), positions and labels (B, K), all int64; a label of −1 is not learned.
+    In each micro-batch the ranks share batch × world_size positions of the global order: rank r gets the r-th
+    slice, sorted so that it reads forward through the files. `samples` is how many were consumed before.
     """
 
-    def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
-                 samples: int = 0, masker: Masker | None = None):
+    def __init__(self, shards: Shards, batch: int, grad_accum_steps: int, rank: int, world_size: int,
+                 seed: int, device, samples: int = 0, masker: Masker | None = None):
         import torch
-        self.shards, self.batch, self.seed, self.device = shards, batch, seed, torch.device(device)
-        self.position, self.stride, self.masker = samples + rank * batch, batch * world_size, masker
+        self.shards, self.batch, self.seed, self.masker = shards, batch, seed, masker
+        self.position, self.stride = samples + rank * batch, batch * world_size
+        self.device = torch.device(device)
         self._cuda = torch.cuda if self.device.type == "cuda" else None
         self._free, self._ready = queue.Queue(), queue.Queue()
-        dtype = getattr(torch, shards.dtype.name)
-        for _ in range(3):
-            pin = {"pin_memory": self._cuda is not None}
-            buffers = [torch.empty((2, batch, shards.seq_len), dtype=dtype, **pin)]
-            buffers += [torch.empty((2, batch, masker.k), dtype=torch.int64, **pin)] if masker else []
+        parts = [(shards.seq_len, getattr(torch, shards.dtype.name))]
+        parts += [(masker.k, torch.int64)] * 2 if masker else [(shards.seq_len, torch.int32)]
+        for _ in range(2):  # of one step each
+            buffers = [torch.empty((grad_accum_steps, batch, n), dtype=dtype,
+                                   pin_memory=self._cuda is not None) for n, dtype in parts]
             self._free.put((buffers, None))
         self._thread = threading.Thread(target=self._read_ahead, name="loader", daemon=True)
         self._thread.start()
@@ -1581,29 +1627,35 @@ class Loader:
                 buffers, copied = item
                 if copied is not None:
                     copied.synchronize()  # the device may still be reading these buffers
-                rows = self.shards.order(self.position, self.batch, self.seed)
-                epochs = np.arange(self.position, self.position + self.batch) // self.shards.rows
-                order = np.argsort(rows)
-                x, y = buffers[0].numpy()
-                self.shards.take(rows[order], x, y)
-                if self.masker:
-                    buffers[1].numpy()[:] = self.masker(x, rows[order], epochs[order])
-                self.position += self.stride
-                self._ready.put(buffers)
-        except BaseException as error:  # raised again in the thread that waits for the batch
+                for micro_batch in zip(*(buffer.numpy() for buffer in buffers)):
+                    self._fill(*micro_batch)
+                    self.position += self.stride
+                self._ready.put((buffers, int((buffers[-1] >= 0).sum())))
+        except BaseException as error:  # raised again in the thread that waits for the step
             self._ready.put(error)
+
+    def _fill(self, x: np.ndarray, *others: np.ndarray) -> None:
+        rows = self.shards.order(self.position, self.batch, self.seed)
+        epochs = np.arange(self.position, self.position + self.batch) // self.shards.rows
+        order = np.argsort(rows)
+        if self.masker:
+            positions, labels = others
+            self.shards.take(rows[order], x)
+            positions[:], labels[:] = self.masker(x, rows[order], epochs[order])
+        else:
+            self.shards.take(rows[order], x, *others)
 
     def __iter__(self):
         return self
 
-    def __next__(self):
-        buffers = self._ready.get()
-        if isinstance(buffers, BaseException):
-            raise buffers
-        x, y = buffers[0].to(self.device, non_blocking=True).long()
-        batch = (x, *buffers[1].to(self.device, non_blocking=True, copy=True)) if self.masker else (x, y)
+    def __next__(self) -> tuple[int, list[tuple]]:
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        buffers, labels = item
+        parts = [buffer.to(self.device, non_blocking=True, copy=True) for buffer in buffers]
         self._free.put((buffers, self._cuda.current_stream().record_event() if self._cuda else None))
-        return batch
+        return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
 
     def close(self):
         self._free.put(None)
@@ -1617,14 +1669,14 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
-    x, y = np.empty((2, batch, shards.seq_len), shards.dtype)
+    x, y = np.empty((batch, shards.seq_len), shards.dtype), np.empty((batch, shards.seq_len), np.int32)
     stride = batch * world_size
     for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
         shards.take(np.minimum(rows, total - 1), x, y)
-        *positions, labels = masker(x, rows, np.zeros_like(rows)) if masker else [y.astype(np.int64)]
+        *positions, labels = masker(x, rows, np.zeros_like(rows)) if masker else [y.copy()]
         labels[rows >= total] = -1
-        yield tuple(torch.from_numpy(array).to(device) for array in (x.astype(np.int64), *positions, labels))
+        yield tuple(torch.from_numpy(array.astype(np.int64)).to(device) for array in (x, *positions, labels))
 
 
 def sources_of(data: str) -> list[str]:
@@ -1749,7 +1801,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     shards = splits[split]
     picked = np.sort(shards.order(0, min(rows, shards.rows), seed))
     x = np.empty((len(picked), seq_len), shards.dtype)
-    shards.take(picked, x, np.empty_like(x))
+    shards.take(picked, x)
     for row, tokens in zip(picked, x):
         print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
 

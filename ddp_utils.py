@@ -552,7 +552,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training"))
     if issubclass(config_class, CausalConfig):  # it writes text
         add_flags(
-            parser, "sampling",
+            parser, "prompts and responses",
+            ("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
+             "all)"),
             ("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training"),
             ("--chat", bool, None, "answer prompts that are typed in, one after another"),
             ("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token"),
@@ -652,6 +654,20 @@ def reduce_sum(values: list, world: World) -> list[float]:
     return packed.tolist()
 
 
+def begin_sum(value: float, world: World):
+    """Begins to add up a number over all ranks. Returns a function that waits for the sum, a float64 scalar
+    on the device; on a GPU the host does not wait for it.
+    """
+    total = torch.full((), value, dtype=torch.float64, device=world.device)  # a copy would wait for the GPU
+    under_way = dist.all_reduce(total, async_op=True)
+
+    def wait() -> Tensor:
+        under_way.wait()
+        return total
+
+    return wait
+
+
 def largest(value: float, world: World) -> float:
     """The largest of a number that each rank has."""
     found = torch.tensor(value, dtype=torch.float64, device=world.device)
@@ -711,7 +727,7 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
         limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len}
         directories = [locate(source, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
                        for source in sources_of(args.data)]
-        return Dataset(directories, args.seq_len, args.tokenizer)
+        return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss"))
 
     dataset = on_all("data", read)
     assert_same(world, "the data", dataset.fingerprint,
@@ -805,6 +821,12 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World) -> 
         copy_from_rank0(tensor, weights[name] if world.is_rank0 else None, world)
 
 
+def config_of(model_class: type, saved: dict):
+    """The configuration in a checkpoint, whatever fields older ones had beside those of today."""
+    known = {field.name for field in fields(model_class.Config)}
+    return model_class.Config(**{name: value for name, value in saved.items() if name in known})
+
+
 def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
                strategy: str = "ddp", ids: int = 0, **changes) -> tuple[nn.Module, dict | None]:
     """A trained model, with averaged weights if there are any, and its checkpoint; from a run directory, a
@@ -840,7 +862,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
             new = mean.expand(config["padded_vocab"] - known, *mean.shape[1:])
             weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
-    model = build_model(model_class, model_class.Config(**config | changes), world, strategy)
+    model = build_model(model_class, config_of(model_class, config | changes), world, strategy)
     if seq_len > config["seq_len"] and "positions.weight" in model.state_dict():
         raise UserError(f"{source} has learned positions for {config['seq_len']} tokens: lower --seq-len.")
     copy_weights(model, weights, world)
@@ -1001,10 +1023,8 @@ def inner_optimizer(optimizer):
     return getattr(optimizer, "optim", optimizer)
 
 
-def clip_gradients(parameters, max_norm: float, scale: float | Tensor = 1.0) -> Tensor:
-    """Multiplies gradients with `scale`, and then down to a total norm of max_norm (0: any). Returns the norm
-    before that.
-    """
+def clip_gradients(parameters, max_norm: float) -> Tensor:
+    """Scales gradients down to a total norm of max_norm (0: any). Returns the norm before that."""
     gradients = [p.grad for p in parameters if p.grad is not None]  # others may be frozen
     here = [local_shard(g) for g in gradients]
     norm = nn.utils.get_total_norm(here)
@@ -1012,9 +1032,9 @@ def clip_gradients(parameters, max_norm: float, scale: float | Tensor = 1.0) -> 
         squared = norm.to(gradients[0].device_mesh.device_type) ** 2
         dist.all_reduce(squared)
         norm = squared.sqrt()
-    norm = norm * scale
-    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
-    torch._foreach_mul_(here, (clip * scale).to(here[0].device))
+    if max_norm > 0:
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(here, clip.to(here[0].device))
     return norm
 
 
@@ -1078,10 +1098,8 @@ class Late:
         numbers = sum(p.numel() for p in self.params)
         self._share = -(-numbers // (128 * world.world_size)) * 128  # of the sum, each rank makes one
         device = world.device
-        # of the newest step: the sum of the gradients of all ranks, how many labels it counts, in units of
-        # TrainState.backward, the learning rate
+        # of the newest step: the sum of the gradients of all ranks, zeros once it is applied; learning rate
         self.gradient = torch.zeros(numbers, device=device)
-        self.labels = torch.zeros((), dtype=torch.float64, device=device)
         self.lr = torch.zeros((), dtype=torch.float64)
         self.moved = torch.zeros(numbers, device=device)  # u of the step before
         self.waits = False  # whether the step that comes waits for its own gradient
@@ -1092,23 +1110,22 @@ class Late:
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint needs. Waits for the exchange."""
         self._wait()
-        return {"gradient": self.gradient, "labels": self.labels, "lr": self.lr, "moved": self.moved}
+        return {"gradient": self.gradient, "lr": self.lr, "moved": self.moved}
 
     def begin_step(self, done: float) -> None:
         """Before a step, when this fraction of the run is done."""
         self.waits = done < self.START and not self.lr  # also where a run that has begun to delay gets longer
 
-    def exchange(self, labels: Tensor) -> Tensor:
-        """Begins to add up the gradients of all ranks, which count so many labels; what `take` does before,
-        or afterwards if the step waits.
-        """
+    def exchange(self) -> None:
+        """Begins to add up the gradients of all ranks, after `take`, or before it if the step waits."""
         packed = self.pack([p.grad for p in self.params])
-        due, self.labels = self.take(), labels
+        self.take()
         on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
         on_host.copy_(packed, non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if packed.is_cuda else None
         self._under_way = self._thread.submit(self._add_up, on_host, copied)
-        return self.take() if self.waits else due
+        if self.waits:
+            self.take()
 
     def pack(self, gradients: list[Tensor | None]) -> Tensor:
         """Gradients of all parameters in shares (ranks, bytes), one for each rank to add up."""
@@ -1128,13 +1145,12 @@ class Late:
         dist.all_gather([*together], share, group=self._group)
         return together
 
-    def take(self) -> Tensor:
-        """Puts the gradient that is due into place, and returns how many labels it counts: at first none."""
+    def take(self) -> None:
+        """Puts the gradient that is to be applied next into place: at first zeros."""
         self._wait()
         for p, gradient in zip(self.params, self.gradient.split([p.numel() for p in self.params])):
             p.grad = gradient.view_as(p)
-        due, self.labels = self.labels, torch.zeros_like(self.labels)
-        return due
+        self.gradient = torch.zeros_like(self.gradient)
 
     def _wait(self) -> None:
         if self._under_way:
@@ -1165,9 +1181,6 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, args.ema) if args.ema else None
         self.late = Late(model, world, args.timeout) if args.comm == "late" else None
-        self.sums, self.unit, self._counting = {}, 1.0, None  # see `backward`
-        self._labels = torch.tensor(float(world.world_size), dtype=torch.float64, device=world.device)
-        self._due = self._labels  # the labels that the gradients count which are applied next
         on_cuda = world.device.type == "cuda"
         can_compile = on_cuda and torch.cuda.get_device_capability(world.device) >= (7, 0)  # as Triton needs
         self.compiled = can_compile if args.compile is None else args.compile
@@ -1205,55 +1218,34 @@ class TrainState:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
             self.wrapped.zero_grad(set_to_none=True)
 
-    def backward(self, objective: Tensor, statistics: dict[str, Tensor], last: bool) -> None:
-        """Back-propagates the objective of a micro-batch, a mean over its `labels`, times their number; in
-        the `last` of a step the ranks also begin to add up how many there are in the step.
-
-        So a step has the mean over all its labels, however they are spread over micro-batches and ranks.
-        `unit` keeps the product near 1; as a power of two it changes no digit.
+    def backward(self, objective: Tensor, labels: Tensor) -> None:
+        """Back-propagates a micro-batch's part of the mean over the labels of a step. `objective` is a sum
+        over its own labels, `labels` their number in the whole step and on all ranks.
         """
-        labels = statistics["labels"]
-        for name, value in statistics.items():
-            total = value if name == "labels" else value * labels
-            self.sums[name] = self.sums.get(name, 0) + total
-        if last:
-            self._labels = self.sums["labels"].double()
-            self._counting = dist.all_reduce(self._labels, async_op=True)
-        self.scaler.scale(objective * (labels / self.unit)).backward()
+        averaged = 1 if self.late else self.world.world_size  # over ranks, by DDP and FSDP
+        share = averaged / labels.clamp(min=1)
+        self.scaler.scale(objective * share.float()).backward()
 
     def clip_gradients(self, max_norm: float, final: bool = False) -> Tensor:
-        """Makes the gradients those of the mean over all labels of a step; clips. Returns the norm before.
-        With --comm late they become those of the step before, or if `final` those that are left of this one.
+        """Clips the gradients. Returns their norm before that: exactly 0 for a step without labels. With
+        --comm late they become those of the step before, or if `final` those that are left of this one.
         """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        if self._counting:
-            self._counting.wait()
-        averaged, self._due = self.world.world_size, self._labels / self.unit
         if self.late:
-            averaged, self._due = 1, self.late.take() if final else self.late.exchange(self._due)
-        scale = torch.where(self._due > 0, averaged / self._due, 0.0).float()
-        norm = clip_gradients(self.model.parameters(), max_norm, scale)
-        return torch.where(self._due > 0, norm, 0.0)
-
-    def take_means(self) -> dict[str, Tensor]:
-        """This rank's part of the means of the statistics over the labels of the step: the parts of all ranks
-        add up to them. `labels` is how many this rank had. Begins the next step.
-        """
-        sums, self.sums = self.sums, {}
-        labels = self._labels.clamp(min=1)
-        return {name: total if name == "labels" else total / labels for name, total in sums.items()}
+            self.late.take() if final else self.late.exchange()
+        return clip_gradients(self.model.parameters(), max_norm)
 
     def optimizer_step(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
-        """Steps the optimizers unless the gradient norm, the same on all ranks, is not finite, or the step
-        has no labels; zeroes the gradients; updates the average. Fused optimizers skip on the device, so the
-        host never waits for the norm; others have no such switch. With --comm late the learning rate is that
-        of the step before, too.
+        """Steps the optimizers unless the gradient norm, the same on all ranks, is not finite or 0; zeroes
+        the gradients; updates the average. Fused optimizers skip on the device, so the host never waits for
+        the norm; others have no such switch. With --comm late the learning rate is that of the step before,
+        too.
         """
         if self.delay:
             lr, self.late.lr = self.late.lr.item(), torch.tensor(lr, dtype=torch.float64)
-        skip = 1.0 - (grad_norm.isfinite() & (self._due > 0)).float()
+        skip = 1.0 - (grad_norm.isfinite() & (grad_norm > 0)).float()
         with self.late.corrected(final) if self.delay else contextlib.nullcontext():
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -1310,12 +1302,15 @@ class TrainState:
         another type starts without optimizer state.
         """
         tensors, world = dict.fromkeys(GROUPS, {}) | saved["tensors"], self.world
+        if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels, and their number
+            share = torch.where(late["labels"] > 0, 1 / late["labels"], 0.0).float()
+            tensors["late"] = late | {"gradient": late["gradient"] * share}
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}  # parameters
-        if world.is_rank0 and not self.late and tensors["late"].get("labels"):
+        if world.is_rank0 and not self.late and tensors["late"] and tensors["late"]["gradient"].any():
             say("the gradient that --comm late has not applied yet is left out")
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
@@ -1435,7 +1430,8 @@ def check_resumable(saved: dict, now: dict, say) -> None:
     def fixed(run: dict) -> dict:
         model = {k: v for k, v in run["model_config"].items() if k not in ("dropout", "eval_cycles")}
         fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")}
-        return fixed | model | fixed  # in this order; seq_len is that of the rows
+        loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # once a field of the model
+        return fixed | model | fixed | loss  # in this order; seq_len is that of the rows
 
     was, is_ = {"attention": "causal", "loss": "all"} | fixed(saved), fixed(now)
     for what in is_:
@@ -1676,6 +1672,7 @@ class Run:
         self._record: dict | None = None  # of the last step, until all that is due after it has been done
         self._replicated = args.strategy not in SHARDED  # all ranks hold all parameters
         self._peak_memory = 0.0  # the largest of all ranks, in GB
+        self._step_sums: dict[str, Tensor] = {}
         self._expected = ""  # what should follow the prompt of samples, if that is known
 
     def make_model(self, model_class: type, **config) -> nn.Module:
@@ -1685,16 +1682,15 @@ class Run:
         config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
                                     **config)
         pairs = vars(config).get("response", -1) >= 0
-        attention, loss = (vars(config).get(name) for name in ("attention", "loss"))
-        if attention == "prefix" and loss == "all" or loss == "response" and not pairs:
+        if vars(config).get("attention") == "prefix" and self.dataset.loss == "all":
             raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
-                            "they are to learn, and --loss response needs pairs: use isolated or causal, or "
-                            "prepare the data with --prompt-field and --response-field.")
+                            "they are to learn: use isolated or causal, or prepare the data with "
+                            "--prompt-field and --response-field.")
         if pairs and not args.sample_prompt + args.condition:
             args.sample_prompt, self._expected = self.dataset.first_pair()
         if pairs and (n := len(prompt_ids(tokenizer, args.sample_prompt, args.condition))) >= args.seq_len:
             raise UserError(f"--sample-prompt has {n} tokens, a row {args.seq_len}: shorten it.")
-        names = ("dropout", "eval_cycles", "eot", "attention", "loss", "start", "response", "end")
+        names = ("dropout", "eval_cycles", "eot", "attention", "start", "response", "end")
         changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
         if args.init_from and not self.saved:
             ids = config.vocab_size if pairs else 0
@@ -1717,7 +1713,7 @@ class Run:
             raise UserError(f"{self.out} was begun with --init-from {began}: give that again, for its shape "
                             "and its learning rate.")
         if args.init_from and self.saved["family"] == model_class.__name__:
-            config = model_class.Config(**self.saved["model_config"] | changes)  # as the run began
+            config = config_of(model_class, self.saved["model_config"] | changes)  # as the run began
         model = build_model(model_class, config, self.world, args.strategy)
         if not self.saved:
             torch.manual_seed(args.seed)
@@ -1732,7 +1728,6 @@ class Run:
         """
         args, world, say = self.args, self.world, self.log.say
         self.state, self._flops_per_token = state, flops_per_token
-        state.unit = 2.0 ** round(math.log2(self.micro_batch * args.seq_len))
         if args.checkpoint_activations == "auto":
             gpu = world.device.type == "cuda" and torch.cuda.get_device_properties(world.device)
             args.checkpoint_activations = (
@@ -1745,7 +1740,7 @@ class Run:
         self._identity = {
             "family": self._model_class.__name__, "model_config": asdict(state.model.config),
             "seq_len": args.seq_len, "tokenizer": tokenizer_id(tokenizer), "data": self.dataset.fingerprint,
-            "seed": args.seed, "settings": settings}
+            "loss_on": self.dataset.loss, "seed": args.seed, "settings": settings}
         if self.saved:
             check_resumable(self.saved, self._identity, say)
             state.restore(self.saved, say)
@@ -1827,13 +1822,13 @@ class Run:
         if passes > 20 and not args.epochs:
             self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give "
                          "--epochs 3 and a smaller --global-batch, or start with --init-from")
-        model, pairs = state.model, dataset.roles["response"] >= 0 and hasattr(state.model, "counted")
+        model = state.model
         blocks = blocks_of(model)
         if not blocks:
             self.log.say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none "
                          "is compiled, recomputed by --checkpoint-activations or sharded by itself")
         sets = [*dataset.val.values()] or [dataset.train]
-        self._entropy = unigram_entropy(sets, pairs and model.counted)
+        self._entropy = unigram_entropy(sets)
         self._peak_flops = monitor.peak_flops(world.device, self.log.say)
         for line in (
             f"{self._model_class.__name__} {args.size}: {num_params(model):,} parameters, "
@@ -1845,7 +1840,8 @@ class Run:
             f"checkpointing {args.checkpoint_activations}, strategy {args.strategy}"
             + ", --fast: a resumed run differs in the last bits" * args.fast,
             f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
-            f"{args.seq_len}; {tokens:,} validation tokens of unigram entropy {self._entropy:.4f}",
+            f"{args.seq_len}, loss {dataset.loss}; {tokens:,} validation tokens of unigram entropy "
+            f"{self._entropy:.4f}",
             f"batch {self.micro_batch} x accumulation {self.grad_accum_steps} x {world.world_size} processes "
             f"= {self.global_batch} sequences{instead}, {self.global_batch * args.seq_len:,} tokens a step; "
             f"{self.total_steps} steps, {rows / self.global_batch:.1f} an epoch",
@@ -1875,12 +1871,19 @@ class Run:
         due = self.step == 1 or self.step % self.args.log_every == 0 or self.ends_epoch or self._at_end
         return due or self._evaluation_due
 
-    def end_step(self, grad_norm: Tensor, lr: float, **numbers) -> None:
-        """Ends a training step: counts it, votes, and makes its record if something is due: of the statistics
-        of its micro-batches, and of `numbers` that are the same on all ranks.
+    def count(self, sums: dict[str, Tensor]) -> None:
+        """Adds what a model has summed up over the labels of a micro-batch."""
+        for name, value in sums.items():
+            self._step_sums[name] = self._step_sums.get(name, 0) + value
+
+    def end_step(self, grad_norm: Tensor, lr: float, labels: Tensor, **numbers) -> None:
+        """Ends a training step: counts it, votes, and makes its record if something is due: of the sums of
+        its micro-batches over all its `labels`, and of `numbers` that are the same on all ranks.
         """
         rows, state = self.dataset.train.rows, self.state
-        means = state.take_means()
+        # the part of this rank: those of all ranks add up to the mean
+        means = {name: total / labels.clamp(min=1) for name, total in self._step_sums.items()}
+        self._step_sums = {}
         if self.ends_epoch:  # the step before this one
             self.epoch = dict.fromkeys(self.epoch, 0)
             self._epoch_loss.zero_()
@@ -1900,13 +1903,14 @@ class Run:
         self._vote.start()
         self.log.tick(self.step)
         if self._log_due or self._save_due:
-            self._record = self._record_of(means, grad_norm, lr, numbers)
+            self._record = self._record_of(means, grad_norm, labels, lr, numbers)
 
-    def _record_of(self, means: dict[str, Tensor], grad_norm: Tensor, lr: float, numbers: dict) -> dict:
+    def _record_of(self, means: dict[str, Tensor], grad_norm: Tensor, labels: Tensor, lr: float,
+                   numbers: dict) -> dict:
         args, world = self.args, self.world
         *sums, self.epoch["loss"], skipped = reduce_sum(
             [*means.values(), self._epoch_loss, ~grad_norm.isfinite()], world)
-        metrics = numbers | dict(zip(means, sums))
+        metrics = numbers | {"labels": int(labels)} | dict(zip(means, sums))
         self._peak_memory = round(largest(monitor.memory_gb(world.device), world), 3)
         now = time.perf_counter()
         self.epoch["seconds"] = now - self._epoch_begun
@@ -2014,18 +2018,18 @@ class Run:
 
     @torch.no_grad()
     def _sums(self, shards: Shards, masker) -> dict[str, float]:
-        """The model's statistics, summed over the labels of all ranks that count, and their number."""
-        model, sums = self.state.model.eval(), 0
+        """The model's sums over the labels of all ranks, and the number of these."""
+        model, totals = self.state.model.eval(), Counter()
         for batch in self.validation_batches(shards, masker):
-            _, statistics = model(*batch)
-            labels, statistics["labels"] = statistics["labels"], torch.ones_like(statistics["loss"])
-            sums = sums + torch.stack([*statistics.values()]).double() * labels
+            _, sums = model(*batch)
+            totals.update({name: value.double() for name, value in sums.items()})
+            totals["labels"] += (batch[-1] >= 0).sum()
             self.stopping = self._vote.read()
             if self.stopping:
                 break
             self._vote.start()
         model.train()
-        return dict(zip(statistics, reduce_sum([*sums], self.world)))  # waits for the device
+        return dict(zip(totals, reduce_sum([*totals.values()], self.world)))  # waits for the device
 
     def finish(self) -> None:
         """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""

@@ -164,12 +164,12 @@ LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits at a time, for fast m
 LOSS_CACHE = 2**20  # logits that stay in a CPU's cache from one operation to the next
 
 
-def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, needs_grad: bool,
-               hits: bool, compiled: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, z_loss: float,
+               needs_grad: bool, hits: bool, compiled: bool):
     """What `_LinearCrossEntropy` does between its matrix products, on some rows of logits (rows, V) with
-    targets y (rows, 1). Returns the summed loss, with `hits` which targets have the largest logit, and the
-    gradient of the bias. If `needs_grad`, the gradient replaces the products. `compiled` chooses operations
-    that Inductor fuses: they read the products twice and write them once.
+    targets y (rows, 1). Returns what is differentiated and the loss alone, sums; with `hits` which targets
+    have the largest logit; and the gradient of the bias. If `needs_grad`, the gradient replaces the products.
+    `compiled` chooses operations that Inductor fuses: they read the products twice and write them once.
     """
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float()
@@ -178,10 +178,16 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
     logits[:, vocab_size:] = -torch.inf  # padding
     correct = (logits.argmax(-1, keepdim=True) == y) & counted if hits else None
     log_p = torch.log_softmax(logits, dim=-1)
-    loss = -(log_p.gather(1, y) * counted).sum()
+    of_target = log_p.gather(1, y)
+    objective = loss = -(of_target * counted).sum()
+    if z_loss:
+        log_z = logits.gather(1, y) - of_target  # (rows, 1)
+        objective = loss + z_loss * (log_z.square() * counted).sum()
     if not needs_grad:
-        return loss, correct, None
+        return objective, loss, correct, None
     p = log_p.exp_()
+    if z_loss:
+        p = p * (1 + 2 * z_loss * log_z)
     if compiled:
         column = torch.arange(p.size(1), device=p.device)
         p = p - (column == y).float()
@@ -189,17 +195,18 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
         p.scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
     p.mul_(counted)
     products.copy_(p)
-    return loss, correct, None if bias is None else p.sum(0)
+    return objective, loss, correct, None if bias is None else p.sum(0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Σ cross-entropy of softmax(hidden · weightᵀ + bias), in chunks of rows, so memory does not grow with
-    N · V. With `hits`, also which targets have the largest logit of their row. The forward pass computes the
-    gradients, while it has a chunk's probabilities: three vocabulary products instead of four.
+    N · V; the same with z_loss · Σ log² Z, which is differentiated; and with `hits` which targets have the
+    largest logit of their row. The forward pass computes the gradients, while it has a chunk's probabilities:
+    three vocabulary products instead of four.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, vocab_size, grad_enabled, hits, compiled):
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, z_loss, grad_enabled, hits, compiled):
         chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
         if compiled:  # no small rest, for which another graph would be compiled
             chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
@@ -211,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad and bias is not None else None
-        total = hidden.new_zeros((), dtype=torch.float32)
+        objective, total = (hidden.new_zeros((), dtype=torch.float32) for _ in range(2))
         correct = torch.empty_like(targets, dtype=torch.bool)
         space = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
         for start in range(0, hidden.size(0), chunk):
@@ -219,8 +226,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             products = torch.mm(h, w.T, out=space[:h.size(0)])
             rows = slice(start, start + chunk)
             for some, y, right in zip(*(t.split(few) for t in (products, targets[rows], correct[rows]))):
-                loss, found, bias_part = rows_loss(some, y[:, None], bias, vocab_size, needs_grad, hits,
-                                                   compiled)
+                part, loss, found, bias_part = rows_loss(
+                    some, y[:, None], bias, vocab_size, z_loss, needs_grad, hits, compiled)
+                objective += part
                 total += loss
                 if hits:
                     right.copy_(found[:, 0])
@@ -233,28 +241,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     grad_weight += products.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.mark_non_differentiable(correct)
-        return total, correct
+        ctx.mark_non_differentiable(total, correct)
+        return objective, total, correct
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, grad, *_):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        return (grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad,
-                None if grad_bias is None else grad_bias * grad, None, None, None, None, None)
+        # in float32, because 1 / labels is no number that bfloat16 knows
+        return ((grad_hidden.float() * grad).to(grad_hidden.dtype), grad_weight * grad,
+                None if grad_bias is None else grad_bias * grad, None, None, None, None, None, None)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
-                         bias: Tensor | None = None, hits: bool = False, compiled: bool = False):
-    """Mean cross-entropy in nats, float32 scalar, of the logits hidden (…, C) · weightᵀ (C, V) + bias (V),
-    targets (…). With `hits`, a tuple of that loss and which targets have the largest logit, bool (…).
-    Targets below 0 are ignored. Rows of `weight` from `vocab_size` on are padding and have probability 0.
-    `compiled` fuses what lies between the matrix products.
+                         bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
+                         compiled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the logits hidden (…, C) · weightᵀ (C, V) + bias (V) and targets (…): what is differentiated, the
+    summed cross-entropy plus z_loss · log² Z (PaLM, arXiv 2204.02311, has 1e-4) of each target; that
+    cross-entropy alone, in nats, float32 scalars; and with `hits` which targets have the largest logit, bool
+    (…). Targets below 0 are ignored. Rows of `weight` from `vocab_size` on are padding and have probability
+    0. `compiled` fuses what lies between the matrix products.
     """
-    total, correct = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.size(-1)), weight, bias,
-                                               targets.reshape(-1), vocab_size, torch.is_grad_enabled(), hits,
-                                               compiled)
-    loss = total / (targets >= 0).sum().clamp(min=1)
-    return (loss, correct.view(targets.shape)) if hits else loss
+    objective, total, correct = _LinearCrossEntropy.apply(
+        hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), vocab_size, z_loss,
+        torch.is_grad_enabled(), hits, compiled)
+    return objective, total, correct.view(targets.shape)
 
 
 def init_normal(weight: Tensor, std: float) -> None:
@@ -299,15 +309,9 @@ class ModelConfig:
 class CausalConfig(ModelConfig):
     """Of a model that continues text; or answers prompts, with the ids of data.roles_of, all −1 otherwise."""
 
-    loss: str | None = flag(None, "which tokens are to be learned (with pairs response, else all)",
-                            ("response", "all"))
     start: int = -1
     response: int = -1
     end: int = -1
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.loss = self.loss or ("response" if self.response >= 0 else "all")
 
 
 @dataclass
@@ -334,9 +338,9 @@ class LanguageModel(nn.Module):
       and on rank 0 once more with real ones. So no buffer may be made from a parameter, and no parameter may
       have two names. Buffers are saved if they are persistent, else they have to be the same in each run.
     * `forward(idx)` returns logits (B, T, V) of tokens idx (B, T), int64. With targets (B, T), as a batch of
-      the loader has them, it returns what backward is called on, a mean over the targets that count (those
-      from 0 on), and a dictionary of detached scalars: `labels`, how many count, and means over them, `loss`
-      in nats first; all of them are logged. CausalLM does all that, if `hidden` and `head_weight` are there.
+      the loader has them, it returns what is differentiated, a sum over the targets that count (those from 0
+      on), and a dictionary of detached sums over them, scalars, `loss` in nats among them; what is logged is
+      these, divided by the number of targets. CausalLM does all that, if it has `hidden` and `head_weight`.
     * Each parameter gets a gradient in each step, be it 0, and each rank calls the same collectives.
     * Layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
       sharded and given to Muon one by one; others are not. What a Block computes with are its parameters, its
@@ -357,17 +361,18 @@ class LanguageModel(nn.Module):
 
     compute_dtype = torch.float32
     compile_loss = False  # fuse what lies between the matrix products of the loss, on GPUs
+    z_loss = 0.0  # weight of log² Z of each label in what is differentiated
 
 
 class CausalLM(LanguageModel):
-    """What HRM and GPT2 share: which tokens see which others, and which are to be learned."""
+    """What HRM and GPT2 share: which tokens see which others, the loss, and writing."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), loss and statistics of `loss`."""
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), what `loss` returns."""
         x = self.hidden(idx)
         if targets is None:
             return F.linear(x, self.head_weight.to(x.dtype))
-        return self.loss(x, idx, targets)[:2]
+        return self.loss(x, idx, targets)
 
     def documents(self, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of tokens idx (B, T), int64 (B, T) each: the number of their document in the row, its first
@@ -382,16 +387,6 @@ class CausalLM(LanguageModel):
         after = torch.where(idx == c.response, t, T - 1).flip(1).cummin(1).values.flip(1)
         follows = (idx.gather(1, after) == c.response) & (number.gather(1, after) == number)
         return number, first, torch.where(before >= first, before, torch.where(follows, after, -1))
-
-    def counted(self, idx: Tensor) -> Tensor:
-        """Which positions of rows of pairs idx (B, T) have a label that counts, bool (B, T): with the loss
-        `response` those from <|response|> on, with `all` whole samples. Never the last position of a row, an
-        `end` token, after which nothing is said, or padding: documents that are a `start` token alone.
-        """
-        c, t = self.config, torch.arange(idx.size(1), device=idx.device)
-        _, _, response = self.documents(idx)
-        some = (response >= 0) & (idx != c.end) & (t < idx.size(1) - 1)
-        return some & (t >= response) if c.loss == "response" else some
 
     def mask(self, idx: Tensor, cache: KVCache | None, flex: bool = True):
         """What tokens of idx (B, T) see, for Block.attend. With `isolated` those before them in their
@@ -408,27 +403,26 @@ class CausalLM(LanguageModel):
 
         return masks_of([sees], idx, flex and cache is None and c.uses_flex(idx.device))[0]
 
-    def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The mean loss of those of the targets (B, T) that count; detached scalars: `labels`, how many these
-        are, the mean `loss` in nats, and of pairs, in evaluation, for each label on average `correct` ones,
-        `samples`, and `exact` samples, all of whose labels are correct; and which targets count, bool (B, T).
+    def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of states (B, T, C) and targets (B, T), of which those below 0 do not count: what is
+        differentiated, a sum, and detached sums: `loss` in nats, and of pairs, in evaluation, how many
+        targets are `correct`, and how many of the `samples` are `exact`: all their targets are correct.
         """
-        c, B, pairs = self.config, len(idx), self.config.response >= 0
-        those = (targets >= 0) & self.counted(idx) if pairs else targets >= 0
-        found = linear_cross_entropy(hidden, self.head_weight, targets.masked_fill(~those, -1), c.vocab_size,
-                                     hits=pairs and not self.training, compiled=self.compile_loss)
-        loss, hits = found if isinstance(found, tuple) else (found, None)
-        statistics = {"loss": loss.detach(), "labels": those.sum()}
-        if hits is not None:
+        c, B = self.config, len(idx)
+        hits = c.response >= 0 and not self.training
+        objective, loss, correct = linear_cross_entropy(
+            hidden, self.head_weight, targets, c.vocab_size, z_loss=self.z_loss, hits=hits,
+            compiled=self.compile_loss)
+        sums = {"loss": loss}
+        if hits:
             number, _, _ = self.documents(idx)
             sample = number + torch.arange(B, device=idx.device)[:, None] * (idx.size(1) + 1)
-            labels, correct = (torch.zeros(B * (idx.size(1) + 1), device=idx.device).index_add_(
-                0, sample.flatten(), t.flatten().float()) for t in (those, hits))
-            samples = those & (idx == c.response)  # one position for each
-            exact = samples & (labels == correct)[sample]
-            sums = {"correct": hits.sum(), "samples": samples.sum(), "exact": exact.sum()}
-            statistics |= {name: total / statistics["labels"].clamp(min=1) for name, total in sums.items()}
-        return loss, statistics, those
+            labels, right = (torch.zeros(B * (idx.size(1) + 1), device=idx.device).index_add_(
+                0, sample.flatten(), t.flatten().float()) for t in (targets >= 0, correct))
+            samples = (targets >= 0) & (idx == c.response)  # one position for each
+            exact = samples & (labels == right)[sample]
+            sums |= {"correct": correct.sum(), "samples": samples.sum(), "exact": exact.sum()}
+        return objective, sums
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
@@ -570,21 +564,22 @@ class HRM(CausalLM):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), a tuple instead: what backward is called on,
-        and the statistics of CausalLM.loss with `cycles`, the H-cycles that ran, and `ponder`. bp_steps None:
-        no truncation. `cycles` replaces the configuration's.
+        """Logits (B, T, V) of idx (B, T); given targets (B, T), what CausalLM.loss returns, with the sums of
+        `cycles`, the H-cycles that ran, and `ponder`, which also has a part in what is differentiated.
+        bp_steps None: no truncation. `cycles` replaces the configuration's.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
-        objective, statistics, counted = self.loss(z, idx, targets)
+        objective, sums = self.loss(z, idx, targets)
         if not self.config.reaches_embedding(bp_steps, cycles):  # DDP waits for a gradient all the same
             objective = objective + 0.0 * self.embed.weight[0, 0]
-        statistics["cycles"] = z.new_tensor(cycles, dtype=torch.float32)
+        sums["cycles"] = cycles * (targets >= 0).sum()
         if self.config.halt:
-            ponder = (ponder * counted).sum() / statistics["labels"].clamp(min=1)
-            objective, statistics["ponder"] = objective + ponder_weight * ponder, ponder.detach()
-        return objective, statistics
+            ponder = (ponder * (targets >= 0)).sum()
+            objective = objective + ponder_weight * ponder
+            sums["ponder"] = ponder.detach()
+        return objective, sums
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False, cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
@@ -854,10 +849,9 @@ class MLM(LanguageModel):
             c.global_theta, c.local_theta)]), persistent=False)  # (2, 2, T, D/2)
 
     def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None):
-        """Logits (B, T, V) of idx (B, T); given the masked positions (B, K), int64, and labels (B, K), a
-        tuple instead, computed there only: what backward is called on, and detached scalars: `labels`, how
-        many are not below 0, so count, `loss`, their mean cross-entropy in nats, and in evaluation `correct`,
-        the fraction of them that have the largest logit.
+        """Logits (B, T, V) of idx (B, T); given the masked positions (B, K), int64, and labels (B, K), of
+        which those below 0 do not count, instead what is differentiated, a sum, and detached sums: `loss` in
+        nats, and in evaluation how many labels are `correct`. Both are computed at these positions only.
         """
         c, x = self.config, self.hidden(idx)
         if positions is not None:  # whole rows are picked: backward sorts B · K indices, not B · K · C
@@ -866,13 +860,10 @@ class MLM(LanguageModel):
         x = self.head_norm(F.gelu(self.head_dense(x)))
         if positions is None:
             return F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
-        found = linear_cross_entropy(x, self.embed.weight, labels, c.vocab_size, self.head_bias,
-                                     hits=not self.training, compiled=self.compile_loss)
-        count = (labels >= 0).sum()
-        if self.training:
-            return found, {"loss": found.detach(), "labels": count}
-        loss, hits = found
-        return loss, {"loss": loss.detach(), "labels": count, "correct": hits.sum() / count.clamp(min=1)}
+        objective, loss, correct = linear_cross_entropy(
+            x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss, hits=not self.training,
+            compiled=self.compile_loss)
+        return objective, {"loss": loss} if self.training else {"loss": loss, "correct": correct.sum()}
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""

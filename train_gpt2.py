@@ -18,8 +18,8 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 import argparse
 
 import data
-from ddp_utils import (Run, TrainState, launch, load_data, make_parser, parse, run_directory, seed_step,
-                       start, use_model)
+from ddp_utils import (Run, TrainState, begin_sum, launch, load_data, make_parser, parse, run_directory,
+                       seed_step, start, use_model)
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
@@ -63,22 +63,23 @@ def main() -> None:
     example = model.example(run.micro_batch, world.device)
     if not run.begin(state, (example, example), lambda record: model.flops_per_token()):
         return  # it is complete already
-    loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
-                         world.device, run.samples)
+    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
+                         args.seed, world.device, run.samples)
 
     # -------------------------------------------------------------------------------------------- training
     while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, run.step, world.rank)
-        for micro_step in range(run.grad_accum_steps):
-            x, y = next(loader)  # (B, T) each
-            last = micro_step == run.grad_accum_steps - 1
-            with state.no_sync(not last):
-                objective, statistics = state.wrapped(x, y)
-                state.backward(objective, statistics, last)
+        count, batches = next(loader)
+        labels = begin_sum(count, world)  # of all ranks, which are waited for before the first backward pass
+        for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
+            with state.no_sync(micro_step < run.grad_accum_steps - 1):
+                objective, sums = state.wrapped(x, y)
+                state.backward(objective, labels())
+            run.count(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr)
+        run.end_step(grad_norm, lr, labels())
     loader.close()
     run.finish()
 

@@ -16,7 +16,7 @@ import re
 
 import data
 from data import UserError
-from ddp_utils import (Run, TrainState, add_flags, launch, load_data, make_parser, parse,
+from ddp_utils import (Run, TrainState, add_flags, begin_sum, launch, load_data, make_parser, parse,
                        positive_int, run_directory, seed_step, start, use_model)
 from model import HRM, HRMConfig, learning_rate, make_optimizers
 
@@ -104,8 +104,8 @@ def main() -> None:
     if not run.begin(state, examples, lambda record: model.flops_per_token(
             record["bp_steps"], mean_cycles or record["cycles"])):
         return  # it is complete already
-    loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
-                         world.device, run.samples)
+    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
+                         args.seed, world.device, run.samples)
 
     def plan(step: int) -> tuple[float, int, int | None]:
         """How far the ramps of a step are, its bp_steps and its cycles: the same on all ranks."""
@@ -119,18 +119,19 @@ def main() -> None:
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         ramp, bp_steps, cycles = plan(run.step)
         seed_step(args.seed, run.step, world.rank)
-        for micro_step in range(run.grad_accum_steps):
-            x, y = next(loader)  # (B, T) each
-            last = micro_step == run.grad_accum_steps - 1
-            with state.no_sync(not last):
-                objective, statistics = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
-                                                      ponder_weight=ramp * PONDER_COST)
-                state.backward(objective, statistics, last)
+        count, batches = next(loader)
+        labels = begin_sum(count, world)  # of all ranks, which are waited for before the first backward pass
+        for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
+            with state.no_sync(micro_step < run.grad_accum_steps - 1):
+                objective, sums = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
+                                                ponder_weight=ramp * PONDER_COST)
+                state.backward(objective, labels())
+            run.count(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         if not model.config.reaches_embedding(*plan(run.step - state.delay)[1:]):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr, bp_steps=bp_steps)
+        run.end_step(grad_norm, lr, labels(), bp_steps=bp_steps)
     loader.close()
     run.finish()
 

@@ -20,8 +20,8 @@ import torch
 
 import data
 from data import UserError
-from ddp_utils import (Run, TrainState, World, add_flags, launch, load_data, local_rank, make_parser, number,
-                       parse, reduce_sum, run_directory, seed_step, start, use_model)
+from ddp_utils import (Run, TrainState, World, add_flags, begin_sum, launch, load_data, local_rank,
+                       make_parser, number, parse, reduce_sum, run_directory, seed_step, start, use_model)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -121,8 +121,8 @@ def main() -> None:
     example = model.example(run.micro_batch, world.device, args.mask_rate)
     if not run.begin(state, (example, example), lambda record: model.flops_per_token(args.mask_rate)):
         return  # it is complete already
-    loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
-                         world.device, run.samples, masker)
+    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
+                         args.seed, world.device, run.samples, masker)
     if dataset.val:
         batches = (batch for shards in dataset.val.values()
                    for batch in run.validation_batches(shards, eval_masker))
@@ -138,15 +138,16 @@ def main() -> None:
     while run.report(evaluate):  # what is due after a step, or was when a run that resumes was stopped
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, run.step, world.rank)
-        for micro_step in range(run.grad_accum_steps):
-            x, positions, labels = next(loader)  # (B, T), (B, K), (B, K)
-            last = micro_step == run.grad_accum_steps - 1
-            with state.no_sync(not last):
-                objective, statistics = state.wrapped(x, positions, labels)
-                state.backward(objective, statistics, last)
+        count, batches = next(loader)
+        labels = begin_sum(count, world)  # of all ranks, which are waited for before the first backward pass
+        for micro_step, (x, positions, y) in enumerate(batches):  # (B, T), (B, K), (B, K)
+            with state.no_sync(micro_step < run.grad_accum_steps - 1):
+                objective, sums = state.wrapped(x, positions, y)
+                state.backward(objective, labels())
+            run.count(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr)
+        run.end_step(grad_norm, lr, labels())
     loader.close()
     run.finish()
 

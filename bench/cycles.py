@@ -29,9 +29,9 @@ def by_level(model: HRM, dataset: data.Dataset, device) -> dict[str, tuple[float
         for x, y in data.validation_batches(shards, 16, 0, 1, device):
             _, found = model(x, y)
             taken = 1 + model.think(x)[1]  # of each token that chooses its cycles
-            counted = model.counted(x) & (y >= 0)
-            samples, exact = (found[what] * found["labels"] for what in ("samples", "exact"))
-            sums[name] += torch.stack((samples, exact, counted.sum(), (taken * counted).sum())).double().cpu()
+            counted = y >= 0
+            found = found["samples"], found["exact"], counted.sum(), (taken * counted).sum()
+            sums[name] += torch.stack(found).double().cpu()
     sums = {"": sum(sums.values())} | sums
     return {name: ((exact / samples).item(), (cycles / tokens).item())
             for name, (samples, exact, tokens, cycles) in sums.items()}

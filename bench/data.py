@@ -82,7 +82,7 @@ def make_shards(directory: Path, tokens: int) -> Path:
 def read(args, directory: Path) -> None:
     shards = data.Dataset([directory], SEQ_LEN).train
     x = np.empty((BATCH, SEQ_LEN), np.uint16)
-    y = np.empty_like(x)
+    y = np.empty(x.shape, np.int32)
     batches = [np.sort(shards.order(i * BATCH, BATCH, 0)) for i in range(2000)]
     flat = np.empty(BATCH * SEQ_LEN, np.uint16)
 
@@ -116,12 +116,12 @@ def mask(args, directory: Path) -> None:
     dataset = data.Dataset([directory], 512)
     masker = data.Masker(dataset.tokenizer, 512, 0.3, 0)
     x = np.empty((64, 512), np.uint16)
-    y, epochs = np.empty_like(x), np.zeros(64, np.int64)
+    epochs = np.zeros(64, np.int64)
     batches = [np.sort(dataset.train.order(i * 64, 64, 0)) for i in range(50)]
 
     def both():
         for rows in batches:
-            dataset.train.take(rows, x, y)
+            dataset.train.take(rows, x)
             masker(x, rows, epochs)
 
     np.empty(2_000_000)  # once 16 MB were freed, as in any trainer, glibc keeps blocks of this size for reuse
@@ -135,7 +135,7 @@ def open_and_seek(args, directory: Path) -> None:
 
     def begin():
         dataset = data.Dataset([directory], SEQ_LEN)
-        loader = data.Loader(dataset.train, BATCH, 0, 1, 0, "cpu", samples=123_456_789)
+        loader = data.Loader(dataset.train, BATCH, 1, 0, 1, 0, "cpu", samples=123_456_789)
         next(loader)
         loader.close()
 

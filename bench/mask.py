@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
+import data  # noqa: E402
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig  # noqa: E402
 
 START, RESPONSE, IDS = 4094, 4096, 4097
@@ -39,7 +40,7 @@ def pairs(batch: int, seq_len: int) -> torch.Tensor:
 
 def build(kind: str, seq_len: int, attention: str, dtype: torch.dtype, device: torch.device):
     torch.manual_seed(0)
-    common = dict(vocab_size=IDS, padded_vocab=4160, seq_len=seq_len, attention=attention, loss="response",
+    common = dict(vocab_size=IDS, padded_vocab=4160, seq_len=seq_len, attention=attention,
                   start=START, response=RESPONSE, d_model=128, n_head=2)
     model = (HRM(HRMConfig(n_layer=2, ff=384, **common)) if kind == "HRM" else
              GPT2(GPT2Config(n_layer=4, **common))).to(device)
@@ -52,12 +53,12 @@ def build(kind: str, seq_len: int, attention: str, dtype: torch.dtype, device: t
     return model
 
 
-def seconds(model, x: torch.Tensor) -> float:
+def seconds(model, x: torch.Tensor, y: torch.Tensor) -> float:
     """Of a micro-batch, forward and backward."""
     clock = time.perf_counter if x.is_cuda else time.process_time
     torch.get_device_module(x.device).synchronize()
     begun = clock()
-    model(x, x.roll(-1, 1), **({"bp_steps": 5} if isinstance(model, HRM) else {}))[0].backward()
+    model(x, y, **({"bp_steps": 5} if isinstance(model, HRM) else {}))[0].backward()
     torch.get_device_module(x.device).synchronize()
     model.zero_grad(set_to_none=True)
     return clock() - begun
@@ -72,10 +73,14 @@ def main() -> None:
         for seq_len, batch in shapes:
             for dtype in types:
                 models = {name: build(kind, seq_len, name, dtype, device) for name in ("causal", "prefix")}
-                x, ratios = pairs(batch, seq_len).to(device), []
+                x, ratios = pairs(batch, seq_len), []
+                roles = {"start": START, "response": RESPONSE, "end": -1}
+                y = x.roll(-1, 1)
+                y[torch.from_numpy(~data.learned(x.numpy(), roles, "response"))] = -1
+                x, y = x.to(device), y.to(device)
                 for i in range(-1, PAIRS):  # the first pair warms up
                     names = sorted(models, reverse=i % 2 > 0)
-                    took = {name: seconds(models[name], x) for name in names}
+                    took = {name: seconds(models[name], x, y) for name in names}
                     ratios += [took["prefix"] / took["causal"]][:i + 1]
                 ratios.sort()
                 print(f"| {kind} | {seq_len} | {str(dtype)[6:]} | {statistics.median(ratios):.3f} "

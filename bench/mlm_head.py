@@ -35,7 +35,7 @@ def measure(args) -> dict:
 
     def loss():
         if args.variant == "masked":
-            return model(x, positions, labels)[0]
+            return model(x, positions, labels)[0] / labels.numel()
         logits = model(x)  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1)[(positions + args.seq_len * torch.arange(
             args.batch)[:, None]).flatten(), :config.vocab_size], labels.flatten())

@@ -49,12 +49,13 @@ def train(name: str, objective: str, seed: int, args: argparse.Namespace) -> Pat
 @torch.no_grad()
 def held_out(out: Path, name: str, args: argparse.Namespace, world) -> tuple[float, float, int]:
     """Mean loss of the responses, the fraction of their tokens that is the likeliest one, and parameters."""
-    model, _ = ddp_utils.load_model(MODELS[name][0], out, world, lambda text: None, loss="response")
+    model, _ = ddp_utils.load_model(MODELS[name][0], out, world, lambda text: None)
     model.eval()
-    shards, sums = data.Dataset([args.data], args.row).val[""], torch.zeros(3, dtype=torch.float64)
+    shards = data.Dataset([args.data], args.row, loss="response").val[""]
+    sums = torch.zeros(3, dtype=torch.float64)
     for x, y in data.validation_batches(shards, 8, 0, 1, "cpu"):
         _, found = model(x, y)
-        sums += torch.stack([found["loss"], found["correct"], torch.ones(())]).double() * found["labels"]
+        sums += torch.stack([found["loss"], found["correct"], (y >= 0).sum()]).double()
     return sums[0].item() / sums[2].item(), sums[1].item() / sums[2].item(), num_params(model)
 
 

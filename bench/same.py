@@ -36,9 +36,10 @@ import runpy, sys, numpy as np
 sys.path.insert(0, ".")
 import data
 take = data.Shards.take
-def shifted(self, rows, x, y):
+def shifted(self, rows, x, y=None):
     take(self, rows, x, y)
-    y[:] = np.roll(y, 1, axis=0)
+    if y is not None:
+        y[:] = np.roll(y, 1, axis=0)
 data.Shards.take = shifted
 mask = data.Masker.__call__
 def shifted_labels(*arguments):
@@ -89,6 +90,10 @@ def prepare(root: Path, code: Path) -> None:
                    check=True)
 
 
+# A flag that older code needs to do what newer code does: Muon and the rate of the vocabulary
+OLDER = {("hrm", "muon"): ("--vocab-lr", "1")}
+
+
 def train(code: Path, root: Path, out: Path, trainer: str, ranks: int, flags: dict, control: bool) -> None:
     flags = {"data": "text"} | SMALL | OWN[trainer] | flags
     listed = [f"--out={out}"]
@@ -96,6 +101,9 @@ def train(code: Path, root: Path, out: Path, trainer: str, ranks: int, flags: di
         if key == "data":
             value = root / value
         listed += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    more = OLDER.get((trainer, flags.get("optimizer")))
+    if more and more[0] in (code / "ddp_utils.py").read_text():
+        listed += more
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(root / "control.py")] if control else []
     done = subprocess.run([*command, f"train_{trainer}.py", *listed], cwd=code, text=True,

@@ -138,14 +138,16 @@ def ours(args, row, device):
 
     def step(i):
         ddp_utils.seed_step(0, i, 0)
-        loss, _ = state.wrapped(*batches[i % STAGED], **extra)
-        loss.backward()
+        batch = batches[i % STAGED]
+        labels = ddp_utils.begin_sum(batch[-1].numel(), world)
+        objective, sums = state.wrapped(*batch, **extra)
+        state.backward(objective, labels())
         norm = state.clip_gradients(1.0)
         state.optimizer_step(LR, norm)
         vote.count(norm, state.scaler)
         vote.read()
         vote.start()
-        return loss.detach()
+        return sums["loss"] / batch[-1].numel()
 
     flops = {"gpt2": lambda: model.flops_per_token(), "hrm": lambda: model.flops_per_token(BP_STEPS),
              "mlm": lambda: model.flops_per_token(MASK_RATE)}[args.model]()

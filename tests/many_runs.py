@@ -20,11 +20,11 @@ import ddp_utils  # noqa: E402
 from ddp_utils import EMA, Late, TrainState, local_shard  # noqa: E402
 
 
-def clip_alone(parameters, max_norm, scale):
+def clip_alone(parameters, max_norm):
     """Like clip_gradients, but each rank looks at its own shards only."""
     gradients = [local_shard(p.grad) for p in parameters]
-    norm = torch.nn.utils.get_total_norm(gradients) * scale
-    torch._foreach_mul_(gradients, scale * (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norm = torch.nn.utils.get_total_norm(gradients)
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -41,11 +41,11 @@ def inf_at(step, rank=None):
     """Like clip_gradients, but the gradient of one step is not finite, on one rank or on all."""
     steps, plain = itertools.count(1), ddp_utils.clip_gradients
 
-    def clip_gradients(parameters, max_norm, scale):
+    def clip_gradients(parameters, max_norm):
         parameters = list(parameters)
         if next(steps) == int(step) and rank in (None, str(dist.get_rank())):
             parameters[0].grad.fill_(torch.inf)
-        return plain(parameters, max_norm, scale)
+        return plain(parameters, max_norm)
 
     return clip_gradients
 
@@ -64,10 +64,10 @@ def spoiled(step, rank, exchange=Late.exchange):
     """Like Late.exchange, but at one step one rank has a gradient that is not finite."""
     steps = itertools.count(1)
 
-    def spoil(self, labels):
+    def spoil(self):
         if next(steps) == int(step) and dist.get_rank() == int(rank):
             self.params[-1].grad.view(-1)[-1] = torch.nan
-        return exchange(self, labels)
+        return exchange(self)
 
     return spoil
 

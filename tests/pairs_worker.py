@@ -4,8 +4,9 @@ import sys
 
 import torch
 from states import train_state
-from test_pairs import START, gpt2, packed
+from test_pairs import ROLES, START, gpt2, packed
 
+import data
 import ddp_utils
 
 
@@ -13,19 +14,19 @@ def gradients(world: ddp_utils.World, micro_steps: int) -> dict[str, torch.Tenso
     idx = packed(8)
     idx[2] = idx[4] = idx[5] = START  # no labels; on two ranks, a micro-batch has nothing else
     labels = torch.cat((idx[:, 1:], idx[:, :1]), dim=1)
+    labels[torch.from_numpy(~data.learned(idx.numpy(), ROLES, "response"))] = -1
     model = gpt2().train()
     state = train_state(model, world)
-    state.unit = 64.0
     batches = [part.chunk(world.world_size)[world.rank].chunk(micro_steps) for part in (idx, labels)]
+    count = ddp_utils.begin_sum(sum((y >= 0).sum() for y in batches[1]), world)
     for i, (x, y) in enumerate(zip(*batches)):
-        last = i == micro_steps - 1
-        with state.no_sync(not last):
-            state.backward(*state.wrapped(x, y), last)
+        with state.no_sync(i < micro_steps - 1):
+            state.backward(state.wrapped(x, y)[0], count())
     state.clip_gradients(0)
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     for x, y in zip(*batches):  # control: the mean of the means of micro-batches
-        (model(x, y)[0] / micro_steps).backward()
+        (model(x, y)[0] / (y >= 0).sum().clamp(min=1) / micro_steps).backward()
     mean = model.embed.weight.grad / world.world_size
     torch.distributed.all_reduce(mean)
     return found | {"mean of means": mean}

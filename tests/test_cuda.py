@@ -99,8 +99,8 @@ def test_the_compiled_loss_equals_the_other(bias, world, monkeypatch):
     targets, found = torch.randint(-2, 500, (rows,), device="cuda"), []
     for compiled in (False, True):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight, offset)[:2 + bias]]
-        loss, correct = linear_cross_entropy(*leaves[:2], targets, 500, *leaves[2:], hits=True,
-                                             compiled=compiled)
+        loss, _, correct = linear_cross_entropy(*leaves[:2], targets, 500, *leaves[2:], hits=True,
+                                                compiled=compiled)
         loss.backward()
         found.append([loss.detach(), correct.double(), *(leaf.grad for leaf in leaves)])
     for one, other in zip(*found):

@@ -696,11 +696,11 @@ def test_stream_text_gives_whole_characters(tokenizer):
 
 def global_batches(shards, world_size, batch, grad_accum, steps, samples=0, seed=7, ranks=None) -> list[list]:
     """For each step the sorted rows of all ranks and micro-batches, with their targets."""
-    loaders = [data.Loader(shards, batch, rank, world_size, seed, "cpu", samples)
+    loaders = [data.Loader(shards, batch, grad_accum, rank, world_size, seed, "cpu", samples)
                for rank in ranks or range(world_size)]
     try:
-        return [sorted(row for _ in range(grad_accum) for loader in loaders
-                       for row in torch.stack(next(loader), 1).tolist()) for _ in range(steps)]
+        return [sorted(row for loader in loaders for micro_batch in next(loader)[1]
+                       for row in torch.stack(micro_batch, 1).tolist()) for _ in range(steps)]
     finally:
         for loader in loaders:
             loader.close()
@@ -747,7 +747,7 @@ def test_rows_of_many_shards(undisturbed):
         expected += [[tokens[a:a + 100], tokens[a + 1:a + 101]] for a in range(0, len(tokens) - 100, 100)]
     assert shards.rows == len(expected) > 5000
     x = np.empty((len(expected), 100), shards.dtype)
-    y = np.empty_like(x)
+    y = np.empty(x.shape, np.int32)
     shards.take(np.arange(len(expected)), x, y)
     assert np.stack([x, y], 1).tolist() == expected
     some = np.sort(shards.order(0, 500, 1))
@@ -803,15 +803,50 @@ def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
     shards, seconds = data.Dataset([undisturbed], 64).train, []
     for _ in range(7):
         begin = time.perf_counter()
-        loader = data.Loader(shards, 64, 3, 8, 1, "cpu", samples=10**6 * 512)
-        x, _ = next(loader)
+        loader = data.Loader(shards, 64, 1, 3, 8, 1, "cpu", samples=10**6 * 512)
+        count, [(x, _)] = next(loader)
         seconds.append(time.perf_counter() - begin)
         loader.close()
     assert min(seconds) < 0.05
     rows = np.sort(shards.order(10**6 * 512 + 3 * 64, 64, 1))
     expected = np.empty((64, 64), shards.dtype)
-    shards.take(rows, expected, np.empty_like(expected))
-    assert x.tolist() == expected.tolist()
+    shards.take(rows, expected)
+    assert x.tolist() == expected.tolist() and count == x.numel()
+
+
+def test_labels_know_the_largest_id_and_what_is_not_learned(tmp_path):
+    """65,535 is an id of some vocabularies, and no label that is left out."""
+    tokens = np.arange(65_536 - 160, 65_536, dtype=np.uint16)
+    data.write_shard(tmp_path / "train_000000.bin", [tokens[:-1], tokens[-1:]], "uint16")
+    shards = data.Shards([tmp_path / "train_000000.bin"], 53, lambda x: x % 2 == 0)
+    loader = data.Loader(shards, 3, 1, 0, 1, 0, "cpu")
+    count, [(x, y)] = next(loader)
+    loader.close()
+    assert y.max() == 65_535 and count == (y >= 0).sum() == 3 * 53 - (3 * 53) // 2
+    assert torch.equal(y, torch.where(x % 2 == 0, x + 1, -1))
+    (x, y), = data.validation_batches(shards, 3, 0, 1, "cpu")
+    assert y.max() == 65_535 and torch.equal(y, torch.where(x % 2 == 0, x + 1, -1))
+
+
+def test_whole_steps_are_read_ahead(dataset, monkeypatch):
+    """Two, and no more: so the labels of a step are known before its first forward pass."""
+    taken, plain = [], data.Shards.take
+
+    def take(*arguments):
+        taken.append(1)
+        plain(*arguments)
+
+    monkeypatch.setattr(data.Shards, "take", take)
+    loader = data.Loader(dataset.train, 2, 3, 0, 1, 0, "cpu")
+    for step in range(3):
+        count, batches = next(loader)
+        assert len(batches) == 3 and count == sum((y >= 0).sum() for _, y in batches)
+        deadline = time.monotonic() + 20
+        while len(taken) < 3 * (step + 3) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert len(taken) == 3 * (step + 3)
+    loader.close()
 
 
 def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch):
@@ -819,7 +854,7 @@ def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(dataset.train, "take", fail)
-    loader = data.Loader(dataset.train, 4, 0, 1, 0, "cpu")
+    loader = data.Loader(dataset.train, 4, 1, 0, 1, 0, "cpu")
     with pytest.raises(OSError, match="the disk is gone"):
         next(loader)
     loader.close()

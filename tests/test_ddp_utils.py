@@ -155,6 +155,19 @@ def test_a_run_that_has_begun_to_delay_does_not_wait_again(world):
     assert waits == [(True, 0), (True, 0), (False, 1), (False, 1)]
 
 
+@pytest.mark.parametrize("labels, share", [(4.0, 0.25), (0.0, 0.0)])
+def test_late_gradients_of_older_checkpoints_have_a_scale_of_their_own(tmp_path, world, labels, share):
+    state = make_state(world, comm="late")
+    save(tmp_path, world, state)
+    saved = load_checkpoint(tmp_path, world, print)
+    late = saved["tensors"]["late"]
+    gradient = torch.randn_like(late["gradient"])
+    labels = torch.tensor(labels, dtype=torch.float64)
+    saved["tensors"]["late"] = late | {"gradient": gradient, "labels": labels}
+    state.restore(saved, print)
+    assert torch.equal(state.late.gradient, share * gradient)
+
+
 def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
     """The file holds the state at the time of the call."""
     state = make_state(world)
@@ -322,13 +335,18 @@ def test_ranks_started_by_hand_do_not_wait_for_ever(command, code, sentence):
 
 
 def test_checkpoints_from_before_pairs_were_causal_and_learned_everything():
-    def identity(**model) -> dict:
+    def identity(**changes) -> dict:
         return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "settings": {},
-                "model_config": {"dropout": 0.0, **model}}
+                "model_config": {"dropout": 0.0}} | changes
 
-    old = identity() | {"path": "old.pt"}
-    ddp_utils.check_resumable(old, identity(attention="causal", loss="all"), print)
-    for changed in ({"attention": "isolated"}, {"loss": "response"}):
-        with pytest.raises(UserError, match=f"another {next(iter(changed))}"):
-            ddp_utils.check_resumable(old, identity(**{"attention": "causal", "loss": "all"} | changed),
-                                      print)
+    def now(attention="causal", loss="all") -> dict:
+        return identity(model_config={"dropout": 0.0, "attention": attention}, loss_on=loss)
+
+    old = identity(path="old.pt", loss=5.2)  # that of the step
+    # until what is learned became a matter of the data, it was one of the model
+    newer = old | {"model_config": {"dropout": 0.0, "attention": "causal", "loss": "all"}}
+    for saved in (old, newer):
+        ddp_utils.check_resumable(saved, now(), print)
+        for changed in ({"attention": "isolated"}, {"loss": "response"}):
+            with pytest.raises(UserError, match=f"another {next(iter(changed))}"):
+                ddp_utils.check_resumable(saved, now(**changed), print)

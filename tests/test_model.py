@@ -89,13 +89,17 @@ def gradients(model: nn.Module) -> dict:
 
 
 def step(model: HRM, **settings) -> tuple[dict, dict]:
-    """One forward and backward pass: the objective and every gradient by name, and the statistics."""
+    """One forward and backward pass: the objective and every gradient by name, and means of the sums. There
+    are 32 targets, a power of two, so a mean has the digits of its sum.
+    """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)  # for dropout
     idx = tokens(length=SEQ_LEN + 1)
-    objective, statistics = model(idx[:, :-1], idx[:, 1:], ponder_weight=0.01, **settings)
+    objective, sums = model(idx[:, :-1], idx[:, 1:], ponder_weight=0.01, **settings)
+    objective = objective / idx[:, 1:].numel()
     objective.backward()
-    return {"objective": objective.detach(), **gradients(model)}, statistics
+    means = {name: value / idx[:, 1:].numel() for name, value in sums.items()}
+    return {"objective": objective.detach(), **gradients(model)}, means
 
 
 def differing(a: dict, b: dict) -> list[str]:
@@ -236,7 +240,7 @@ def reference(model: HRM, kept: str) -> dict:
         z = (model.L if name == "L" else model.H)(z_h + z_l + x if injected else z_h + z_l, rope)
         z = z if keep == name else z.detach()
         z_h, z_l = (z_h, z) if name == "L" else (z, z_l)
-    loss = linear_cross_entropy(z_h, model.head_weight, idx[:, 1:], VOCAB)
+    loss = linear_cross_entropy(z_h, model.head_weight, idx[:, 1:], VOCAB)[0] / idx[:, 1:].numel()
     loss.backward()
     found = {"objective": loss.detach(), **gradients(model)}
     return {name: torch.zeros_like(model.embed.weight) if t is None else t for name, t in found.items()}
@@ -767,8 +771,10 @@ def test_linear_cross_entropy_equals_the_plain_one(n):
     targets[2::7] = -100
     logits = (hidden @ weight.T)[:, :VOCAB]
     expected = F.cross_entropy(logits, targets.clamp(min=-1), ignore_index=-1)
-    found = linear_cross_entropy(hidden, weight, targets, VOCAB)
-    assert found.dtype == torch.float32 and found.ndim == 0
+    objective, loss, _ = linear_cross_entropy(hidden, weight, targets, VOCAB)
+    assert objective.dtype == torch.float32 and objective.ndim == 0
+    assert torch.equal(objective, loss) and not loss.requires_grad
+    found = objective / (targets >= 0).sum()
     assert abs(found.item() - expected.item()) <= 1e-5
     # times 3, because an upstream gradient other than 1 has to arrive too
     for a, b in zip(torch.autograd.grad(3 * found, (hidden, weight)),
@@ -779,8 +785,8 @@ def test_linear_cross_entropy_equals_the_plain_one(n):
 def test_linear_cross_entropy_of_a_batch_in_bfloat16():
     hidden, weight = torch.randn(3, 200, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
     targets = torch.randint(VOCAB, (3, 200))
-    exact = linear_cross_entropy(hidden, weight, targets, VOCAB)
-    rough = linear_cross_entropy(hidden.bfloat16(), weight, targets, VOCAB)
+    exact, *_ = linear_cross_entropy(hidden, weight, targets, VOCAB)
+    rough, *_ = linear_cross_entropy(hidden.bfloat16(), weight, targets, VOCAB)
     assert rough.dtype == torch.float32 and rough.item() == pytest.approx(exact.item(), rel=1e-2)
     for a, b in zip(torch.autograd.grad(exact, (hidden, weight)),
                     torch.autograd.grad(rough, (hidden, weight)), strict=True):
@@ -790,10 +796,38 @@ def test_linear_cross_entropy_of_a_batch_in_bfloat16():
 
 def test_linear_cross_entropy_without_any_target_is_zero():
     hidden, weight = torch.randn(9, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight, torch.full((9,), -1), VOCAB)
+    loss, *_ = linear_cross_entropy(hidden, weight, torch.full((9,), -1), VOCAB, z_loss=0.1)
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
     assert F.cross_entropy(hidden @ weight.T, torch.full((9,), -1), ignore_index=-1).isnan()  # the plain one
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_z_loss_is_differentiated_and_not_reported(with_bias):
+    """1e-2 · log² Z of each label, over two chunks, against autograd; the loss is that without it."""
+    n, weight = 700, torch.randn(PADDED, 24, requires_grad=True)
+    hidden, bias = torch.randn(n, 24, requires_grad=True), torch.randn(PADDED, requires_grad=True)
+    targets = torch.randint(-20, VOCAB, (n,))
+    leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
+    logits = F.linear(*leaves)[:, :VOCAB]
+    squares = logits.logsumexp(-1).square()[targets >= 0].sum()
+    plain = F.cross_entropy(logits, targets.clamp(min=-1), ignore_index=-1, reduction="sum")
+    for z_loss in (0.0, 1e-2):
+        found, loss, _ = linear_cross_entropy(hidden, weight, targets, VOCAB, *leaves[2:], z_loss=z_loss)
+        expected = plain + z_loss * squares
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+        for a, b in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves,
+                                                                                  retain_graph=True)):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_a_model_has_a_z_loss():
+    model, idx = hrm(), tokens(length=SEQ_LEN + 1)
+    plain, sums = model(idx[:, :-1], idx[:, 1:])
+    model.z_loss = 1e-2
+    more, same = model(idx[:, :-1], idx[:, 1:])
+    assert more > plain and torch.equal(sums["loss"], same["loss"])
 
 
 def test_evaluation_does_not_pay_for_gradients():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, finish, kill, run, start
-from runs import SMALL, Trainer, tensors_of
+from runs import SMALL, Trainer, log_of, tensors_of
 
 import data
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache, generate
@@ -149,8 +149,9 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     assert json.loads((out / "manifest.json").read_text())["pairs"]["empty responses"] == 9
     row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
     assert row == [258, 261, ord("b"), 259, ord("c"), 260]
-    model = gpt2(start=258, response=259, end=260)
-    assert model.counted(torch.tensor([row + [258]])).tolist() == [[False] * 3 + [True] * 2 + [False] * 2]
+    roles = {"start": 258, "response": 259, "end": 260}
+    assert data.learned(np.array([row + [258]]), roles, "response").tolist() == [
+        [False] * 3 + [True] * 2 + [False] * 2]
     source = write(tmp_path / "n.jsonl", [{"q": f"{i}", "a": "c"} for i in range(30)])
     plain = data.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6, workers=1,
                          val_split="hash:0.5")
@@ -195,8 +196,8 @@ def test_a_directory_that_is_named_twice_is_read_twice_in_each_epoch(pairs, tmp_
     one, two = (data.Dataset([directory], 128).train for directory in (pairs, other))
     both = data.Dataset([pairs, other, other], 128)
     assert both.train.rows == one.rows + 2 * two.rows
-    x, y = np.empty((2, both.train.rows, 128), both.train.dtype)
-    both.train.take(np.sort(both.train.order(0, both.train.rows, 3)), x, y)
+    x = np.empty((both.train.rows, 128), both.train.dtype)
+    both.train.take(np.sort(both.train.order(0, both.train.rows, 3)), x)
     expected = [row.tobytes() for shards in (one, two, two) for _, grid, _ in shards.grids for row in grid]
     assert sorted(row.tobytes() for row in x) == sorted(expected)
     assert both.name == "pairs+other+other"
@@ -210,8 +211,8 @@ def test_several_directories_are_the_same_on_any_number_of_ranks(pairs, tmp_path
     shards = data.Dataset([pairs, other, other], 128).train
     seen = []
     for ranks in (1, 2, 4):
-        loaders = [data.Loader(shards, 8 // ranks, rank, ranks, 0, "cpu", 16) for rank in range(ranks)]
-        steps = [torch.cat([next(loader)[0] for loader in loaders]) for _ in range(5)]
+        loaders = [data.Loader(shards, 8 // ranks, 1, rank, ranks, 0, "cpu", 16) for rank in range(ranks)]
+        steps = [torch.cat([next(loader)[1][0][0] for loader in loaders]) for _ in range(5)]
         seen.append([sorted(map(tuple, step.tolist())) for step in steps])
         for loader in loaders:
             loader.close()
@@ -226,11 +227,11 @@ def test_each_of_several_directories_is_evaluated_once_and_rows_are_masked_anew(
         assert both.val[directory.name].rows == alone.rows
     masker = data.Masker(both.tokenizer, 128, 0.3, 0)
     twice, masks = data.Dataset([other, other], 128).train, {}
-    loader, plain = (data.Loader(twice, 8, 0, 1, 0, "cpu", 0, some) for some in (masker, None))
+    loader, plain = (data.Loader(twice, 8, 1, 0, 1, 0, "cpu", 0, some) for some in (masker, None))
     for _ in range(2 * twice.rows // 8):
-        for (_, positions, _), (x, _) in [(next(loader), next(plain))]:
-            for row, chosen in zip(x, positions):
-                masks.setdefault(row.numpy().tobytes(), []).append(tuple(chosen.tolist()))
+        (_, [(_, positions, _)]), (_, [(x, _)]) = next(loader), next(plain)
+        for row, chosen in zip(x, positions):
+            masks.setdefault(row.numpy().tobytes(), []).append(tuple(chosen.tolist()))
     loader.close(), plain.close()
     often = [chosen for chosen in masks.values() if len(chosen) > 2]
     assert often and all(len(set(chosen)) == len(chosen) for chosen in often)
@@ -340,14 +341,17 @@ def brute_force(row: list[int], attention: str, loss: str, end: int = -1) -> tup
 @pytest.mark.parametrize("attention", ["prefix", "isolated"])
 @pytest.mark.parametrize("loss", ["response", "all"])
 def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
-    model, idx = gpt2(attention=attention, loss=loss), packed(64)
+    model, idx = gpt2(attention=attention), packed(64)
     idx[0, 5:] = START  # a row of padding, and one that is cut inside a prompt
     idx[1] = torch.tensor([START] + [7] * (T - 1))
     sees, counts = zip(*(brute_force(row.tolist(), attention, loss) for row in idx))
     assert np.array_equal(model.mask(idx, None)[:, 0].numpy(), np.stack(sees))
-    assert np.array_equal(model.counted(idx).numpy(), np.stack(counts))
+    rows = idx.numpy().astype(np.uint16)
+    assert np.array_equal(data.learned(rows, ROLES, loss), np.stack(counts))
+    for ours, theirs in zip(data.documents(rows, ROLES), model.documents(idx)):
+        assert np.array_equal(ours, theirs.numpy())
     assert model.mask(idx, None).any(-1).all()  # no row of the mask is empty
-    assert 0 < model.counted(idx).sum() < idx.numel()
+    assert 0 < np.stack(counts).sum() < idx.numel()
 
 
 @torch.no_grad()
@@ -454,13 +458,12 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
         again = torch.cat(list(generate(model, prompt, len(answer) + 1, temperature=0)))
         expected.append(torch.equal(again, torch.cat((answer, answer.new_tensor([START])))))
     idx = torch.stack(rows)
-    _, found = model(idx, idx.roll(-1, 1))
-    assert round((found["samples"] * found["labels"]).item()) == len(rows)
-    assert round((found["exact"] * found["labels"]).item()) == sum(expected)
-    for row, exact in zip(idx, expected):
-        _, statistics = model(row[None], torch.cat((row[1:], row[:1]))[None])
-        assert round((statistics["samples"] * statistics["labels"]).item()) == 1
-        assert round((statistics["exact"] * statistics["labels"]).item()) == exact
+    targets = torch.from_numpy(np.where(data.learned(idx.numpy(), ROLES, "response"), idx.roll(-1, 1), -1))
+    _, found = model(idx, targets)
+    assert (found["samples"], found["exact"]) == (len(rows), sum(expected))
+    for row, y, exact in zip(idx, targets, expected):
+        _, sums = model(row[None], y[None])
+        assert (sums["samples"], sums["exact"]) == (1, exact)
         full, cache = model(row[None]), KVCache(model.config.seq_len)
         prompt = row.tolist().index(RESPONSE) + 1
         for end, part in enumerate([row[None, :prompt], *row[None, prompt:prompt + 4].split(1, 1)], prompt):
@@ -524,6 +527,8 @@ def test_a_step_without_labels_changes_nothing(tmp_path):
         assert done.code == 0, done.out
         saved.append(tensors_of(tmp_path / f"run{steps}"))
     assert all(torch.equal(saved[0][name], t) for name, t in saved[1].items() if name[:5] == "model")
+    log = log_of(tmp_path / "run14")
+    assert [(r["grad_norm"], r["labels"], r["skipped"]) for r in log] == [(0, 0, 0)] * 14
 
 
 # ----------------------------------------------------------------------------------------------- the trainers

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import data
-from ddp_utils import (Run, TrainState, launch, load_data, make_parser, parse, run_directory, seed_step,
-                       start, use_model)
+from ddp_utils import (Run, TrainState, begin_sum, launch, load_data, make_parser, parse, run_directory,
+                       seed_step, start, use_model)
 from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate, make_optimizers,
-                   rms_norm)
+                   num_params, rms_norm)
 
 
 @dataclass
@@ -32,16 +32,15 @@ class RecurrentBlock(Block):
         self.inner = Linear(c.width, 2 * c.width, bias=False)
         self.outer = Linear(c.width, c.width, bias=False)
         self.bias = nn.Parameter(torch.zeros(c.width))
-        slopes = 2.0 ** -torch.arange(1, c.rates + 1)
-        decay = torch.exp(-slopes[:, None] * torch.arange(c.seq_len + 1))  # (R, T + 1)
+        slopes = 2.0 ** -torch.arange(1, c.rates + 1)[:, None]
+        decay = torch.exp(-slopes * torch.arange(c.seq_len + 1))  # (R, T + 1)
         self.register_buffer("decay", decay, persistent=False)
 
     def block(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         values, gate = self.inner(rms_norm(x, 1e-6)).chunk(2, dim=-1)  # (B, T, C) each
         values = values.float().view(B, T, self.rates, -1)
-        t = torch.arange(T, device=x.device)
-        ago = t[:, None] - t  # (T, T)
+        ago = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)  # (T, T)
         weights = torch.where(ago >= 0, self.decay[:, ago.clamp(min=0)], 0.0)  # (R, T, T)
         state = torch.einsum("rij,bjrc->birc", weights, values)
         if cache is not None:
@@ -74,7 +73,7 @@ class Recurrent(CausalLM):
         return rms_norm(x, 1e-6)
 
     def flops_per_token(self) -> float:
-        return 6 * sum(p.numel() for p in self.parameters())
+        return 6 * num_params(self)
 
 
 BETAS, DECAY = (0.9, 0.95), 0.1
@@ -98,19 +97,21 @@ def main() -> None:
     example = model.example(run.micro_batch, world.device)
     if not run.begin(state, (example, example), lambda _: model.flops_per_token()):
         return
-    loader = data.Loader(dataset.train, run.micro_batch, world.rank, world.world_size, args.seed,
-                         world.device, run.samples)
+    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
+                         args.seed, world.device, run.samples)
     while run.report(run.evaluate):
         seed_step(args.seed, run.step, world.rank)
-        for micro_step in range(run.grad_accum_steps):
-            x, y = next(loader)  # (B, T) each
-            last = micro_step == run.grad_accum_steps - 1
-            with state.no_sync(not last):
-                state.backward(*state.wrapped(x, y), last)
+        count, batches = next(loader)
+        labels = begin_sum(count, world)
+        for micro_step, (x, y) in enumerate(batches):  # (B, T) each
+            with state.no_sync(micro_step < run.grad_accum_steps - 1):
+                objective, sums = state.wrapped(x, y)
+                state.backward(objective, labels())
+                run.count(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, 0.1)
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr)
+        run.end_step(grad_norm, lr, labels())
     loader.close()
     run.finish()
 
