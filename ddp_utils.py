@@ -1669,7 +1669,8 @@ class Run:
         self.ends_epoch = False  # whether the last step reached into the next pass over the data
         self.stopping = 0  # the signal at which all ranks have agreed to stop
         self.epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # sums over the steps of this epoch
-        self._record: dict | None = None  # of the last step, until all that is due after it has been done
+        self._loss, self._skipped = math.nan, False  # of the last step that was logged or saved
+        self._evaluations, self._evaluated = 0, False  # how many there were, and whether one was of this step
         self._replicated = args.strategy not in SHARDED  # all ranks hold all parameters
         self._peak_memory = 0.0  # the largest of all ranks, in GB
         self._step_sums: dict[str, Tensor] = {}
@@ -1747,17 +1748,17 @@ class Run:
             del self.saved["tensors"]
             self.step, self.samples = self.saved["step"], self.saved["samples"]
             self.epoch, self.ends_epoch = self.saved["epoch"], self.saved["ends_epoch"]
-        complete = on_rank0(world, lambda: self.log.begin(  # whether the log has all that is due of this step
-            self.step, settings, lambda record: record["val_loss"] is not None or not self._evaluation_due))
-        if self.saved and not complete:
-            self._record = self.saved["record"]  # so `report` does the rest
+            self._loss = self.saved["loss"]
+        # only rank 0 reads the log: the losses of its evaluations, by their steps
+        evaluations = on_rank0(world, lambda: self.log.begin(self.step, settings, self._evaluation_due))
+        self._evaluations, self._evaluated = len(evaluations), self.step in evaluations
         if world.is_rank0:
             write_atomically(self.out / "config.json", json.dumps(self._identity, indent=2).encode())
             write_atomically(self.out / "tokenizer.json", tokenizer.to_json().encode())
         self._describe(precision)
         self._say_here(f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
-        if self.done and not self._record:
+        if self.done and (self._evaluated or not self._evaluation_due):
             use = "--fill" if "fill" in args else "--prompt"
             say(f"this run is complete after {self.step} steps: raise --steps to continue, give another "
                 f"--out to start from scratch, or try {use} or --export")
@@ -1765,12 +1766,10 @@ class Run:
             return False
 
         state.warm_up(*warm_up)
-        val_losses = [r["val_loss"] for r in self.log.records if r["val_loss"] is not None]
-        self._evaluations = on_rank0(world, lambda: len(val_losses))  # only rank 0 has read the log
         resumed_here = self.saved and Path(self.saved["path"]).parent == self.out / "checkpoints"
         self._checkpoints = Checkpoints(self.out, world, args.keep_last, say,
                                         saved_step=self.step if resumed_here else None,
-                                        best=min(val_losses, default=math.inf))
+                                        best=min(evaluations.values(), default=math.inf))
         # each rank adds its part of the mean, so that one all-reduce gives the sum over the steps
         self._epoch_loss = torch.tensor(self.epoch["loss"] if world.is_rank0 else 0.0, dtype=torch.float64,
                                         device=world.device)
@@ -1901,47 +1900,51 @@ class Run:
         self._vote.count(grad_norm, state.scaler)
         self.stopping = self._vote.read()
         self._vote.start()
+        self._evaluated = False
         self.log.tick(self.step)
         if self._log_due or self._save_due:
-            self._record = self._record_of(means, grad_norm, labels, lr, numbers)
+            record = self._record_of(means, grad_norm, labels, lr, numbers)
+            self._loss, self._skipped = record["loss"], record["skipped"]
+            if self._log_due:
+                self._log(record)
 
     def _record_of(self, means: dict[str, Tensor], grad_norm: Tensor, labels: Tensor, lr: float,
                    numbers: dict) -> dict:
         args, world = self.args, self.world
-        *sums, self.epoch["loss"], skipped = reduce_sum(
-            [*means.values(), self._epoch_loss, ~grad_norm.isfinite()], world)
-        metrics = numbers | {"labels": int(labels)} | dict(zip(means, sums))
+        *sums, self.epoch["loss"] = reduce_sum([*means.values(), self._epoch_loss], world)
+        metrics = dict(zip(means, sums))
         self._peak_memory = round(largest(monitor.memory_gb(world.device), world), 3)
         now = time.perf_counter()
         self.epoch["seconds"] = now - self._epoch_begun
         begun, step = self._window
         tokens_per_sec = (self.step - step) * self.global_batch * args.seq_len / (now - begun)
-        record = {"step": self.step, "loss": metrics.pop("loss"), "val_loss": None, "lr": lr,
-                  "grad_norm": grad_norm.item(), "skipped": int(skipped),
-                  "tokens": self.samples * args.seq_len, "tokens_per_sec": round(tokens_per_sec, 1),
-                  "mfu": None, "mem_gb": self._peak_memory, **metrics,
-                  "time": round(time.time(), 3)}
+        norm = grad_norm.item()
+        record = {"step": self.step, "loss": metrics.pop("loss"), "lr": lr, "grad_norm": norm,
+                  "skipped": int(not math.isfinite(norm)), "tokens": self.samples * args.seq_len,
+                  "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None, "mem_gb": self._peak_memory,
+                  **numbers, "labels": int(labels), **metrics, "time": round(time.time(), 3)}
         if self._peak_flops:
             flops = tokens_per_sec * self._flops_per_token(record)
             record["mfu"] = flops / (self._peak_flops * world.world_size)
+        if self.ends_epoch or self._at_end:
+            record |= {"epoch_loss": self._mean_epoch_loss, "epoch_seconds": self.epoch["seconds"]}
         return record
 
     def report(self, evaluate) -> bool:
-        """Does what is due after a step, or was still due at a resume: save, evaluate, log, sample.
-        Every rank calls evaluate(), which returns entries of the record, `val_loss` among them. Returns
+        """Does what is due after a step, or was still due at a resume: save, evaluate, sample. Every rank
+        calls evaluate(), which returns entries of the record of an evaluation, `val_loss` among them. Returns
         whether there is another step.
         """
-        if self._record:
+        if self.step > 0:
             self._save()  # before the evaluation, which can take long
-            if self._evaluation_due and not self.stopping:
-                found = evaluate()
-                if self.stopping:  # a signal has cut it short: the resumed run evaluates and logs this step
-                    self._save()  # which is now due even if the update was skipped
-                else:
-                    self._record |= found
-            if not self._evaluation_due or self._record["val_loss"] is not None:
-                self._log()
-            self._record, self._window = None, (time.perf_counter(), self.step)
+        if self.step > 0 and self._evaluation_due and not self._evaluated and not self.stopping:
+            found = evaluate()
+            if self.stopping:  # a signal has cut it short: the resumed run evaluates this step
+                self._save()  # which is now due even if the update was skipped
+            else:
+                self._log_evaluation(found)
+        if self._log_due or self._save_due:
+            self._window = time.perf_counter(), self.step
         if self.state.late:
             self.state.late.begin_step(self.step / self.total_steps)
         return not self.done
@@ -1949,40 +1952,48 @@ class Run:
     def _save(self) -> None:
         """Saves if that is due. Compares the parameters of all ranks before a save, and every 200 steps."""
         # A skipped update changed nothing: not worth pushing an older checkpoint out, except at the end.
-        due = self._save_due and (self.done or self.state.late or not self._record["skipped"])
+        due = self._save_due and (self.done or self.state.late or not self._skipped)
         if due or self.step - self._compared >= 200:
             assert_in_sync(self.state.model.state_dict())
             self._compared = self.step
         if due and self._checkpoints.saved_step != self.step:
-            position = {"samples": self.samples, "record": self._record, "epoch": self.epoch,
-                        "ends_epoch": self.ends_epoch}
-            self._checkpoints.save(self.step, self._record["loss"], self._identity | position, self.state)
-            self._say_here(f"step {self.step}/{self.total_steps} | {self._record['mem_gb']:.1f} GB | in "
-                           "sync, node 0 saves a checkpoint")
+            position = {"samples": self.samples, "epoch": self.epoch, "ends_epoch": self.ends_epoch}
+            self._checkpoints.save(self.step, self._loss, self._identity | position, self.state)
+            self._say_here(f"step {self.step}/{self.total_steps} | {self._peak_memory:.1f} GB | in sync, "
+                           "node 0 saves a checkpoint")
 
-    def _log(self) -> None:
-        args, record, log, world = self.args, self._record, self.log, self.world
-        mean_loss = self.epoch["loss"] / self.epoch["steps"]
-        if self.ends_epoch or self._at_end:
-            record |= {"epoch_loss": mean_loss, "epoch_seconds": self.epoch["seconds"]}
-        if self._log_due:
-            log.write(record, heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None)
-            seconds_per_step = (time.perf_counter() - self._begun) / max(self.step - self._first, 1)
-            log.step_line(record, max(self.total_steps - self.step, 0) * seconds_per_step,
-                          "OK" if self._replicated else "shards")
-        if record["val_loss"] is not None:
-            log.evaluation_line(record, self._entropy)
-            if self._checkpoints.saved_step == self.step:
-                self._checkpoints.mark_best(record["val_loss"])
-            log.save_history()
-            self._evaluations += 1
-            every = vars(args).get("sample_every")  # the masked model writes none
-            if every and self._evaluations % every == 0 and not self._at_end:
-                self._sample()
-        if self.ends_epoch and not self.stopping:
-            log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss {mean_loss:.4f} | "
-                    f"validation loss {record['val_loss'] or math.nan:.4f} | "
-                    f"{monitor.human_time(self.epoch['seconds'])}")
+    @property
+    def _mean_epoch_loss(self) -> float:
+        return self.epoch["loss"] / self.epoch["steps"]
+
+    def _log(self, record: dict) -> None:
+        log, world = self.log, self.world
+        log.write(record, heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None)
+        seconds_per_step = (time.perf_counter() - self._begun) / max(self.step - self._first, 1)
+        log.step_line(record, max(self.total_steps - self.step, 0) * seconds_per_step,
+                      "OK" if self._replicated else "shards")
+        if self.ends_epoch and not self.dataset.val:
+            self._say_epoch(math.nan)
+
+    def _log_evaluation(self, found: dict) -> None:
+        log = self.log
+        log.write({"step": self.step, "tokens": self.samples * self.args.seq_len, **found,
+                   "time": round(time.time(), 3)}, machines={})
+        log.evaluation_line(self.step, found, self._entropy)
+        if self._checkpoints.saved_step == self.step:
+            self._checkpoints.mark_best(found["val_loss"])
+        log.save_history()
+        self._evaluations, self._evaluated = self._evaluations + 1, True
+        every = vars(self.args).get("sample_every")  # the masked model writes none
+        if every and self._evaluations % every == 0 and not self._at_end:
+            self._sample()
+        if self.ends_epoch:
+            self._say_epoch(found["val_loss"])
+
+    def _say_epoch(self, val_loss: float) -> None:
+        self.log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss "
+                     f"{self._mean_epoch_loss:.4f} | validation loss {val_loss:.4f} | "
+                     f"{monitor.human_time(self.epoch['seconds'])}")
 
     def _sample(self) -> None:
         """Shows what follows the prompt; of a pair that is held out, also the response that it has there. All
@@ -2053,7 +2064,7 @@ class Run:
         steps, seconds = self.step - self._first, time.perf_counter() - self._begun
         tokens = steps * self.global_batch * self.args.seq_len
         sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.lstat())}
-        loss, step = min(((r["val_loss"], r["step"]) for r in self.log.records if r["val_loss"] is not None),
+        loss, step = min(((loss, step) for step, loss in monitor.evaluations_of(self.log.records).items()),
                          default=(None, None))
         best = "" if loss is None else f"; best validation loss {loss:.4f} at step {step}"
         self.log.say(f"{steps} steps in {monitor.human_time(seconds)}, evaluations and saves included: "

@@ -7,10 +7,11 @@
     watch -n 4 python monitor.py runs/one                # the table again and again, in a remote terminal
 
 A trainer reports to a RunLog, which writes to the run directory: what was printed (train.log), a JSON object
-for each logged step (metrics.jsonl), the same as lists (history.json), and, if matplotlib and tensorboard are
-installed, the curves as a picture and for TensorBoard. A logged step has one line and one point in each
-curve, even after a kill: see RunLog.write. GB and MB are 2^30 and 2^20 bytes here, as in nvidia-smi, htop and
-torch's own messages. torch is imported only in what a trainer calls, so the commands start at once.
+for each logged step and each evaluation (metrics.jsonl), the same as lists (history.json), and, if matplotlib
+and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one line and one
+point in each curve, even after a kill: see RunLog.write. GB and MB are 2^30 and 2^20 bytes here, as in
+nvidia-smi, htop and torch's own messages. torch is imported only in what a trainer calls, so the commands
+start at once.
 """
 
 import argparse
@@ -230,6 +231,11 @@ def read_metrics(run_directory: Path) -> list[dict]:
     return records
 
 
+def evaluations_of(records: list[dict]) -> dict[int, float]:
+    """The validation losses by step. Older logs have them in the record of the training step."""
+    return {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
+
+
 def curve_values(record: dict) -> dict[str, float]:
     tags = TAGS.copy()
     for key in record:
@@ -245,7 +251,9 @@ def names_of_sets(record: dict) -> list[str]:
 
 
 class RunLog:
-    """The log of a run in directory `out`. Only rank 0 (`active`) writes; elsewhere methods do nothing."""
+    """The log of a run in directory `out`: a record for each logged step, and one for each evaluation. Only
+    rank 0 (`active`) writes; elsewhere methods do nothing.
+    """
 
     def __init__(self, out: Path, active: bool, prefix: str, wandb=False):
         self.out, self.active, self.prefix = Path(out), active, prefix
@@ -269,21 +277,22 @@ class RunLog:
             with contextlib.suppress(OSError):  # a full disk must not stop the training
                 self._text.write(text + "\n")
 
-    def begin(self, step: int, settings: dict, complete) -> bool:
-        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. Keeps that of
-        `step` itself if complete(record), and returns, on rank 0, whether it did. Raises UserError if --wandb
-        does not work, or nothing can be written.
+    def begin(self, step: int, settings: dict, evaluates: bool) -> dict[int, float]:
+        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. Returns, on
+        rank 0, the validation losses by step; that of `step` itself may be missing, though it `evaluates`, if
+        the run was killed before. Raises UserError if --wandb does not work, or nothing can be written.
         """
         if not self.active:
-            return False
+            return {}
         if self._use_wandb:
             self._open_wandb(settings)
         with contextlib.suppress(FileNotFoundError):
-            self.records = [r for r in read_metrics(self.out)
-                            if r["step"] < step or r["step"] == step and complete(r)]
+            self.records = [r for r in read_metrics(self.out) if r["step"] <= step]
         self._rewrite_metrics()
+        evaluations = evaluations_of(self.records)
+        again = step if evaluates and step not in evaluations else step + 1
         try:
-            self._open_tensorboard(step, settings)
+            self._open_tensorboard(step, again, settings)
         except ImportError:
             self.say("curves for TensorBoard are not written: pip install tensorboard")
         except OSError as error:
@@ -297,29 +306,33 @@ class RunLog:
         if sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns:
             from tqdm import tqdm  # comes with datasets
             self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
-        return bool(self.records) and self.records[-1]["step"] == step
+        return evaluations
 
     def _rewrite_metrics(self) -> None:
         path = self.out / "metrics.jsonl"
         write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
-    def _open_tensorboard(self, step: int, settings: dict) -> None:
-        """Opens TensorBoard so that it drops what follows the last record kept; logs the settings."""
+    def _open_tensorboard(self, step: int, again: int, settings: dict) -> None:
+        """Opens TensorBoard so that it drops all from the step `again` on, and writes what the log has of
+        that anew; logs the settings.
+        """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
         # TensorBoard reads files in the order of their names, which begin with the second of creation
         created = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
         while str(int(time.time())) in created:
             time.sleep(0.05)
-        next_step = self.records[-1]["step"] + 1 if self.records else 0
-        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=next_step)
+        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
         self._tensorboard.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()), step)
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
         for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would create another run
             self._tensorboard.file_writer.add_summary(summary)
-        for record in () if created else self.records:
-            self._to_tensorboard(curve_values(record), record)
+        for record in self.records:
+            if record["step"] >= again:
+                self._to_tensorboard(curve_values(record) | machine_curves(), record)
+            elif not created:
+                self._to_tensorboard(curve_values(record), record)
 
     def _open_wandb(self, settings: dict) -> None:
         path = self.out / "wandb-id"  # a resumed run continues its curves; wandb ignores steps that it has
@@ -348,20 +361,26 @@ class RunLog:
             self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
         self.say(f"{self.prefix} {line}", on_screen=self._bar is None)
 
-    def evaluation_line(self, record: dict, entropy: float) -> None:
-        """Prints what an evaluation found, beside the unigram entropy (the loss without context)."""
-        before = [r["val_loss"] for r in self.records[:-1] if r["val_loss"] is not None]
-        best = ["best so far"] if before and record["val_loss"] < min(before) else []
-        found = format_known(record, EVALUATION)
-        key, form = ("val_exact", "{} {:.1%}") if "val_exact" in record else ("val_loss", "{} {:.4f}")
-        sets = {name: record[f"{key}/{name}"] for name in names_of_sets(record)}
-        found += [", ".join(form.format(name, value) for name, value in sets.items())] if sets else []
-        self.say(" | ".join([f"step {record['step']}", *found, f"unigram entropy {entropy:.4f}", *best]))
+    def evaluation_line(self, step: int, found: dict, entropy: float) -> None:
+        """Prints what the evaluation that was written last has found, beside the unigram entropy (the loss
+        without context).
+        """
+        before = evaluations_of(self.records[:-1]).values()
+        parts = [f"step {step}", *format_known(found, EVALUATION)]
+        key, form = ("val_exact", "{} {:.1%}") if "val_exact" in found else ("val_loss", "{} {:.4f}")
+        sets = {name: found[f"{key}/{name}"] for name in names_of_sets(found)}
+        if sets:
+            parts.append(", ".join(form.format(name, value) for name, value in sets.items()))
+        parts.append(f"unigram entropy {entropy:.4f}")
+        if before and found["val_loss"] < min(before):
+            parts.append("best so far")
+        self.say(" | ".join(parts))
 
     def write(self, record: dict, machines: dict[str, float] | None = None) -> None:
-        """Adds the record of a step to all curves, in TensorBoard and wandb with `machines`, those of this
-        machine or, where there are several, of all. NaN and infinity, which JSON lacks, become null. A kill
-        can leave TensorBoard, which is first, too many points, which `begin` drops, but never too few.
+        """Adds the record of a step or of an evaluation to all curves, in TensorBoard and wandb with
+        `machines`, those of this machine or, where there are several, of all. NaN and infinity, which JSON
+        lacks, become null. A kill can leave TensorBoard, which is first, too many points, which `begin`
+        drops, but never too few.
         """
         if not self.active:
             return
@@ -468,8 +487,8 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
 
 def summarize(records: list[dict]) -> dict:
     """The latest and the best losses of a run, and totals. Hours do not include evaluations and pauses."""
-    last = records[-1] if records else {}
-    evals = [(r["val_loss"], r["step"]) for r in records if r.get("val_loss") is not None]
+    last = ([r for r in records if r.get("loss") is not None] or [{}])[-1]
+    evals = [(loss, step) for step, loss in evaluations_of(records).items()]
     best, best_step = min(evals, default=(None, None))
     seconds = tokens = 0
     for record in records:

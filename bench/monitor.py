@@ -38,7 +38,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp())
     log = RunLog(directory, True, "[Rank 0/1]")
     log.total_steps = 10**6
-    log.begin(0, {"lr": 1e-3}, lambda record: True)
+    log.begin(0, {"lr": 1e-3}, False)
     spent, steps = 0.0, {True: 0, False: 0}
     model = GPT2(config).to(device)
     optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
@@ -62,7 +62,7 @@ def main() -> None:
             steps[instrumented] += 1
             report(log.tick, steps[instrumented])
             if steps[instrumented] % args.log_every == 0:  # both wait for the loss, as the trainers do
-                record = {"step": steps[instrumented], "loss": loss.item(), "val_loss": None, "lr": 1e-3,
+                record = {"step": steps[instrumented], "loss": loss.item(), "lr": 1e-3,
                           "grad_norm": 1.0, "tokens": 1, "tokens_per_sec": 1.0, "mfu": 0.1,
                           "mem_gb": 1.0, "time": time.time()}
                 report(log.write, record)

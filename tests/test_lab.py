@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import ROOT, children, finish, run, start
 from lab import MASTER, PORT, Lab, Unavailable, ip
-from runs import Trainer, assert_same_run, log_of, tensors_of
+from runs import Trainer, assert_same_run, log_of, steps_of, tensors_of
 from test_monitor import curves
 
 import data
@@ -166,7 +166,7 @@ def check_lost(lab, nodes: int, shards, lose, expected: str, lost: int, lost_say
     done = [lab.wait(process, 90) for process in again]
     assert all(code == 0 for code, _ in done) and "resuming after step" in done[0][1], done
     assert not any((lab.home(node) / "run").exists() for node in range(1, nodes))
-    assert [line["step"] for line in log_of(out)] == list(range(1, 61))
+    assert [line["step"] for line in steps_of(out)] == list(range(1, 61))
     return out
 
 

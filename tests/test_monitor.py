@@ -45,7 +45,7 @@ def command(capsys, *arguments) -> tuple[int, str, str]:
 
 
 def record(step: int, **changes) -> dict:
-    return {"step": step, "loss": 5.0 - step / 10, "val_loss": None, "lr": 1e-3, "grad_norm": 1.0,
+    return {"step": step, "loss": 5.0 - step / 10, "lr": 1e-3, "grad_norm": 1.0,
             "tokens": step * 100, "tokens_per_sec": 50.0, "mfu": 0.25, "mem_gb": 1.0,
             "time": 1.7e9 + step} | changes
 
@@ -265,10 +265,10 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 # RunLog
 
 
-def begun(out: Path, step: int = 0, keep: bool = True, **options) -> RunLog:
+def begun(out: Path, step: int = 0, evaluates: bool = False, **options) -> RunLog:
     log = RunLog(out, True, "[Rank 0/1]", **options)
     log.total_steps = 10
-    log.begin(step, {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None}, lambda record: keep)
+    log.begin(step, {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None}, evaluates)
     return log
 
 
@@ -304,26 +304,41 @@ def test_tags(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["loss"] is None
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["logged", "not logged"])
-def test_a_resumed_run_has_one_point_for_each_step(tmp_path, keep):
-    """Stopped after step 8 without a word, as by kill -9, and again from the checkpoint of step 5."""
+@needs_psutil
+@pytest.mark.parametrize("evaluated", [True, False])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_resumed_run_has_one_point_for_each_step(tmp_path, evaluates, evaluated):
+    """Stopped after step 8 without a word, as by kill -9, and again from the checkpoint of step 5, of which
+    the evaluation is in TensorBoard already, but perhaps not in the log.
+    """
     log = begun(tmp_path)
     for step in range(1, 9):
         log.write(record(step))
-    with open(tmp_path / "metrics.jsonl", "a") as file:
+        if step == 5 and evaluates:
+            log.write({"step": 5, "val_loss": 4.25}, {})
+    path = tmp_path / "metrics.jsonl"
+    if not evaluated:
+        path.write_text("".join(line for line in path.open() if "val_loss" not in line))
+    with open(path, "a") as file:
         file.write('{"step": 9, "lo')
-    log = begun(tmp_path, 5, keep)
-    for step in range(6 if keep else 5, 11):
+    log = RunLog(tmp_path, True, "")
+    found = log.begin(5, {}, evaluates)
+    assert found == ({5: 4.25} if evaluates and evaluated else {})
+    if evaluates and not evaluated:
+        log.write({"step": 5, "val_loss": 4.25}, {})
+    for step in range(6, 11):
         log.write(record(step, loss=step))
     log.close()
-    again = 6 if keep else 5
-    expected = [(s, 5 - s / 10) for s in range(1, again)] + [(s, s) for s in range(again, 11)]
+    expected = [(s, 5 - s / 10) for s in range(1, 6)] + [(s, s) for s in range(6, 11)]
     history = json.loads((tmp_path / "history.json").read_text())
-    assert [(r["step"], r["loss"]) for r in monitor.read_metrics(tmp_path)] == expected
-    assert [*zip(history["step"], history["loss"])] == expected
-    points = curves(tmp_path)["Loss/train_step"]
-    assert [s for s, _ in points] == [*range(1, 11)]
-    assert [v for _, v in points] == pytest.approx([v for _, v in expected])
+    steps = [(r["step"], r["loss"]) for r in monitor.read_metrics(tmp_path) if "loss" in r]
+    assert steps == expected
+    assert expected == [pair for pair in zip(history["step"], history["loss"]) if pair[1] is not None]
+    found = curves(tmp_path)
+    for tag, values in (("Loss/train_step", expected), ("Loss/val_epoch", [(5, 4.25)] * evaluates)):
+        assert [s for s, _ in found.get(tag, [])] == [s for s, _ in values]
+        assert [v for _, v in found.get(tag, [])] == pytest.approx([v for _, v in values])
+    assert [s for s, _ in found["System/CPU_percent"]] == [*range(1, 11)]
 
 
 def test_tensorboard_that_is_installed_later_has_the_whole_curve(tmp_path, monkeypatch, capsys):
@@ -384,7 +399,7 @@ def test_wandb(tmp_path, monkeypatch):
     assert point[1]["Loss/train_step"] == 4.9 and "System/CPU_percent" in point[1]
     log = RunLog(out, True, "", wandb=True)
     with pytest.raises(UserError, match="not logged in.*wandb login"):
-        log.begin(0, {"lr": 0}, lambda record: True)
+        log.begin(0, {"lr": 0}, False)
     block(monkeypatch, "wandb")
     with pytest.raises(UserError, match="pip install wandb"):
         begun(out, wandb=True)
@@ -395,15 +410,15 @@ def test_wandb(tmp_path, monkeypatch):
     ({"val_accuracy": 0.1234, "val_nats_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
      "1.5000 nats per masked byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
 def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
-    RunLog(tmp_path, True, "").evaluation_line(record(9, val_loss=4.62509, **found), 2.89861)
+    RunLog(tmp_path, True, "").evaluation_line(9, {"val_loss": 4.62509, **found}, 2.89861)
     assert capsys.readouterr().out == (tmp_path / "train.log").read_text() == line
 
 
 @pytest.mark.parametrize("loss, best", [(3.9, True), (4.1, False)])
 def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best):
     log = RunLog(tmp_path, True, "")
-    log.records = [record(1, val_loss=4.0), record(2, val_loss=None), record(3, val_loss=loss)]
-    log.evaluation_line(log.records[-1], 5.0)
+    log.records = [record(1), {"step": 1, "val_loss": 4.0}, record(2), {"step": 3, "val_loss": loss}]
+    log.evaluation_line(3, {"val_loss": loss}, 5.0)
     assert capsys.readouterr().out.endswith("| best so far\n") == best
 
 
@@ -433,12 +448,12 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log = RunLog(tmp_path, False, "", wandb=True)
-    assert log.begin(0, {}, lambda record: True) is False
+    assert log.begin(0, {}, True) == {}
     log.say("x")
     log.tick(1)
     log.write(record(1))
     log.step_line(record(1), 0)
-    log.evaluation_line(record(1), 0)
+    log.evaluation_line(1, {"val_loss": 1.0}, 0)
     log.sample("x", 1)
     log.close()
     assert not any(tmp_path.iterdir())
@@ -557,24 +572,27 @@ def test_flops_are_those_that_torch_counts(family, dropout):
     assert net.flops_per_token(*steps) != pytest.approx(counted(), rel=0.02)  # control: it repeats much
 
 
-# Ends itself by kill -9 at the record of step 8, once the checkpoint of that step is there.
+# Ends itself by kill -9 at one of the two records of step 8. A save begins between the two, in a thread.
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 import monitor, train_gpt2
 from ddp_utils import launch
-where, monitor_write, to_tensorboard = sys.argv.pop(1), monitor.RunLog.write, monitor.RunLog._to_tensorboard
+kind, where = sys.argv.pop(1), sys.argv.pop(1)
+monitor_write, to_tensorboard = monitor.RunLog.write, monitor.RunLog._to_tensorboard
+def here(record):
+    return record["step"] == 8 and ("val_loss" if kind == "evaluation" else "loss") in record
 def die(log):
-    while not list((log.out / "checkpoints").glob("step_00000008*")):
+    while kind == "evaluation" and not list((log.out / "checkpoints").glob("step_00000008*")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-def write(log, record, machines):
+def write(log, record, machines=None):
     monitor_write(log, record, machines)
-    if where == "after" and record["step"] == 8: die(log)
+    if where == "after" and here(record): die(log)
 def write_tensorboard(log, scalars, record):
-    if where == "before" and record["step"] == 8: die(log)
+    if where == "before" and here(record): die(log)
     to_tensorboard(log, scalars, record)
-    if where == "between" and record["step"] == 8: die(log)
+    if where == "between" and here(record): die(log)
 monitor.RunLog.write, monitor.RunLog._to_tensorboard = write, write_tensorboard
 launch(train_gpt2.main)
 """
@@ -583,20 +601,24 @@ launch(train_gpt2.main)
 @needs_psutil
 @pytest.mark.parametrize("where", ["between", *(
     pytest.param(where, marks=pytest.mark.long) for where in ("before", "after"))])
-def test_kill_9_between_a_save_and_its_log_line(tmp_path, shards, where):
-    """Before the record, between TensorBoard and metrics.jsonl, or after them: always one point a step."""
+@pytest.mark.parametrize("kind, step", [("training", 4), ("evaluation", 8)])
+def test_kill_9_at_a_record(tmp_path, shards, kind, step, where):
+    """Before the record, between TensorBoard and metrics.jsonl, or after them: always one point a step. A
+    step is saved after its training record and before its evaluation.
+    """
     from runs import Trainer
     gpt2, out = Trainer("train_gpt2.py", max_new_tokens=5), tmp_path / "run"
     changes = {"steps": 16, "eval_every": 4, "save_every": 4}
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    died = finish(start([sys.executable, script, where, *gpt2.flags(shards, out, **changes)]))
+    died = finish(start([sys.executable, script, kind, where, *gpt2.flags(shards, out, **changes)]))
     assert died.code == -signal.SIGKILL, died.out
     done = gpt2.train(0, shards, out, **changes)
-    assert done.code == 0 and "resuming after step 8" in done.out, done.out
+    assert done.code == 0 and f"resuming after step {step} " in done.out, done.out
     records = monitor.read_metrics(out)
     history = json.loads((out / "history.json").read_text())
-    assert [r["step"] for r in records] == history["step"] == [*range(1, 17)]
+    assert [r["step"] for r in records if "loss" in r] == [*range(1, 17)]
+    assert [r["step"] for r in records] == history["step"]
     found = curves(out)
     for tag, key in (("Loss/train_step", "loss"), ("Loss/val_epoch", "val_loss"), ("LR", "lr"),
                      ("Loss/train_epoch", "epoch_loss"), ("Time/epoch_seconds", "epoch_seconds")):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, finish, kill, run, start
-from runs import SMALL, Trainer, log_of, tensors_of
+from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache, generate
@@ -527,7 +527,7 @@ def test_a_step_without_labels_changes_nothing(tmp_path):
         assert done.code == 0, done.out
         saved.append(tensors_of(tmp_path / f"run{steps}"))
     assert all(torch.equal(saved[0][name], t) for name, t in saved[1].items() if name[:5] == "model")
-    log = log_of(tmp_path / "run14")
+    log = steps_of(tmp_path / "run14")
     assert [(r["grad_norm"], r["labels"], r["skipped"]) for r in log] == [(0, 0, 0)] * 14
 
 
@@ -564,7 +564,7 @@ def test_validation_sets_with_names(tmp_path):
         assert texts and {text.split(data.RESPONSE)[1] for text in texts} <= answers
     trainer = Trainer("train_gpt2.py", seq_len=None, max_new_tokens=5, lr=1e-2, log_every=40)
     done = trainer.train(0, ",".join(map(str, sources)), tmp_path / "run", eval_batches=0)
-    record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    record = evaluations_of(tmp_path / "run")[-1]
     found = {key[10:]: value for key, value in record.items() if key.startswith("val_exact/")}
     assert done.code == 0 and found.keys() == {"A", "B", "so-C"}, done.out
     assert found["B"] < min(found["A"], found["so-C"])
@@ -592,8 +592,8 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
     trainer, out = Trainer(script, seq_len=128, max_new_tokens=20), tmp_path / "run"
     done = trainer.train(0, pairs, out, steps=30)
     assert done.code == 0 and "exact match" in done.out and "accuracy" in done.out, done.out
-    record = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][-1]
-    assert 0 <= record["val_exact"] <= record["val_accuracy"] <= 1 and record["labels"] > 0
+    record = evaluations_of(out)[-1]
+    assert 0 <= record["val_exact"] <= record["val_accuracy"] <= 1 and steps_of(out)[-1]["labels"] > 0
     flags = trainer.flags(pairs, out)
     used = trainer.here(*flags, "--prompt", "7 yes no", "--temperature", "0")
     assert used.code == 0, used.out

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Trainer, assert_close_runs, log_of
+from runs import Trainer, assert_close_runs, evaluations_of, steps_of
 
 import data
 import train_gpt2
@@ -31,7 +31,7 @@ def test_the_number_of_processes_changes_nothing_but_rounding(tmp_path, shards):
 def test_fp16_scales_the_loss_and_skips_what_overflows(tmp_path, shards):
     done = GPT2.train(0, shards, tmp_path / "run", precision="fp16", batch=1, steps=20, eval_every=20)
     assert done.code == 0 and "GradScaler on" in done.out, done.out
-    assert log_of(tmp_path / "run")[-1]["val_loss"] < 5.6
+    assert evaluations_of(tmp_path / "run")[-1]["val_loss"] < 5.6
     assert torch.load(list_checkpoints(tmp_path / "run")[0], weights_only=True)["scaler"]["scale"] > 0
     again = GPT2.train(0, shards, tmp_path / "run", precision="fp16", batch=1, steps=24)
     assert again.code == 0 and "resuming after step 20" in again.out
@@ -54,7 +54,8 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
     tuned = GPT2.train(0, shards, tmp_path / "tuned", size="tiny", init_from=f"hf:{out / 'hf'}", lr=0,
                        steps=1, eval_every=1)
-    assert abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - log_of(out)[-1]["val_loss"]) < 1e-5, tuned.out
+    losses = [evaluations_of(run)[-1]["val_loss"] for run in (out, tmp_path / "tuned")]
+    assert abs(losses[0] - losses[1]) < 1e-5, tuned.out
     for steps in (4, 6):  # with 6 it goes on
         shorter = GPT2.train(0, shards, tmp_path / "short", size="tiny", init_from=out, seq_len=16,
                              steps=steps)
@@ -66,7 +67,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     gentle = GPT2.train(0, shards, tmp_path / "gentle", size="tiny", init_from=out, epochs=0.01, steps=None,
                         lr=None, warmup=None, global_batch=None)
     assert gentle.code == 0 and "= 16 sequences" in gentle.out, gentle.out
-    assert log_of(tmp_path / "gentle")[0]["lr"] == 3e-5
+    assert steps_of(tmp_path / "gentle")[0]["lr"] == 3e-5
     data.prepare(f"text:{corpus}", tmp_path / "again", str(out / "tokenizer.json"), workers=1)
     named = GPT2.train(0, tmp_path / "again", tmp_path / "named", size="tiny", init_from=out, steps=1)
     assert named.code == 0, named.out  # the same tokenizer under another name
@@ -111,7 +112,7 @@ def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     assert "WARNING: 15 sequences a step, not 16, " in three.out
     one = GPT2.train(0, shards, steps=4, **flags)
     assert one.code == 0 and "batch 5 x accumulation 3 x 1 processes = 15 sequences, " in one.out, one.out
-    assert [line["tokens"] for line in log_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]
+    assert [line["tokens"] for line in steps_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]
 
 
 def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_path, corpus):
@@ -121,11 +122,11 @@ def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_pat
     data.prepare(f"text:{tmp_path / 'notes.txt'}", small, "bytes", workers=1)
     done = GPT2.train(0, small, out, global_batch=600, steps=12, eval_every=4, save_every=6)
     assert done.code == 0, done.out
-    assert [line["step"] for line in log_of(out) if line["val_loss"] is not None] == [4, 8, 12]
+    assert [line["step"] for line in evaluations_of(out)] == [4, 8, 12]
     assert re.findall(r"^saved step (\d+) \(", done.out, re.MULTILINE) == ["4", "6", "8", "12"]
     assert done.out.count("; removed step_00000004_") == 1 and done.out.count("; removed") == 1
     assert "WARNING: the run reads" not in done.out and done.out.count("best so far") == 2
-    best = min((line["val_loss"], line["step"]) for line in log_of(out) if line["val_loss"] is not None)
+    best = min((line["val_loss"], line["step"]) for line in evaluations_of(out))
     assert re.search(rf"^12 steps in .* best validation loss {best[0]:.4f} at step {best[1]}; peak memory",
                      done.out, re.MULTILINE), done.out
     longer = GPT2.train(0, small, out, global_batch=600, steps=20, eval_every=20, save_every=20)

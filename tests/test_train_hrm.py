@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SHARED, finish, run
-from runs import PUBLISHED, Trainer, assert_close_runs, assert_same_run, log_of, tensors_of, worker
+from runs import (PUBLISHED, Trainer, assert_close_runs, assert_same_run, evaluations_of, log_of, steps_of,
+                  tensors_of, worker)
 
 import data
 import ddp_utils
@@ -104,10 +105,12 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
                      "train.log"}
     assert {n for n in before if n.endswith(".pt")} == {n.name for n in out.rglob("*.pt")}
     assert len(list_checkpoints(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
-    record = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    assert list(record) == ["step", "loss", "val_loss", "lr", "grad_norm", "skipped", "tokens",
-                            "tokens_per_sec", "mfu", "mem_gb", "bp_steps", "labels", "cycles", "time",
-                            "epoch_loss", "epoch_seconds"]
+    *_, trained, evaluated = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    assert list(trained) == ["step", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "mfu",
+                             "mem_gb", "bp_steps", "labels", "cycles", "time", "epoch_loss", "epoch_seconds"]
+    assert list(evaluated) == ["step", "tokens", "val_loss", "time"]
+    history = json.loads((out / "history.json").read_text())
+    assert history["step"][-2:] == [20, 20] and history["val_loss"][-2:] == [None, evaluated["val_loss"]]
 
     used = here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
     assert used.code == 0, used.out
@@ -125,7 +128,7 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
         new = tmp_path / f"from{str(source)[:2]}"
         begun = train(0, shards, new, steps=1, lr=0, size="tiny", init_from=source, eval_every=1)
         assert begun.code == 0, begun.out
-        assert abs(log_of(new)[0]["val_loss"] - log_of(out)[-1]["val_loss"]) < 1e-5
+        assert abs(evaluations_of(new)[0]["val_loss"] - evaluations_of(out)[-1]["val_loss"]) < 1e-5
 
 
 def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
@@ -146,7 +149,7 @@ def test_a_directory_of_plain_shards_trains(tmp_path, shards, monkeypatch):
         (tmp_path / shard.name).symlink_to(shard)
     done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2, sample_prompt="def")
     assert done.code == 0 and "after step 2:\ndefsome text\n" in done.out, done.out
-    assert log_of(tmp_path / "run")[-1]["val_loss"] is not None
+    assert len(evaluations_of(tmp_path / "run")) == 1
 
 
 def damage(path: Path) -> None:
@@ -179,16 +182,35 @@ def existing(shards, tmp_path_factory) -> Path:
 
 
 def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
-    """As after a kill between a save and its log line: each step has one line, also if the line was there."""
+    """As after a kill between a save and the record of the evaluation, which can be cut off, too: the log
+    then equals that of an undisturbed run. If it is there, nothing is evaluated again.
+    """
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for out in (whole, cut):
         assert train(0, shards, out, steps=8, eval_every=4).code == 0
     lines = (cut / "metrics.jsonl").read_text().splitlines()
-    for kept in (lines[:-1], lines[:-1] + [lines[-1].replace(str(log_of(cut)[-1]["val_loss"]), "null")],
-                 lines[:-1] + [lines[-1][:20]]):
+    for kept, again in ((lines[:-1], True), (lines[:-1] + [lines[-1][:20]], True), (lines, False)):
         (cut / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-        assert train(0, shards, cut, steps=8, eval_every=4).code == 0
+        done = train(0, shards, cut, steps=8, eval_every=4)
+        assert done.code == 0 and ("validation loss" in done.out) == again, done.out
         assert log_of(cut) == log_of(whole)
+
+
+def test_a_log_of_older_versions_goes_on(tmp_path, shards):
+    """There the record of a step held that of its evaluation."""
+    out = tmp_path / "run"
+    assert train(0, shards, out, steps=8, eval_every=4).code == 0
+    merged = [step | {"val_loss": None} for step in steps_of(out)]
+    for evaluation in evaluations_of(out):
+        merged[evaluation["step"] - 1] |= evaluation
+    (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in merged))
+    done = train(0, shards, out, steps=8, eval_every=4)
+    assert done.code == 0 and "is complete after 8 steps" in done.out, done.out
+    longer = train(0, shards, out, steps=12, eval_every=4)
+    assert longer.code == 0 and longer.out.count("| validation loss") == 1, longer.out
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in found] == [*range(1, 13), 12]
+    assert [record["step"] for record in found if record.get("val_loss") is not None] == [4, 8, 12]
 
 
 def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
@@ -311,7 +333,7 @@ def test_cycles_of_evaluation(tmp_path, shards):
                           ("from", four | {"size": "tiny", "init_from": tmp_path / "plain"}),
                           ("plain", four | {"steps": 2})):
         assert train(0, shards, tmp_path / name, **flags | changes).code == 0
-    two, *deep = [log_of(tmp_path / name)[i]["val_loss"] for name, i in (
+    two, *deep = [evaluations_of(tmp_path / name)[i]["val_loss"] for name, i in (
         ("plain", 0), ("plain", 1), ("eval", 0), ("all", 0), ("from", 0))]
     assert two not in deep and len(set(deep)) == 1
 
@@ -346,7 +368,7 @@ def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
         out = tmp_path / f"random{h_cycles}"
         done = train(0, shards, out, **flags | {"bp_steps": 2, "random_cycles": 3, "h_cycles": h_cycles})
         assert done.code == 0, done.out
-        cycles = [record["cycles"] for record in log_of(out)]
+        cycles = [record["cycles"] for record in steps_of(out)]
         assert set(cycles) == {1, 2, 3}
         for path in list_checkpoints(out):
             saved = torch.load(path, weights_only=True)
@@ -381,7 +403,7 @@ def test_a_run_branches_off_another(tmp_path, shards, existing):
     done = train(0, shards, tmp_path / "branch", steps=8, resume=existing)
     assert done.code == 0 and len(list_checkpoints(tmp_path / "branch")) == 1, done.out
     done = train(0, shards, tmp_path / "longer", steps=12, resume=list_checkpoints(existing)[0])
-    assert done.code == 0 and [r["step"] for r in log_of(tmp_path / "longer")] == [8, 9, 10, 11, 12]
+    assert done.code == 0 and [r["step"] for r in steps_of(tmp_path / "longer")] == [9, 10, 11, 12]
 
 
 def test_more_local_ranks_than_gpus(tmp_path, shards):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run
-from runs import Trainer, assert_close_runs, log_of
+from runs import Trainer, assert_close_runs, evaluations_of
 
 import data
 
@@ -34,7 +34,7 @@ def test_a_run_can_be_used(tmp_path, shards):
     done = MLM.train(0, shards, out, steps=20)
     assert done.code == 0, done.out
     assert re.search(r"accuracy [\d.]+% \| [\d.]+ nats per masked byte", done.out), done.out
-    record = log_of(out)[-1]
+    record = evaluations_of(out)[-1]
     assert 0 <= record["val_accuracy"] <= 1
     assert record["val_nats_per_byte"] == record["val_loss"]  # ids are bytes
     filled = MLM.here("--out", out, "--export", "--fill", "def [MASK]elf(x[MASK]:")
@@ -48,7 +48,7 @@ def test_a_run_can_be_used(tmp_path, shards):
     tuned = MLM.train(0, shards, tmp_path / "tuned", size="tiny", init_from=f"hf:{out / 'hf'}", lr=0, steps=1,
                       eval_every=1)
     assert tuned.code == 0, tuned.out
-    assert abs(log_of(tmp_path / "tuned")[-1]["val_loss"] - record["val_loss"]) < 1e-5
+    assert abs(evaluations_of(tmp_path / "tuned")[-1]["val_loss"] - record["val_loss"]) < 1e-5
 
 
 def test_probe(tmp_path, shards):
@@ -113,4 +113,4 @@ def test_a_second_half_that_repeats_the_first_is_restored(tmp_path):
     done = MLM.train(0, tmp_path, tmp_path / "run", tokenizer="bytes", d_model=64, n_head=4, n_layer=2, ff=96,
                      window=64, global_batch=64, batch=64, steps=400, lr=3e-3, warmup=20, mask_rate=0.15,
                      eval_every=400, save_every=400, log_every=400, eval_batches=0)
-    assert done.code == 0 and log_of(tmp_path / "run")[-1]["val_accuracy"] > 0.95, done.out
+    assert done.code == 0 and evaluations_of(tmp_path / "run")[-1]["val_accuracy"] > 0.95, done.out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import Group
-from runs import Trainer, assert_same_run, log_of
+from runs import Trainer, assert_same_run, steps_of
 
 from data import sha256_of
 from ddp_utils import list_checkpoints, read_checkpoint
@@ -74,7 +74,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     if not leave:  # else its lines fit
         assert re.search(r"WARNING: \S*metrics.jsonl was not written", done.out)
     assert TRACEBACK not in done.out
-    assert [line["step"] for line in log_of(out)] == list(range(1, 601))
+    assert [line["step"] for line in steps_of(out)] == list(range(1, 601))
     whole = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "whole", **flags)).finish()
     assert whole.code == 0
     assert_same_run(out, tmp_path / "whole")
@@ -97,7 +97,7 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_a_failure(disk, shards):
     ballast.unlink()
     done = Group(GPT2.script, *GPT2.flags(shards, out, **flags)).finish()
     assert done.code == 0 and "training complete" in done.out
-    assert [line["step"] for line in log_of(out)] == list(range(1, 201))
+    assert [line["step"] for line in steps_of(out)] == list(range(1, 201))
 
 
 def test_a_run_that_starts_on_a_full_disk(disk, shards):

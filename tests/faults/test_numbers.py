@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import Group
-from runs import Trainer, log_of, tensors_of
+from runs import Trainer, steps_of, tensors_of
 
 import ddp_utils
 from ddp_utils import list_checkpoints, read_checkpoint
@@ -52,7 +52,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, s
     done = Group(GPT2.script, *GPT2.flags(shards, out, **flags), ranks=2, fault=Poison({10, 11, 12}, value),
                  fault_rank=1).finish()
     assert done.code == 0 and "training complete" in done.out, done.out
-    bad = [record["step"] for record in log_of(out) if record["grad_norm"] is None]
+    bad = [record["step"] for record in steps_of(out) if record["grad_norm"] is None]
     assert bad == [10, 11, 12]
     steps = [read_checkpoint(path)["step"] for path in reversed(list_checkpoints(out))]
     assert steps == [step for step in range(1, 25) if step not in bad]
