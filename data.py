@@ -1172,23 +1172,24 @@ def interrupts_later():
 
 def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
     """Yields (batch, its token arrays) in the order of the batches, reading only a few batches ahead."""
-    context = multiprocessing.get_context("spawn")
     if workers == 1:
         _start_worker(tokenizer_name, tokenizer_json)
         for batch in batches:
             yield batch, _encode(batch)
         return
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, tokenizer_json)) as pool:
-        window = deque()
+        ahead = deque()  # batches, with the future results
         try:
             for batch in batches:
                 with interrupts_later():
-                    window.append((batch, pool.submit(_encode, batch)))  # may start a process
-                if len(window) > 2 * workers:
-                    batch, future = window.popleft()
-                    yield batch, future.result()
-            for batch, future in window:
-                yield batch, future.result()
+                    future = pool.submit(_encode, batch)  # may start a process
+                ahead.append((batch, future))
+                if len(ahead) > 2 * workers:
+                    first, encoded = ahead.popleft()
+                    yield first, encoded.result()
+            for first, encoded in ahead:
+                yield first, encoded.result()
         except BrokenExecutor:
             raise UserError("a worker process was killed, perhaps because memory ran out: finished shards "
                             "are kept; run the same command again with fewer --workers.")
@@ -1335,6 +1336,18 @@ class Masker:
         return picked, np.where(ordinary, old, -1)
 
 
+def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
+    """The micro-batch with which a process computes its `share` of a global batch, 0 if the flags, None where
+    not given, do not fit that. Without flags it is the largest that fits, up to `largest`.
+    """
+    if grad_accum:
+        batch = batch or share // grad_accum
+        return batch if batch * grad_accum == share else 0
+    if batch:
+        return batch if share % batch == 0 else 0
+    return max(b for b in range(1, min(share, largest) + 1) if share % b == 0)
+
+
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
                wanted: int, largest: int) -> tuple[int, int, int]:
     """Returns (global batch, micro-batch, accumulation steps); the first is the product of the others and the
@@ -1342,35 +1355,35 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
     the nearest fit. Else it is `wanted`, the recipe's or that of the run so far, or if that does not divide,
     of the multiples of the world size within 5 % of it the one with the largest micro-batch, up to `largest`.
     """
-    def micro(share: int) -> int:
-        """The micro-batch for a process's share of the global batch, 0 if the flags do not fit it."""
-        if grad_accum:
-            return share // grad_accum * (share % grad_accum == 0) * (batch in (None, share // grad_accum))
-        if batch:
-            return batch * (share % batch == 0)
-        return max(b for b in range(1, min(share, largest) + 1) if share % b == 0)
-
-    if global_batch is None:
-        global_batch = batch * grad_accum * world_size if batch and grad_accum else wanted
-        if global_batch % world_size:
-            share, unit = wanted / world_size, batch or grad_accum or 1
-            shares = [n for n in range(math.ceil(0.95 * share), math.floor(1.05 * share) + 1) if micro(n)]
-            shares = shares or [max(1, round(share / unit)) * unit]
-            share = max(shares, key=lambda n: (micro(n), -abs(n - share)))
-            global_batch = share * world_size
+    if global_batch is None and batch and grad_accum:
+        global_batch = batch * grad_accum * world_size
+    elif global_batch is None and wanted % world_size == 0:
+        global_batch = wanted
+    elif global_batch is None:
+        exact = wanted / world_size  # sequences for each process
+        fitting = {}  # the micro-batch of each share that is near enough
+        for share in range(math.ceil(0.95 * exact), math.floor(1.05 * exact) + 1):
+            if micro := micro_batch_of(share, batch, grad_accum, largest):
+                fitting[share] = micro
+        unit = batch or grad_accum or 1
+        share = max(1, round(exact / unit)) * unit
+        if fitting:
+            share = max(fitting, key=lambda share: (fitting[share], -abs(share - exact)))
+        global_batch = share * world_size
     if global_batch % world_size or global_batch < 1:
         low = global_batch // world_size * world_size
         fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
         raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
                         f"processes: use --global-batch {fits}.")
     share = global_batch // world_size
-    if not (found := micro(share)):
-        nearest = min((b for b in range(1, share + 1) if share % b == 0),
-                      key=lambda b: abs(b - (batch or share // grad_accum)))
+    micro = micro_batch_of(share, batch, grad_accum, largest)
+    if not micro:
+        wish = batch or share // grad_accum
+        nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
         given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
         raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
                         f"processes {share}, so use --batch {nearest} --grad-accum {share // nearest}.")
-    return global_batch, found, share // found
+    return global_batch, micro, share // micro
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -68,34 +68,41 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def ending_of(error: BaseException) -> tuple[int, str, str]:
+    """How main() has ended: the exit code, what this process prints, and what the others print of it. An
+    unforeseen error is printed here, with its traceback.
+    """
+    if isinstance(error, SystemExit):  # of --help
+        return error.code or 0, "", ""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped", ""
+    if isinstance(error, UserError | RunError):
+        return error.exit_code, f"error: {error}", str(error)
+    # whether another process is gone or late, rather than a mistake in this one
+    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
+    lost = heartbeat and (from_backend or isinstance(error, dist.DistError))
+    if lost and (cause := heartbeat.ask()):
+        return 1, f"error: {cause}", ""
+    sys.excepthook(type(error), error, error.__traceback__)
+    get_error_handler().record_exception(error)  # for torchrun's own report
+    reason = first_line(error)
+    if not lost:
+        return 1, "", reason
+    return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
+               "cannot reach another."), reason
+
+
 def launch(main) -> None:
     """Runs main() and ends the process. Exit codes: 0, 1 for a failure, 2 for a UserError, 130 for Ctrl-C.
 
     It leaves by os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
-    code, text, reason = 1, "", ""  # the exit code, what is printed, what other ranks print
-    torchrun = get_error_handler()
-    torchrun.initialize()
+    code, text, reason = 0, "", ""
+    get_error_handler().initialize()
     try:
         main()
-        code = 0
-    except SystemExit as error:  # of --help
-        code = error.code or 0
-    except KeyboardInterrupt:
-        code, text = 130, "stopped"
-    except (UserError, RunError) as error:
-        code, text, reason = error.exit_code, f"error: {error}", str(error)
-    except Exception as error:
-        # whether another process is gone or late, rather than a mistake in this one
-        from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
-        reason, lost = first_line(error), heartbeat and (from_backend or isinstance(error, dist.DistError))
-        if lost and (cause := heartbeat.ask()):
-            text, reason = f"error: {cause}", ""
-        else:
-            sys.excepthook(*sys.exc_info())
-            torchrun.record_exception(error)  # for torchrun's own report
-            text = lost and (f"error: {reason}: all processes are alive, so one was busy for longer than "
-                             "--timeout, or cannot reach another.")
+    except BaseException as error:
+        code, text, reason = ending_of(error)
     unwritten = Checkpoints.unwritten if code == 1 else []
     for number in STOP_SIGNALS:  # torchrun, once the first process has failed, ends the others by signal
         signal.signal(number, signal.SIG_IGN if unwritten else signal.SIG_DFL)
@@ -576,6 +583,21 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
     return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
 
 
+def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> None:
+    """Raises UserError for flags that exclude each other; `given` has None for those with a default."""
+    sharded = args.strategy in SHARDED
+    if given.steps and given.epochs:
+        raise UserError("--epochs is not allowed with --steps: leave one of them out.")
+    if sharded and args.optimizer == "muon":
+        raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
+    if sharded and args.precision == "fp16":
+        raise UserError("--precision fp16 needs ddp or zero1: use bf16.")
+    if args.comm != "fp32" and args.strategy != "ddp":
+        raise UserError("--comm needs --strategy ddp.")
+    if args.comm == "late" and args.precision == "fp16":
+        raise UserError("--comm late needs --precision bf16 or fp32.")
+
+
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
           argv: list[str] | None) -> argparse.Namespace:
     """The flags. Those that are not given come from the row of the size, then from the model's configuration.
@@ -589,16 +611,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
     chosen_later = {"global_batch": None, "batch": None}  # see plan_batch
     parser.set_defaults(**{"vocab_size": None} | defaults | {"size": size} | chosen_later)
     args = parser.parse_args(argv)
-    sharded = args.strategy in SHARDED
-    for wrong, sentence in (
-            (given.steps and given.epochs, "--epochs is not allowed with --steps: leave one of them out"),
-            (sharded and args.optimizer == "muon", "--optimizer muon needs full matrices: use ddp or zero1, "
-             "or --optimizer adamw"),
-            (sharded and args.precision == "fp16", "--precision fp16 needs ddp or zero1: use bf16"),
-            (args.comm != "fp32" and args.strategy != "ddp", "--comm needs --strategy ddp"),
-            (args.comm == "late" and args.precision == "fp16", "--comm late needs --precision bf16 or fp32")):
-        if wrong:
-            raise UserError(f"{sentence}.")
+    refuse_combinations(args, given)
     sources = sources_of(args.data)
     args.seq_len = given.seq_len or row_of(sources[0]) or args.seq_len
     home = Path((args.init_from or "").removeprefix("hf:"))
@@ -1678,38 +1691,21 @@ class Run:
 
     def make_model(self, model_class: type, **config) -> nn.Module:
         """The model to train: random, or from --init-from; empty if a checkpoint is going to be restored."""
-        args, tokenizer, self._model_class = self.args, self.dataset.tokenizer, model_class
+        args, self._model_class = self.args, model_class
         padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
         config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
                                     **config)
-        pairs = vars(config).get("response", -1) >= 0
         if vars(config).get("attention") == "prefix" and self.dataset.loss == "all":
             raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                             "they are to learn: use isolated or causal, or prepare the data with "
                             "--prompt-field and --response-field.")
-        if pairs and not args.sample_prompt + args.condition:
-            args.sample_prompt, self._expected = self.dataset.first_pair()
-        if pairs and (n := len(prompt_ids(tokenizer, args.sample_prompt, args.condition))) >= args.seq_len:
-            raise UserError(f"--sample-prompt has {n} tokens, a row {args.seq_len}: shorten it.")
+        pairs = vars(config).get("response", -1) >= 0
+        if pairs:
+            self._choose_sample_prompt()
         names = ("dropout", "eval_cycles", "eot", "attention", "start", "response", "end")
         changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
         if args.init_from and not self.saved:
-            ids = config.vocab_size if pairs else 0
-            model, source = load_model(model_class, args.init_from, self.world, self.log.say, args.seq_len,
-                                       args.strategy, ids, **changes)
-            assert_trained_with(args, model.config, args.init_from)
-            digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
-            if source and source["tokenizer"].split()[-1] not in digests:
-                raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
-                                f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-            known = model.config.vocab_size
-            ids = f"{args.init_from} knows {known} ids, {tokenizer.name} {config.vocab_size}"
-            if known < config.vocab_size:
-                raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-            if known > config.vocab_size:
-                self.log.say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use "
-                             "the --tokenizer of that model")
-            return model
+            return self._load_weights(config.vocab_size, pairs, changes)
         if not args.init_from and self.saved and (began := self.saved["settings"].get("init_from")):
             raise UserError(f"{self.out} was begun with --init-from {began}: give that again, for its shape "
                             "and its learning rate.")
@@ -1719,6 +1715,37 @@ class Run:
         if not self.saved:
             torch.manual_seed(args.seed)
             copy_weights(model, model_class(config).state_dict() if self.world.is_rank0 else {}, self.world)
+        return model
+
+    def _choose_sample_prompt(self) -> None:
+        """Of pairs, by default, one that is held out. Raises UserError if the prompt fills a row."""
+        args = self.args
+        if not args.sample_prompt and not args.condition:
+            args.sample_prompt, self._expected = self.dataset.first_pair()
+        tokens = len(prompt_ids(self.dataset.tokenizer, args.sample_prompt, args.condition))
+        if tokens >= args.seq_len:
+            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
+
+    def _load_weights(self, vocab_size: int, pairs: bool, changes: dict) -> nn.Module:
+        """The model of --init-from, with these changes of its configuration. Raises UserError if it was
+        trained with another tokenizer than that of the data.
+        """
+        args, tokenizer, say = self.args, self.dataset.tokenizer, self.log.say
+        ids = vocab_size if pairs else 0
+        model, source = load_model(self._model_class, args.init_from, self.world, say, args.seq_len,
+                                   args.strategy, ids, **changes)
+        assert_trained_with(args, model.config, args.init_from)
+        digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
+        if source and source["tokenizer"].split()[-1] not in digests:
+            raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
+                            f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+        known = model.config.vocab_size
+        ids = f"{args.init_from} knows {known} ids, {tokenizer.name} {vocab_size}"
+        if known < vocab_size:
+            raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+        if known > vocab_size:
+            say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use the "
+                "--tokenizer of that model")
         return model
 
     def begin(self, state: TrainState, warm_up: tuple[dict, dict], flops_per_token) -> bool:

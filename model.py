@@ -1243,40 +1243,38 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     """Writes a directory that `from_pretrained` of transformers loads, without rows that pad the vocabulary.
     Raises UserError if the model has no counterpart there.
     """
-    directory = Path(directory)
     family, c, masked = hf_family(type(model)), model.config, isinstance(model, MLM)
-    config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32",
-              **{theirs: getattr(c, ours) for ours, theirs in family.fields.items()}, **family.to_hf(c)}
     pairs = not masked and c.response >= 0
-    first, last = (c.start, c.end if c.end >= 0 else c.start) if pairs else (tokenizer.eot, tokenizer.eot)
+    prefix = isinstance(model, HRM) and c.attention == "prefix"
+    first = c.start if pairs else tokenizer.eot
+    last = c.end if pairs and c.end >= 0 else first
     ends = {"bos_token_id": first, "eos_token_id": last}
+    config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32"}
+    config |= {theirs: getattr(c, ours) for ours, theirs in family.fields.items()}
+    config |= family.to_hf(c) | ends
+
     bos, eos = tokenizer.decode([first]), tokenizer.decode([last])
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": bos,
                "eos_token": eos, "pad_token": eos, "clean_up_tokenization_spaces": False}
+    around = {bos: first}
+    if pairs:
+        answer = tokenizer.decode([c.response])
+        around[answer] = c.response
+        # one prompt, one answer; it knows no types, so with a prefix give token_type_ids of ones
+        special["chat_template"] = "{{ bos_token + messages[-1]['content'] }}" + answer
+    if prefix:
+        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if masked:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
                                  "lstrip": True, "rstrip": False, "normalized": False, "single_word": False,
                                  "special": True}
-    # As in --prompt and --fill, a text begins with <|endoftext|>. A prompt also ends with <|response|>, and
-    # type 1 says that its tokens see all of it. data.py reads no post-processor.
-    prefix = isinstance(model, HRM) and c.attention == "prefix"
-    around = {bos: first} | ({tokenizer.decode([c.response]): c.response} if pairs else {})
-    start, a, b, *answer = [{kind: {"id": which, "type_id": int(prefix)}} for kind, which in (
-        ("SpecialToken", bos), ("Sequence", "A"), ("Sequence", "B"), *(
-            ("SpecialToken", token) for token in list(around)[1:]))]
-    known = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in around.items()}
-    begin = {"type": "TemplateProcessing", "single": [start, a, *answer], "pair": [start, a, start, b],
-             "special_tokens": known}
-    if pairs:
-        # one prompt, one answer; it knows no types, so with a prefix give token_type_ids of ones
-        special["chat_template"] = "{{ bos_token + messages[-1]['content'] }}" + list(around)[1]
-    if prefix:
-        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    words = json.loads(tokenizer.to_json(with_mask=masked)) | {"post_processor": begin}
-    contents = {"config.json": config | ends, "tokenizer_config.json": special, "tokenizer.json": words}
+    words = json.loads(tokenizer.to_json(with_mask=masked))
+    words["post_processor"] = _post_processor(around, prefix)
+    contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
     if not masked:
         contents["generation_config.json"] = ends | {"do_sample": True}
-    save_file = _safetensors().torch.save_file
+
+    directory, save_file = Path(directory), _safetensors().torch.save_file
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -1285,6 +1283,23 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _post_processor(around: dict[str, int], prefix: bool) -> dict:
+    """What the tokenizer adds to a text, as in --prompt and --fill: the first token of `around` before it,
+    and if there is a second, <|response|>, that after it. With `prefix` its tokens have type 1: they see all
+    of it. data.py reads no post-processor.
+    """
+    def token(name: str) -> dict:
+        return {"SpecialToken": {"id": name, "type_id": int(prefix)}}
+
+    def text(name: str) -> dict:
+        return {"Sequence": {"id": name, "type_id": int(prefix)}}
+
+    start, *answer = map(token, around)
+    known = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in around.items()}
+    return {"type": "TemplateProcessing", "single": [start, text("A"), *answer],
+            "pair": [start, text("A"), start, text("B")], "special_tokens": known}
 
 
 def from_hf(model_class: type, source: str) -> nn.Module:
