@@ -260,11 +260,11 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
     try:
         spec = json.loads(text)
         model, stage, pattern = spec["model"], spec["pre_tokenizer"], None
-        if stage and stage["type"] == "Sequence":
+        if stage and stage["type"] == "Sequence" and stage["pretokenizers"]:
             split, stage = stage["pretokenizers"][0], stage["pretokenizers"][-1]
             pattern = split.get("pattern", {}).get("Regex")
         # other writers list more of a model, such as its dropout
-        if model.keys() == {"type", "vocab", "merges"} and stage == BYTE_LEVEL and not spec["normalizer"]:
+        if model.keys() == {"type", "vocab", "merges"} and stage == BYTE_LEVEL and not spec.get("normalizer"):
             merged = [token for token in sorted(model["vocab"], key=model["vocab"].get) if len(token) > 1]
             if merged != ["".join(parts) for parts in model["merges"]]:
                 raise ValueError("merges that do not follow the ids")
@@ -1481,10 +1481,9 @@ def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
 class Dataset:
     """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice in each epoch.
 
-    Has `train` (Shards), `val` (Shards by the name of the validation set; one without has that of its
-    directory, if there are several, else ""), `tokenizer`, `roles`, `name`, and `fingerprint`, which two
-    machines share if they have the same data. Raises UserError for a directory that is damaged, unfinished,
-    too small, or has another tokenizer than the first.
+    Has `train` (Shards), `val` (Shards by the name of the validation set, see name_of_set), `tokenizer`,
+    `roles`, `name`, and `fingerprint`, which two machines share if they have the same data. Raises UserError
+    for a directory that is damaged, unfinished, too small, or has another tokenizer than the first.
     """
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
@@ -1510,7 +1509,7 @@ class Dataset:
         for directory, (manifest, _) in found.items():
             for shard in manifest["shards"]:
                 if shard["split"] != "train":
-                    name = shard["split"][4:] or (directory.name if others else "")
+                    name = name_of_set(shard["split"][4:], directory, found)
                     held_out[name].append(directory / shard["file"])
         names = ", ".join(map(str, found))
         if not train:
@@ -1542,6 +1541,20 @@ class Dataset:
         response = self.tokenizer.decode(row[middle + 1:min(ends, default=len(row))])
         same = middle and prompt_ids(self.tokenizer, prompt).tolist()[1:-1] == row[:middle]
         return (prompt, response) if same else ("", "")
+
+
+def name_of_set(name: str, directory: Path, directories: dict) -> str:
+    """Of a validation set of one of several directories, by which read_directory returned: its own, if it has
+    one and no other directory has a set of that name, else with that of its directory in front.
+    """
+    def has_it(other: Path) -> bool:
+        return any(shard["split"] == f"val_{name}" for shard in directories[other][0]["shards"])
+
+    if len(directories) == 1 or name and sum(map(has_it, directories)) == 1:
+        return name
+    unique = [other.name for other in directories].count(directory.name) == 1
+    label = directory.name if unique else str(directory)
+    return f"{label}-{name}" if name else label
 
 
 def read_directory(directory: Path, seq_len: int,
@@ -1693,8 +1706,9 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
 
 
 def sources_of(data: str) -> list[str]:
-    """The sources of a trainer's --data."""
-    return [data] if Path(data).is_dir() else data.split(",")
+    """The sources of a trainer's --data: one, or several prepared directories."""
+    first, *others = data.split(",")
+    return [first, *others] if others and Path(first).is_dir() and not Path(data).is_dir() else [data]
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:

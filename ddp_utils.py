@@ -549,7 +549,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict]) ->
         ("--log-every", positive_int, 10, "steps between log lines"),
         ("--wandb", bool, None, "send the curves to Weights & Biases as well"),
         ("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too"),
-        ("--eval-batches", nonnegative_int, None, "global batches in an evaluation; 0: all"),
+        ("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all"),
         ("--save-every", positive_int, None, "steps between checkpoints"),
         ("--keep-last", positive_int, 3, "checkpoints to keep, beside the best"),
         ("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
@@ -592,6 +592,9 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
         raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
     if sharded and args.precision == "fp16":
         raise UserError("--precision fp16 needs ddp or zero1: use bf16.")
+    if args.checkpoint_activations == "auto" and args.compile is False:
+        raise UserError("--checkpoint-activations auto knows only what compiled blocks keep: leave out "
+                        "--no-compile, or give none, selective or block.")
     if args.comm != "fp32" and args.strategy != "ddp":
         raise UserError("--comm needs --strategy ddp.")
     if args.comm == "late" and args.precision == "fp16":
@@ -740,7 +743,7 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
         limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len}
         directories = [locate(source, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
                        for source in sources_of(args.data)]
-        return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss"))
+        return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
 
     dataset = on_all("data", read)
     assert_same(world, "the data", dataset.fingerprint,
@@ -1200,7 +1203,8 @@ class TrainState:
         model.compile_loss = self.compiled and on_cuda
         torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
         for block in blocks_of(model):
-            block.checkpointing = args.checkpoint_activations
+            if args.checkpoint_activations != "auto":  # which Run.begin resolves
+                block.checkpointing = args.checkpoint_activations
             if self.compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
                 block.compile(options={"emulate_precision_casts": not args.fast})
         self.wrapped = wrap(model, world, args.comm)
@@ -1454,6 +1458,9 @@ def check_resumable(saved: dict, now: dict, say) -> None:
     for flag, value in now["settings"].items():
         if (before := saved["settings"].get(flag, value)) != value:
             say(f"resuming with {flag} {value} (was {before})")
+    if gone := [flag for flag in saved["settings"] if flag not in now["settings"]]:
+        were = ", ".join(f"{flag} {saved['settings'][flag]}" for flag in gone)
+        say(f"resuming a run of another version, which had {were}: now these are as the code says")
 
 
 class Checkpoints:
@@ -1757,9 +1764,10 @@ class Run:
         args, world, say = self.args, self.world, self.log.say
         self.state, self._flops_per_token = state, flops_per_token
         if args.checkpoint_activations == "auto":
-            gpu = world.device.type == "cuda" and torch.cuda.get_device_properties(world.device)
-            args.checkpoint_activations = (
-                self._choose_checkpointing(warm_up[1], gpu.total_memory / 1e9) if gpu else "none")
+            args.checkpoint_activations = "none"
+            if world.device.type == "cuda":
+                gigabytes = torch.cuda.get_device_properties(world.device).total_memory / 1e9
+                args.checkpoint_activations = self._choose_checkpointing(warm_up[1], gigabytes)
         precision = str(state.model.compute_dtype).removeprefix("torch.")
         settings = json.loads(json.dumps(vars(args), default=str)) | {
             "steps": self.total_steps, "global_batch": self.global_batch, "batch": self.micro_batch,

@@ -342,6 +342,8 @@ class RunLog:
                 write_atomically(path, secrets.token_hex(4).encode())
             self._wandb = wandb.init(project="flat-distributed-training", name=self.out.name, config=settings,
                                      dir=self.out, id=path.read_text(), resume="allow")
+            self._wandb.define_metric("step")
+            self._wandb.define_metric("*", step_metric="step")  # what charts have on their x axis
         except Exception as error:  # not installed, not logged in, no network: there are many types
             raise UserError(f"--wandb does not start ({error}): pip install wandb, then `wandb login` or "
                             "WANDB_MODE=offline, or leave it out.") from None
@@ -389,7 +391,9 @@ class RunLog:
         values = curve_values(record) | (machine_curves() if machines is None else machines)
         self._to_tensorboard(values, record)
         if self._wandb:
-            self._wandb.log(values, step=record["step"])
+            # an evaluation, which may have to be made by a resumed run, comes after its training step
+            number = 2 * record["step"] + ("val_loss" in record)
+            self._wandb.log(values | {"step": record["step"]}, step=number)
         try:
             if self._metrics is None:
                 self._rewrite_metrics()
@@ -487,7 +491,7 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
 
 def summarize(records: list[dict]) -> dict:
     """The latest and the best losses of a run, and totals. Hours do not include evaluations and pauses."""
-    last = ([r for r in records if r.get("loss") is not None] or [{}])[-1]
+    last = ([r for r in records if "loss" in r] or [{}])[-1]
     evals = [(loss, step) for step, loss in evaluations_of(records).items()]
     best, best_step = min(evals, default=(None, None))
     seconds = tokens = 0

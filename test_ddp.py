@@ -284,7 +284,9 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     compiled = gpus if args.compile is None else args.compile
     inputs = model.example(batch, "meta", **example)
     mode = args.checkpoint_activations
-    if mode == "auto":
+    if mode == "auto" and not gpus:
+        mode = "none"
+    elif mode == "auto":
         mode = choose_checkpointing(model, inputs, args, dtype, processes, gigabytes)
     activations = kept_for_backward(model_class, model.config, dtype, mode, inputs, compiled)
     activations += logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)

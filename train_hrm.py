@@ -45,7 +45,7 @@ SIZES["1b-published"] = SIZES["1b"] | dict(  # HRM-Text 1B, as far as it differs
     vocab_size=65536, init="published", global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
     schedule="constant", grad_clip=0.0, ema=0.9999)
 BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
-VOCAB_LR = 4.0  # learning rate of embedding and head / --lr, with --init identity and without Muon
+VOCAB_LR = 4.0  # learning rate of embedding and head / --lr, but not with Muon, --init-from or another --init
 PONDER_COST = 0.01  # of a cycle more, with --halt
 RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
 

@@ -242,6 +242,8 @@ def check_activation_checkpointing_is_chosen_for_the_smallest_gpu(world: World) 
     for gigabytes, mode in ((1000.0, "none"), (1000.0 if world.is_rank0 else 0.0, "block")):
         assert run._choose_checkpointing(inputs, gigabytes) == mode
         assert {block.checkpointing for block in ddp_utils.blocks_of(run.state.model)} == {mode}
+    state = train_state(HRM(HRMConfig(**TINY)), world, checkpoint_activations="auto")
+    assert {block.checkpointing for block in ddp_utils.blocks_of(state.model)} == {"none"}  # as on a CPU
 
 
 def check_samples_have_one_prompt(world: World) -> None:

@@ -617,6 +617,8 @@ def test_a_changed_tokenizer_json_does_not_pass_for_ours(exported):
         assert type(other) is data.HuggingFaceTokenizer
         wrong = run_by_the_package(json.dumps(spec | change))
         assert all(other.encode(text).tolist() == ids(wrong, text) for text in TRICKY)
+    empty = json.dumps(spec | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}})
+    assert type(data.parse_tokenizer_json("empty", empty)) is data.HuggingFaceTokenizer
 
 
 def test_the_older_form_of_gpt2s_tokenizer_json(tokenizer, exported):

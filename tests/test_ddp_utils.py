@@ -350,3 +350,13 @@ def test_checkpoints_from_before_pairs_were_causal_and_learned_everything():
         for changed in ({"attention": "isolated"}, {"loss": "response"}):
             with pytest.raises(UserError, match=f"another {next(iter(changed))}"):
                 ddp_utils.check_resumable(saved, now(**changed), print)
+
+
+def test_flags_that_a_newer_version_does_not_have_are_named_on_resume():
+    identity = {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0,
+                "loss_on": "all", "model_config": {"dropout": 0.0}, "settings": {"lr": 1.0}}
+    said = []
+    ddp_utils.check_resumable(identity | {"settings": {"lr": 2.0, "beta2": 0.5}}, identity, said.append)
+    assert said[0] == "resuming with lr 1.0 (was 2.0)" and "beta2 0.5" in said[1]
+    ddp_utils.check_resumable(identity, identity, said.append)
+    assert len(said) == 2

@@ -380,6 +380,7 @@ def test_wandb(tmp_path, monkeypatch):
         "class Error(Exception): pass\n"
         "class Run:\n"
         "    def log(self, scalars, step): calls.append((step, scalars))\n"
+        "    def define_metric(self, *names, **options): pass\n"
         "    def finish(self): calls.append('finish')\n"
         "def init(**options):\n"
         "    if options['config']['lr'] == 0: raise Error('not logged in')\n"
@@ -389,13 +390,19 @@ def test_wandb(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     out = tmp_path / "run"
     out.mkdir()
-    for step in (0, 1):  # the second one resumes
+    for step in (0, 1):  # the second one resumes, and makes the evaluation of step 1
         log = begun(out, step, wandb=True)
+        if step == 1:
+            log.write({"step": 1, "val_loss": 4.5}, {})
         log.write(record(step + 1))
         log.close()
-    first, point, _, second, *_ = sys.modules.pop("wandb").calls
+    first, point, _, second, *later, _ = sys.modules.pop("wandb").calls
     assert first["id"] == second["id"] and first["resume"] == "allow" and first["name"] == "run"
-    assert first["config"]["bp_steps"] == [2, 5] and point[0] == 1
+    assert first["config"]["bp_steps"] == [2, 5]
+    numbers = [number for number, _ in (point, *later)]
+    assert numbers == sorted(set(numbers))  # wandb drops what comes with a number that it has had
+    assert [values["step"] for _, values in (point, *later)] == [1, 1, 2]
+    assert later[0][1] == {"step": 1, "Loss/val_epoch": 4.5}
     assert point[1]["Loss/train_step"] == 4.9 and "System/CPU_percent" in point[1]
     log = RunLog(out, True, "", wandb=True)
     with pytest.raises(UserError, match="not logged in.*wandb login"):
@@ -496,6 +503,12 @@ def png_size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+
+
+def test_a_run_that_diverged_does_not_look_as_if_it_had_not():
+    records = [{"step": 10, "loss": 2.0, "tokens": 10}, {"step": 20, "loss": None, "tokens": 20},
+               {"step": 20, "val_loss": None, "tokens": 20}]
+    assert [line.split()[:3] for line in monitor.format_table({"run": records})][1] == ["run", "20", "-"]
 
 
 def test_a_run_as_table_and_picture(runs, capsys):

@@ -521,14 +521,45 @@ def test_a_step_without_labels_changes_nothing(tmp_path):
         manifest = data.read_manifest(out)
         next(s for s in manifest["shards"] if s["file"] == path.name)["sha256"] = digest
         data.write_manifest(out, manifest)
-    saved = []
-    for steps in (1, 14):  # more than the ten updates in a row that may be skipped for a gradient not finite
-        done = Trainer("train_gpt2.py", steps=steps, eval_every=100).train(0, out, tmp_path / f"run{steps}")
-        assert done.code == 0, done.out
-        saved.append(tensors_of(tmp_path / f"run{steps}"))
-    assert all(torch.equal(saved[0][name], t) for name, t in saved[1].items() if name[:5] == "model")
-    log = steps_of(tmp_path / "run14")
+    done = Trainer("train_gpt2.py", steps=14, eval_every=100).train(0, out, tmp_path / "run")
+    assert done.code == 0, done.out
+    log = steps_of(tmp_path / "run")
     assert [(r["grad_norm"], r["labels"], r["skipped"]) for r in log] == [(0, 0, 0)] * 14
+
+
+# A trainer whose steps from the second on have no labels
+LABELS_IN_THE_FIRST_STEP = """
+import runpy, sys
+import data
+fill = data.Loader._fill
+def without(loader, x, y):
+    fill(loader, x, y)
+    if loader.position >= 12:
+        y[:] = -1
+data.Loader._fill = without
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("changes", [
+    {"strategy": "ddp"}, {"strategy": "zero3"}, {"optimizer": "muon"},
+    pytest.param({"strategy": "zero1"}, marks=pytest.mark.long),
+    pytest.param({"strategy": "zero2"}, marks=pytest.mark.long),
+    pytest.param({"precision": "fp16"}, marks=pytest.mark.long)], ids=str)
+def test_steps_without_labels_move_no_weight_and_no_moment(tmp_path, pairs, changes):
+    """More of them than the ten updates in a row that may be skipped because a gradient is not finite."""
+    script = tmp_path / "without.py"
+    script.write_text(LABELS_IN_THE_FIRST_STEP)
+    gpt2 = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=2, eval_every=100, warmup=0)
+    for steps in (1, 14):
+        flags = gpt2.flags(pairs, tmp_path / str(steps), steps=steps, **changes)
+        done = run(2, script, ROOT / "train_gpt2.py", *flags, PYTHONPATH=ROOT)
+        assert done.code == 0, done.out
+    assert all(r["labels"] == r["grad_norm"] == 0 for r in steps_of(tmp_path / "14")[1:])
+    one, more = tensors_of(tmp_path / "1"), tensors_of(tmp_path / "14")
+    assert one.keys() == more.keys() and all(torch.equal(one[name], t) for name, t in more.items())
+    assert any(t.any() for name, t in one.items() if name.startswith("optimizer"))
 
 
 # ----------------------------------------------------------------------------------------------- the trainers
@@ -573,6 +604,32 @@ def test_validation_sets_with_names(tmp_path):
     assert min(losses) < record["val_loss"] < max(losses)
     assert record["val_accuracy"] > 0.5  # a share of labels, not of samples
     assert re.search(r"exact match \d+\.\d% \| A \d+\.\d%, B \d+\.\d%, so-C \d+\.\d%", done.out), done.out
+
+
+def test_sets_of_several_directories_have_unlike_names(tmp_path):
+    """Two that have the same name in two directories are two sets, and each directory without names is one.
+    """
+    rows = [{"q": f"{i}", "a": "yes", "c": "AB"[i % 2]} for i in range(600)]
+    source = write(tmp_path / "rows.jsonl", rows)
+    named = [prepare(source, tmp_path / name, condition_field="c", val_field="c") for name in ("one", "two")]
+    plain = [prepare(source, tmp_path / name / "data") for name in ("x", "y")]
+    assert data.Dataset(named, 128).val.keys() == {"one-A", "one-B", "two-A", "two-B"}
+    assert data.Dataset([named[0], plain[0]], 128).val.keys() == {"A", "B", "data"}
+    assert data.Dataset(plain, 128).val.keys() == {*map(str, plain)}
+    assert data.Dataset(plain[:1] * 2, 128).val.keys() == {""}
+
+
+def test_a_comma_is_part_of_a_name_unless_it_follows_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two", "a,b"):
+        (tmp_path / name).mkdir()
+    assert data.sources_of("one,two,two") == ["one", "two", "two"]
+    assert data.sources_of("a,b") == ["a,b"] and data.sources_of("text:c,d.txt") == ["text:c,d.txt"]
+
+
+def test_the_masked_model_learns_of_pairs_what_it_masks(tmp_path, pairs):
+    done = Trainer("train_mlm.py", seq_len=128, steps=2).train(0, pairs, tmp_path / "run")
+    assert done.code == 0 and "loss all;" in done.out, done.out
 
 
 def test_named_sets_of_plain_text_report_their_losses(tmp_path):
