@@ -50,7 +50,8 @@ def batch(name, device="cuda"):
 
 def step(model, name, device="cuda"):
     model.zero_grad()
-    loss = model(*batch(name, device))[0]
+    inputs = batch(name, device)
+    loss = model(*inputs)[0] / (inputs[-1] >= 0).sum()
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
