@@ -560,11 +560,11 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
     """
     while True:
         begin = some.randrange(13 - level)
-        pairs = [(a, 9 - a if begin <= i < begin + level else some.randrange(10))
-                 for i, a in enumerate(some.choices(range(10), k=12))]
-        nines = "".join("9" if a + b == 9 else " " for a, b in pairs)
+        first = some.choices(range(10), k=12)
+        second = [9 - a if begin <= i < begin + level else some.randrange(10) for i, a in enumerate(first)]
+        nines = "".join("9" if a + b == 9 else " " for a, b in zip(first, second))
         if max(map(len, nines.split())) == level:
-            a, b = (int("".join(map(str, digits))) for digits in zip(*pairs))
+            a, b = (int("".join(map(str, digits))) for digits in (first, second))
             return f"{a:012}+{b:012}", f"{a + b:013}"
 
 
@@ -574,8 +574,16 @@ def doubling(some: random.Random, level: int) -> tuple[str, str]:
     return f"{level} {number:018}", f"{number * 2**level:018}"
 
 
-PEERS = [{j for j in range(36) if j != i and (j // 6 == i // 6 or j % 6 == i % 6 or (
-    j // 12 == i // 12 and j % 6 // 3 == i % 6 // 3))} for i in range(36)]  # cells that have another digit
+def share_a_unit(i: int, j: int) -> bool:
+    """Whether two of 36 cells lie in one row, column, or box of 2 x 3."""
+    row, column = divmod(i, 6)
+    other_row, other_column = divmod(j, 6)
+    one_box = row // 2 == other_row // 2 and column // 3 == other_column // 3
+    return row == other_row or column == other_column or one_box
+
+
+# of each cell those that have another digit
+PEERS = [{j for j in range(36) if j != i and share_a_unit(i, j)} for i in range(36)]
 
 
 def sudoku(some: random.Random, level: int) -> tuple[str, str]:
@@ -836,9 +844,13 @@ class Packer:
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Takes a sample; returns the rows that are closed for it."""
         prompt = 1 + int((tokens == self.roles["response"]).argmax())
-        dropped = ("empty responses" if len(tokens) - (self.roles["end"] >= 0) == prompt else
-                   "too long prompts" if prompt >= self.row else
-                   "too long responses" if len(tokens) > self.space and not self.truncate else None)
+        dropped = None
+        if len(tokens) - (self.roles["end"] >= 0) == prompt:
+            dropped = "empty responses"
+        elif prompt >= self.row:
+            dropped = "too long prompts"
+        elif len(tokens) > self.space and not self.truncate:
+            dropped = "too long responses"
         if dropped:
             self.counts[dropped] += 1
             return []
@@ -878,9 +890,10 @@ class ShardWriter:
         self.splits = {shard["split"] for shard in shards}
         self.packers: dict[str, Packer] = {}
         self.writing = thread.submit(lambda: None)  # the last write, a Future
-        self.counts = Counter(manifest.get("pairs") or {
-            "read": sum(s["tokens"] for s in shards if s["split"] == "train"),  # before packing
-            "documents": sum(s["documents"] for s in shards)})
+        self.counts = Counter(manifest.get("pairs"))
+        if not self.counts:
+            self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
+            self.counts["documents"] = sum(s["documents"] for s in shards)
         self._begin_shard()
 
     def _begin_shard(self) -> None:
@@ -1229,9 +1242,11 @@ def _encode(batch) -> list[np.ndarray]:
 
 def describe(manifest: dict) -> str:
     shards = manifest["shards"]
-    train, val = (sum(s["tokens"] for s in shards if s["split"] == split) for split in ("train", "val"))
+    train = sum(s["tokens"] for s in shards if s["split"] == "train")
+    val = sum(s["tokens"] for s in shards) - train
+    documents = sum(s["documents"] for s in shards)
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
-            f"{sum(s['documents'] for s in shards):,} documents")
+            f"{documents:,} documents")
     if counts := dict(manifest.get("pairs", {})):
         counts.pop("read", 0), counts.pop("documents", 0)
         fill = counts.pop("tokens", 0) / max(train + val, 1)

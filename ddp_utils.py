@@ -1145,9 +1145,9 @@ class Late:
 
     def pack(self, gradients: list[Tensor | None]) -> Tensor:
         """Gradients of all parameters in shares (ranks, bytes), one for each rank to add up."""
-        rest = self._share * self.world.world_size - len(self.moved)
-        flat = torch.cat([*((torch.zeros_like(p) if g is None else g).view(-1)
-                            for p, g in zip(self.params, gradients)), self.moved.new_zeros(rest)])
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, gradients)]
+        rest = self.moved.new_zeros(self._share * self.world.world_size - len(self.moved))
+        flat = torch.cat([part.view(-1) for part in parts] + [rest])
         return torch.stack([quantise(share) for share in flat.split(self._share)])
 
     def _add_up(self, packed: Tensor, copied) -> Tensor:
@@ -1309,8 +1309,11 @@ class TrainState:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer state on this process by parameter and key, such as `embed.weight/exp_avg`."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        return {f"{names[id(p)]}/{key}": tensor for optimizer in self.optimizers
-                for p, state in inner_optimizer(optimizer).state.items() for key, tensor in state.items()}
+        found = {}
+        for optimizer in map(inner_optimizer, self.optimizers):
+            for p, state in optimizer.state.items():
+                found |= {f"{names[id(p)]}/{key}": tensor for key, tensor in state.items()}
+        return found
 
     @torch.no_grad()
     def restore(self, saved: dict, say) -> None:
@@ -1420,9 +1423,11 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
                             "from a copy, or start from scratch in another --out.")
         for damaged in candidates[:candidates.index(path)] if candidates and resuming else ():
             damaged.rename(damaged.with_suffix(".damaged"))
-        return saved and saved | {
-            "path": str(path), "tensors": {group: {name: tensor.to("meta") for name, tensor in named.items()}
-                                           for group, named in saved["tensors"].items()}}
+        if saved is None:
+            return None
+        shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}
+                  for group, named in saved["tensors"].items()}
+        return saved | {"path": str(path), "tensors": shapes}
 
     answer = on_rank0(world, choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer

@@ -416,11 +416,16 @@ class CausalLM(LanguageModel):
         sums = {"loss": loss}
         if hits:
             number, _, _ = self.documents(idx)
-            sample = number + torch.arange(B, device=idx.device)[:, None] * (idx.size(1) + 1)
-            labels, right = (torch.zeros(B * (idx.size(1) + 1), device=idx.device).index_add_(
-                0, sample.flatten(), t.flatten().float()) for t in (targets >= 0, correct))
+            most = idx.size(1) + 1  # documents in a row
+            sample = number + torch.arange(B, device=idx.device)[:, None] * most
+
+            def in_each_sample(these: Tensor) -> Tensor:
+                counts = torch.zeros(B * most, device=idx.device)
+                return counts.index_add_(0, sample.flatten(), these.flatten().float())
+
             samples = (targets >= 0) & (idx == c.response)  # one position for each
-            exact = samples & (labels == right)[sample]
+            all_right = in_each_sample(targets >= 0) == in_each_sample(correct)
+            exact = samples & all_right[sample]
             sums |= {"correct": correct.sum(), "samples": samples.sum(), "exact": exact.sum()}
         return objective, sums
 
@@ -1052,12 +1057,14 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
                         "--optimizer adamw.")
     hidden = {key: p for key, p in named if id(p) in matrices}
     rest = {key: p for key, p in named if key not in hidden}
-    groups = [{"params": [p for key, p in rest.items()
-                          if (p.ndim >= 2, key in VOCAB_TENSORS) == (matrix, vocab)],
-               "weight_decay": weight_decay * matrix, "scale": vocab_lr if vocab else 1.0}
-              for matrix, vocab in itertools.product((True, False), repeat=2)]
+    groups = []
+    for matrix, vocab in itertools.product((True, False), repeat=2):
+        params = [p for key, p in rest.items() if (p.ndim >= 2) == matrix and (key in VOCAB_TENSORS) == vocab]
+        if params:
+            scale = vocab_lr if vocab else 1.0
+            groups.append({"params": params, "weight_decay": weight_decay * matrix, "scale": scale})
     adam = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
-    optimizers = [adam([g for g in groups if g["params"]], lr=lr, betas=betas)]
+    optimizers = [adam(groups, lr=lr, betas=betas)]
     if hidden:
         optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))

@@ -192,10 +192,12 @@ def format_reading(r: dict) -> list[str]:
 
     gpu_formats = {"utilization_percent": "Util: {:.0f}%", "memory": "Memory: {}",
                    "power_watts": "Power: {:.0f} W", "temperature_celsius": "Temp: {:.0f} C"}
-    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% "
-             f"({gigabytes(r['ram_used'], r['ram_total'])}) | process RAM: {r['process_ram'] / GB:.1f} GB",
-             f"  - Disk: {r['disk_percent']:.1f}% ({gigabytes(r['disk_used'], r['disk_total'])}) | Network: "
-             f"{r['received_per_sec'] / MB:.1f} MB/s in, {r['sent_per_sec'] / MB:.1f} MB/s out"]
+    ram, disk = gigabytes(r["ram_used"], r["ram_total"]), gigabytes(r["disk_used"], r["disk_total"])
+    received, sent = r["received_per_sec"] / MB, r["sent_per_sec"] / MB
+    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | "
+             f"process RAM: {r['process_ram'] / GB:.1f} GB",
+             f"  - Disk: {r['disk_percent']:.1f}% ({disk}) | Network: {received:.1f} MB/s in, "
+             f"{sent:.1f} MB/s out"]
     for gpu in r["gpus"]:
         if gpu["memory_total"] is not None:
             gpu = gpu | {"memory": gigabytes(gpu["memory_used"], gpu["memory_total"])}

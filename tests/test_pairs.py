@@ -587,6 +587,9 @@ def test_validation_sets_with_names(tmp_path):
     sources = [prepare(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c",
                        val_field="c") for name, some in (("one", rows), ("two", other))]
     assert sorted(path.name for path in sources[0].glob("val*")) == ["val_A_000000.bin", "val_B_000000.bin"]
+    manifest = data.read_manifest(sources[0])
+    held_out = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] != "train")
+    assert held_out and f" {held_out:,} validation tokens" in data.describe(manifest)
     assert data.Dataset([sources[1]], 128).val.keys() == {"so-C"}
     for name, answers in (("A", {"yes"}), ("B", {str(i * i) for i in range(0, 1500, 3)})):
         found = data.Dataset([sources[0]], 128).val[name]
