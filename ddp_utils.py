@@ -1463,9 +1463,11 @@ def check_resumable(saved: dict, now: dict, say) -> None:
     for flag, value in now["settings"].items():
         if (before := saved["settings"].get(flag, value)) != value:
             say(f"resuming with {flag} {value} (was {before})")
-    if gone := [flag for flag in saved["settings"] if flag not in now["settings"]]:
-        were = ", ".join(f"{flag} {saved['settings'][flag]}" for flag in gone)
-        say(f"resuming a run of another version, which had {were}: now these are as the code says")
+    were = [f"{flag} {value}" for flag, value in saved["settings"].items()
+            if value not in (None, False) and flag not in now["settings"]]
+    if were:
+        say(f"resuming a run of another version, which had {', '.join(were)}: here these are constants in "
+            "the code")
 
 
 class Checkpoints:
