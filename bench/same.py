@@ -5,7 +5,7 @@
 
 The data are prepared by the first version. Each case says how close both have to be:
 
-equal      losses and the tensors of the last checkpoint, bit for bit
+equal      losses and the tensors of the last checkpoint, bit for bit (the losses of an MLM to 1e-6)
 resumed    the same of a run that the first version begins and the second continues
 gradient   of the first step, each tensor to 1e-6 of its norm
 loss       the mean over 20 steps, to 2e-3
