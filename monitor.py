@@ -289,7 +289,11 @@ class RunLog:
         if self._use_wandb:
             self._open_wandb(settings)
         with contextlib.suppress(FileNotFoundError):
-            self.records = [r for r in read_metrics(self.out) if r["step"] <= step]
+            for record in read_metrics(self.out):
+                # an evaluation of this step that found no number is made again
+                failed = "loss" not in record and record.get("val_loss") is None
+                if record["step"] < step or record["step"] == step and not failed:
+                    self.records.append(record)
         self._rewrite_metrics()
         evaluations = evaluations_of(self.records)
         again = step if evaluates and step not in evaluations else step + 1

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -503,6 +504,19 @@ def png_size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+
+
+def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
+    """So after each start the log has one record of it, as of all others."""
+    for _ in range(3):
+        log = RunLog(tmp_path, True, "")
+        assert log.begin(1 if log.out.joinpath("metrics.jsonl").exists() else 0, {}, True) == {}
+        if not log.records:
+            log.write(record(1))
+        log.write({"step": 1, "val_loss": math.nan}, {})
+        log.close()
+    assert [("loss" in r, r.get("val_loss")) for r in monitor.read_metrics(tmp_path)] == [
+        (True, None), (False, None)]
 
 
 def test_a_run_that_diverged_does_not_look_as_if_it_had_not():
