@@ -1635,32 +1635,53 @@ def digest_of(manifest: dict) -> str:
 
 
 class Loader:
-    """Endless training steps of one rank, which a thread reads two steps ahead.
+    """The training steps of one rank, without end, which a thread reads two steps ahead.
 
-    A step is (labels, batches): how many labels this rank has in it, and its micro-batches on `device`, x and
-    y (B, T), or with a masker x (B, T), positions and labels (B, K), all int64; a label of −1 is not learned.
     In each micro-batch the ranks share batch × world_size positions of the global order: rank r gets the r-th
     slice, sorted so that it reads forward through the files. `samples` is how many were consumed before.
     """
 
-    def __init__(self, shards: Shards, batch: int, grad_accum_steps: int, rank: int, world_size: int,
-                 seed: int, device, samples: int = 0, masker: Masker | None = None):
+    def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
+                 samples: int = 0, masker: Masker | None = None):
         import torch
         self.shards, self.batch, self.seed, self.masker = shards, batch, seed, masker
-        self.position, self.stride = samples + rank * batch, batch * world_size
+        self.position, self.stride = samples + rank * batch, batch * world_size  # of the next step
         self.device = torch.device(device)
         self._cuda = torch.cuda if self.device.type == "cuda" else None
-        self._free, self._ready = queue.Queue(), queue.Queue()
-        parts = [(shards.seq_len, getattr(torch, shards.dtype.name))]
-        parts += [(masker.k, torch.int64)] * 2 if masker else [(shards.seq_len, torch.int32)]
+        self._thread, self._micro_batches = None, 0  # in each of the steps that the thread reads
+
+    def step(self, micro_batches: int) -> tuple[int, list[tuple]]:
+        """The next step: how many labels this rank has in it, and its micro-batches on `device`, x and y
+        (B, T), or with a masker x (B, T), positions and labels (B, K), all int64; a label of −1 is not
+        learned. Fastest with as many micro-batches as the step before.
+        """
+        if micro_batches != self._micro_batches:
+            self._begin(micro_batches)
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        buffers, labels = item
+        parts = [buffer.to(self.device, non_blocking=True, copy=True) for buffer in buffers]
+        self._free.put((buffers, self._cuda.current_stream().record_event() if self._cuda else None))
+        self.position += micro_batches * self.stride
+        return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
+
+    def _begin(self, micro_batches: int) -> None:
+        """Reads ahead from here on, so many micro-batches a step."""
+        import torch
+        self.close()
+        self._micro_batches, self._free, self._ready = micro_batches, queue.Queue(), queue.Queue()
+        parts = [(self.shards.seq_len, getattr(torch, self.shards.dtype.name))]
+        parts += [(self.masker.k, torch.int64)] * 2 if self.masker else [(self.shards.seq_len, torch.int32)]
         for _ in range(2):  # of one step each
-            buffers = [torch.empty((grad_accum_steps, batch, n), dtype=dtype,
+            buffers = [torch.empty((micro_batches, self.batch, n), dtype=dtype,
                                    pin_memory=self._cuda is not None) for n, dtype in parts]
             self._free.put((buffers, None))
         self._thread = threading.Thread(target=self._read_ahead, name="loader", daemon=True)
         self._thread.start()
 
-    def _read_ahead(self):
+    def _read_ahead(self) -> None:
+        position = self.position
         try:
             if self._cuda:
                 self._cuda.set_device(self.device)  # else this thread would open a context on the first GPU
@@ -1669,15 +1690,15 @@ class Loader:
                 if copied is not None:
                     copied.synchronize()  # the device may still be reading these buffers
                 for micro_batch in zip(*(buffer.numpy() for buffer in buffers)):
-                    self._fill(*micro_batch)
-                    self.position += self.stride
+                    self._fill(position, *micro_batch)
+                    position += self.stride
                 self._ready.put((buffers, int((buffers[-1] >= 0).sum())))
         except BaseException as error:  # raised again in the thread that waits for the step
             self._ready.put(error)
 
-    def _fill(self, x: np.ndarray, *others: np.ndarray) -> None:
-        rows = self.shards.order(self.position, self.batch, self.seed)
-        epochs = np.arange(self.position, self.position + self.batch) // self.shards.rows
+    def _fill(self, position: int, x: np.ndarray, *others: np.ndarray) -> None:
+        rows = self.shards.order(position, self.batch, self.seed)
+        epochs = np.arange(position, position + self.batch) // self.shards.rows
         order = np.argsort(rows)
         if self.masker:
             positions, labels = others
@@ -1686,21 +1707,11 @@ class Loader:
         else:
             self.shards.take(rows[order], x, *others)
 
-    def __iter__(self):
-        return self
-
-    def __next__(self) -> tuple[int, list[tuple]]:
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        buffers, labels = item
-        parts = [buffer.to(self.device, non_blocking=True, copy=True) for buffer in buffers]
-        self._free.put((buffers, self._cuda.current_stream().record_event() if self._cuda else None))
-        return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
-
-    def close(self):
-        self._free.put(None)
-        self._thread.join()
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._thread:
+            self._free.put(None)
+            self._thread.join()
 
 
 def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,

@@ -1,8 +1,9 @@
 """Processes that train together: how they start, agree, train, save, resume and end.
 
 `launch(main)` runs a trainer's main() and ends the process so that it neither hangs nor aborts. `start` joins
-the process group. `TrainState` is the model in training with all that a checkpoint holds. `Run` is what
-surrounds the training step: what to resume, and what is due after a step.
+the process group. `TrainState` is the model in training with all that a checkpoint holds, `Checkpoints` writes
+and finds these, `StopVote` lets all ranks stop together, `Metrics` adds up what the ranks have measured. What
+happens when, the trainers say.
 
 One rule holds everywhere: which collectives a rank calls never depends on what only that rank knows.
 """
@@ -52,6 +53,7 @@ from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, blocks_of, cont
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
+SYNC_EVERY = 200  # steps between comparisons of the parameters of all ranks, beside those before a save
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # -----------------------------------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ class World:
     device: torch.device
     backend: str
     backend_reason: str
+    timeout: float = 600  # seconds, of a collective
 
     @property
     def is_rank0(self) -> bool:
@@ -200,7 +203,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
                             world_size=world_size, timeout=timedelta(seconds=timeout),
                             device_id=where if where.type == "cuda" else None)
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
-                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason)
+                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason, timeout)
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
@@ -472,15 +475,18 @@ def flags_of_model(config_class: type, args: argparse.Namespace) -> dict:
     return {field.name: getattr(args, field.name) for field in flag_fields(config_class)}
 
 
-def make_parser(description: str, config_class: type, sizes: dict[str, dict]) -> ArgumentParser:
-    """The parser of a trainer: --size, the flags of its model, and those that all trainers share."""
+def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
+    """The parser of a trainer: --size (or --preset), the flags of its model, and those that all share."""
     keys = list(dict.fromkeys(itertools.chain(*sizes.values())))
     columns = [["--size", *keys],
                *([name, *(str(row.get(key, "")) for key in keys)] for name, row in sizes.items())]
     columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
     parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
         "  " + "  ".join(row).rstrip() for row in zip(*columns)))
-    parser.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
+    if presets:
+        choice.add_argument("--preset", choices=presets, help="a recipe instead of a --size")
     group = parser.add_argument_group("model")
     for field in flag_fields(config_class):
         name, text = field.name.replace("_", "-"), field.metadata["help"]
@@ -603,17 +609,24 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
 
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
           argv: list[str] | None) -> argparse.Namespace:
-    """The flags. Those that are not given come from the row of the size, then from the model's configuration.
-    Raises UserError for flags that exclude each other.
+    """The flags. Those that are not given come from the row of the size, then from the model's configuration,
+    then from the parser. Raises UserError for flags that exclude each other.
     """
-    given = parser.parse_args(argv)
-    if given.init_from and not given.size:
+    unset = {action.dest: None for action in parser._actions if action.default is not argparse.SUPPRESS}
+    given = parser.parse_args(argv, argparse.Namespace(**unset))
+    size = vars(given).get("preset") or given.size
+    if given.init_from and not size:
         raise UserError("--init-from needs the --size of the weights, for its context and micro-batch.")
-    size = given.size or "tiny"
-    defaults = {field.name: field.default for field in flag_fields(config_class)} | recipe(given, sizes[size])
-    chosen_later = {"global_batch": None, "batch": None}  # see plan_batch
-    parser.set_defaults(**{"vocab_size": None} | defaults | {"size": size} | chosen_later)
-    args = parser.parse_args(argv)
+    size = size or "tiny"
+    defaults = {field.name: field.default for field in flag_fields(config_class)}
+    defaults |= {"vocab_size": None} | recipe(given, sizes[size])
+    defaults |= {"size": size, "global_batch": None, "batch": None}  # for these see plan_run
+    args = argparse.Namespace(**vars(given) | defaults)
+    for name, value in vars(given).items():
+        if value is not None:
+            setattr(args, name, value)
+        elif name not in defaults:
+            setattr(args, name, parser.get_default(name))
     refuse_combinations(args, given)
     sources = sources_of(args.data)
     args.seq_len = given.seq_len or row_of(sources[0]) or args.seq_len
@@ -991,20 +1004,59 @@ def fits(held: dict[str, float], gigabytes: float) -> bool:
     return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
 
 
-def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, dtype: torch.dtype,
-                         processes: int, gigabytes: float) -> str:
+def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, processes: int,
+                         gigabytes: float) -> str:
     """--checkpoint-activations auto: the first mode, from the fastest on, with which model(**inputs) fits
     into so many GB by the model's own figures, else the smallest.
     """
     if not hasattr(model, "activation_bytes"):
         raise UserError(f"{type(model).__name__} has no activation_bytes, so --checkpoint-activations auto "
                         "cannot choose: give none, selective or block; --dry-run says what they need.")
+    dtype = model.compute_dtype
     logits = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled=True)
     for mode in CHECKPOINTING:
         activations = model.activation_bytes(mode, **inputs) * dtype.itemsize // 2 + logits
         if fits(memory_of(model, args.strategy, args, processes, activations), gigabytes):
             break
     return mode
+
+
+def agree_on_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, world: World,
+                           gigabytes: float, say) -> str:
+    """The mode for the smallest GPU of the run; this one has so many gigabytes. One for all ranks, because
+    with shards they call as many collectives as they compute blocks.
+    """
+    smallest = -largest(-gigabytes, world)
+    mode = choose_checkpointing(model, inputs, args, world.world_size, smallest)
+    say(f"--checkpoint-activations auto is {mode} for {smallest:.0f} GB")
+    return mode
+
+
+def compiles(choice: bool | None, device: torch.device) -> bool:
+    """Whether blocks are compiled, with --compile, --no-compile or neither."""
+    if choice is None:  # as Triton needs
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+    return choice
+
+
+def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: dict, say) -> None:
+    """Sets what --precision, --checkpoint-activations and --compile ask for. `inputs` of forward are those of
+    the largest micro-batch.
+    """
+    compiled, on_cuda = compiles(args.compile, world.device), world.device.type == "cuda"
+    model.compute_dtype = compute_dtype(args.precision, world.device)
+    model.compile_loss = compiled and on_cuda
+    torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
+    mode = args.checkpoint_activations
+    if mode == "auto" and on_cuda:
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        mode = agree_on_checkpointing(model, inputs, args, world, total / 1e9, say)
+    elif mode == "auto":
+        mode = "none"
+    for block in blocks_of(model):
+        block.checkpointing = mode
+        if compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
+            block.compile(options={"emulate_precision_casts": not args.fast})
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1054,10 +1106,19 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     return norm
 
 
+def mixed(seed: int, step: int, stream: int) -> int:
+    number = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + stream) * 0x94D049BB133111EB
+    return (number ^ number >> 31) % 2**63
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds torch for one step of one rank, so that a checkpoint need not hold the state of generators."""
-    mixed = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + rank) * 0x94D049BB133111EB
-    torch.manual_seed((mixed ^ mixed >> 31) % 2**63)
+    torch.manual_seed(mixed(seed, step, rank))
+
+
+def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Generator:
+    """A generator of random numbers that are the same on all ranks; each step has as many as you like."""
+    return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
 
 
 class EMA:
@@ -1109,7 +1170,7 @@ class Late:
 
     START = 0.1  # of a run, in which a delay costs most: there each step waits for its own gradient
 
-    def __init__(self, model: nn.Module, world: World, timeout: float):
+    def __init__(self, model: nn.Module, world: World):
         self.world, self.params = world, [p for p in model.parameters() if p.requires_grad]
         numbers = sum(p.numel() for p in self.params)
         self._share = -(-numbers // (128 * world.world_size)) * 128  # of the sum, each rank makes one
@@ -1118,9 +1179,11 @@ class Late:
         self.gradient = torch.zeros(numbers, device=device)
         self.lr = torch.zeros((), dtype=torch.float64)
         self.moved = torch.zeros(numbers, device=device)  # u of the step before
-        self.waits = False  # whether the step that comes waits for its own gradient
+        self.waits = False  # whether this step waits for its own gradient
+        self.ends = False  # whether no step follows, in which a gradient could be sent
+        self.max_norm = 0.0  # to which gradients are clipped
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "gradients")
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
         self._under_way: concurrent.futures.Future | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -1128,9 +1191,11 @@ class Late:
         self._wait()
         return {"gradient": self.gradient, "lr": self.lr, "moved": self.moved}
 
-    def begin_step(self, done: float) -> None:
-        """Before a step, when this fraction of the run is done."""
-        self.waits = done < self.START and not self.lr  # also where a run that has begun to delay gets longer
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Before a step, after so many of all."""
+        # not again where a run that has begun to delay gets longer
+        self.waits = step / total_steps < self.START and not self.lr
+        self.ends = step + 1 >= total_steps
 
     def exchange(self) -> None:
         """Begins to add up the gradients of all ranks, after `take`, or before it if the step waits."""
@@ -1190,29 +1255,33 @@ class TrainState:
     `tensors` says what of it a checkpoint holds; saving and `restore` both walk that.
     """
 
-    def __init__(self, model: nn.Module, optimizers: list, args: argparse.Namespace, world: World):
+    def __init__(self, model: nn.Module, optimizers: list, world: World, strategy: str = "ddp",
+                 comm: str = "fp32", ema: float = 0.0):
         self.model, self.world = model, world
-        model.compute_dtype = compute_dtype(args.precision, world.device)
-        self.optimizers = shard_optimizers(optimizers, args.strategy)
+        self.optimizers = shard_optimizers(optimizers, strategy)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
-        self.ema = EMA(model, args.ema) if args.ema else None
-        self.late = Late(model, world, args.timeout) if args.comm == "late" else None
-        on_cuda = world.device.type == "cuda"
-        can_compile = on_cuda and torch.cuda.get_device_capability(world.device) >= (7, 0)  # as Triton needs
-        self.compiled = can_compile if args.compile is None else args.compile
-        model.compile_loss = self.compiled and on_cuda
-        torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
-        for block in blocks_of(model):
-            if args.checkpoint_activations != "auto":  # which Run.begin resolves
-                block.checkpointing = args.checkpoint_activations
-            if self.compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
-                block.compile(options={"emulate_precision_casts": not args.fast})
-        self.wrapped = wrap(model, world, args.comm)
+        self.ema = EMA(model, ema) if ema else None
+        self.late = Late(model, world) if comm == "late" else None
+        self.wrapped = wrap(model, world, comm)
+        # over how many ranks gradients are averaged, by DDP and FSDP; late ones are added up
+        self.mean_over = 1 if self.late else world.world_size
+        self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
+        self._finite = torch.ones((), device=world.device)  # whether the last gradient was
 
     @property
     def delay(self) -> int:
         """How many steps old the gradients are that the next update applies."""
         return int(self.late is not None and not self.late.waits)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the last step has changed what a checkpoint holds."""
+        return self.late is not None or bool(self._finite)
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Before a step, after so many of all, which --comm late has to know."""
+        if self.late:
+            self.late.begin_step(step, total_steps)
 
     def no_sync(self, accumulating: bool):
         """A context in which DDP keeps gradients local: for all micro-batches of a step but the last."""
@@ -1234,34 +1303,43 @@ class TrainState:
                 if p.requires_grad and p.grad is None:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
             self.wrapped.zero_grad(set_to_none=True)
+        assert_in_sync(self.model.state_dict())
 
-    def backward(self, objective: Tensor, labels: Tensor) -> None:
-        """Back-propagates a micro-batch's part of the mean over the labels of a step. `objective` is a sum
-        over its own labels, `labels` their number in the whole step and on all ranks.
-        """
-        averaged = 1 if self.late else self.world.world_size  # over ranks, by DDP and FSDP
-        share = averaged / labels.clamp(min=1)
-        self.scaler.scale(objective * share.float()).backward()
-
-    def clip_gradients(self, max_norm: float, final: bool = False) -> Tensor:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """Clips the gradients. Returns their norm before that: exactly 0 for a step without labels. With
-        --comm late they become those of the step before, or if `final` those that are left of this one.
+        --comm late they become those of the step before.
         """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         if self.late:
-            self.late.take() if final else self.late.exchange()
+            self.late.max_norm = max_norm
+            self.late.exchange()
         return clip_gradients(self.model.parameters(), max_norm)
 
-    def optimizer_step(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
+    def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
         """Steps the optimizers unless the gradient norm, the same on all ranks, is not finite or 0; zeroes
-        the gradients; updates the average. Fused optimizers skip on the device, so the host never waits for
-        the norm; others have no such switch. With --comm late the learning rate is that of the step before,
-        too.
+        the gradients; updates the average. With --comm late the learning rate is that of the step before,
+        too, and the last step applies its own gradient as well.
         """
         if self.delay:
             lr, self.late.lr = self.late.lr.item(), torch.tensor(lr, dtype=torch.float64)
+        self._update(lr, grad_norm)
+        self.scaler.update()  # by what unscale_ has found
+        if self.ema:
+            self.ema.update()
+        if self.delay and self.late.ends:
+            self.late.take()
+            left = clip_gradients(self.model.parameters(), self.late.max_norm)
+            self._update(self.late.lr.item(), left, final=True)
+        self._finite = grad_norm.isfinite()
+        if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
+            self.skipped = (self.skipped + 1) * (1 - self._finite.float())
+
+    def _update(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
+        """Fused optimizers skip on the device, so the host never waits for the norm; others have no such
+        switch.
+        """
         skip = 1.0 - (grad_norm.isfinite() & (grad_norm > 0)).float()
         with self.late.corrected(final) if self.delay else contextlib.nullcontext():
             for optimizer in self.optimizers:
@@ -1274,10 +1352,7 @@ class TrainState:
                     optimizer.step()
                 elif not skip.item():
                     optimizer.step()
-        self.scaler.update()  # by what unscale_ has found
         self.wrapped.zero_grad(set_to_none=True)
-        if self.ema and not final:
-            self.ema.update()
 
     @contextlib.contextmanager
     def averaged_weights(self):
@@ -1433,20 +1508,6 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
     return answer | {"tensors": saved["tensors"]} if saved else answer
 
 
-def load_to_resume(run_directory: Path, resume: str, world: World, say) -> dict | None:
-    """The checkpoint that --resume means, None to start from scratch. Raises UserError on all ranks."""
-    newest = on_rank0(world, lambda: next((path.name for path in list_checkpoints(run_directory)), None))
-    if resume == "none" and newest:
-        raise UserError(f"{run_directory} holds checkpoints ({newest}): choose another --out, or delete it.")
-    if resume in ("none", "auto"):
-        return None if resume == "none" else load_checkpoint(run_directory, world, say, resuming=True)
-    saved = load_checkpoint(resume, world, say)
-    if newest and int(NAME.fullmatch(newest)[1]) > saved["step"]:
-        raise UserError(f"{run_directory} has a later checkpoint ({newest}) than {resume}: give another "
-                        "--out to branch off there, or delete the later ones.")
-    return saved
-
-
 def check_resumable(saved: dict, now: dict, say) -> None:
     """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
     def fixed(run: dict) -> dict:
@@ -1479,19 +1540,48 @@ class Checkpoints:
 
     unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
 
-    def __init__(self, run_directory: Path, world: World, keep_last: int, say, saved_step: int | None = None,
-                 best: float = math.inf):
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say):
         self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
         self.world, self.keep_last, self.say = world, keep_last, say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
-        self._best = best  # the validation loss of what best.pt is a link to
-        self.saved_step = saved_step  # the newest step that is in a checkpoint, or queued to be written
+        self._lost: set[int] = set()  # steps with an evaluation whose checkpoint could not be written
+        self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest = next(iter(list_checkpoints(run_directory)), None)  # its file
 
-    def save(self, step: int, loss: float, meta: dict, state: TrainState) -> None:
-        """Copies the state, tensor by tensor, and has it written, with `meta`, which is plain data."""
+    def load(self, resume: str) -> dict | None:
+        """The checkpoint that --resume means, None to start from scratch. Raises UserError on all ranks."""
+        world, directory = self.world, self.run_directory
+        newest = on_rank0(world, lambda: next((path.name for path in list_checkpoints(directory)), None))
+        if resume == "none" and newest:
+            raise UserError(f"{directory} holds checkpoints ({newest}): choose another --out, or delete it.")
+        if resume in ("none", "auto"):
+            return None if resume == "none" else load_checkpoint(directory, world, self.say, resuming=True)
+        saved = load_checkpoint(resume, world, self.say)
+        if newest and int(NAME.fullmatch(newest)[1]) > saved["step"]:
+            raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
+                            "--out to branch off there, or delete the later ones.")
+        return saved
+
+    def resume(self, saved: dict | None, state: TrainState, identity: dict) -> tuple[int, int]:
+        """Restores a checkpoint, if there is one. Returns after how many steps and samples the run is."""
+        if not saved:
+            return 0, 0
+        check_resumable(saved, identity, self.say)
+        state.restore(saved, self.say)
+        del saved["tensors"]
+        if Path(saved["path"]).parent == self.directory:
+            self.saved_step = saved["step"]
+        return saved["step"], saved["samples"]
+
+    def save(self, step: int, state: TrainState, meta: dict) -> None:
+        """Copies the state, tensor by tensor, and has it written, with `meta`, which is plain data, the loss
+        of the step among it. Does nothing if the step is saved already.
+        """
+        if step == self.saved_step:
+            return
         world, self.saved_step = self.world, step
+        say_on_other_nodes(world, f"step {step} | in sync, node 0 saves a checkpoint")
         # The copies are in use until the last one is written, which may take longer than --timeout.
         while reduce_sum([not all(job.done() for job in self.unwritten)], world)[0]:
             time.sleep(0.02)
@@ -1509,17 +1599,19 @@ class Checkpoints:
         if not world.is_rank0:
             return
         world.synchronize()  # copies to pinned memory may still be under way
-        content = {"format": 1, "step": step, "loss": loss, "torch": str(torch.__version__),
+        content = {"format": 1, "step": step, "torch": str(torch.__version__),
                    "scaler": state.scaler.state_dict()}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
-        name = f"step_{step:08d}_loss{loss:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
+        name = f"step_{step:08d}_loss{meta['loss']:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
-    def mark_best(self, loss: float) -> None:
-        """Makes best.pt a link to the newest checkpoint, once that is written, if no other was better."""
-        if self.world.is_rank0:
-            self._submit(self._link_best, self.directory / "best.pt", self._newest, loss)
+    def mark_best(self, step: int, losses: dict[int, float]) -> None:
+        """Makes best.pt a link to the checkpoint of this step, once that is written, if its validation loss
+        is the lowest by step.
+        """
+        if self.world.is_rank0 and self.saved_step == step:
+            self._submit(self._link_best, self.directory / "best.pt", self._newest, step, dict(losses))
 
     def close(self) -> None:
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1558,9 +1650,13 @@ class Checkpoints:
                  f"{time.perf_counter() - begun:.1f} s)"
                  + "".join(f"; removed {old.name}" for old in removed))
 
-    def _link_best(self, path: Path, temporary: Path, newest: Path, loss: float) -> None:
-        if not loss < self._best or not newest.exists():
-            return  # or that save has failed, and said so
+    def _link_best(self, path: Path, temporary: Path, newest: Path, step: int, losses: dict) -> None:
+        if not newest.exists():  # that save has failed, and said so
+            self._lost.add(step)
+        others = [loss for other, loss in losses.items() if other != step and other not in self._lost]
+        better = losses[step] < min(filter(math.isfinite, others), default=math.inf)
+        if step in self._lost or not better:
+            return
         temporary.unlink(missing_ok=True)
         try:
             os.link(newest, temporary)
@@ -1568,7 +1664,6 @@ class Checkpoints:
             shutil.copyfile(newest, temporary)
         os.replace(temporary, path)
         fsync_directory(self.directory)
-        self._best = loss
 
 
 def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
@@ -1602,21 +1697,22 @@ def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# A run: how far it is, and what is due
+# What surrounds a training step
 
 
 class StopVote:
     """Lets all ranks stop after the same step: at a signal to any of them, or when training has failed.
 
-    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `start`, after each step and each
-    batch of an evaluation, sends it in a small all-reduce, which `read` collects one round later.
+    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `vote`, after each step and each
+    batch of an evaluation, sends it in a small all-reduce, which the next one collects: nobody waits for it.
     """
 
     MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
-        self.signal, self._since, self._arrive = 0, 0.0, None  # the last waits for the vote under way
-        self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
+        self.signal, self._since = 0, 0.0  # what this rank has got, and when
+        self.agreed = 0  # the signal at which all ranks have agreed to stop
+        self._vote, self._arrive = torch.zeros(2, device=world.device), None  # the latter waits for the vote
         self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
@@ -1631,26 +1727,28 @@ class StopVote:
         if not self.signal:
             self.signal, self._since = number, time.monotonic()
 
-    def count(self, grad_norm: Tensor, scaler) -> None:
-        """Counts updates skipped in a row, on the device. fp16 first tries smaller and smaller scales."""
-        if not scaler.is_enabled() or scaler.get_scale() < 1:
-            self.skipped = (self.skipped + 1) * (1 - grad_norm.isfinite().float())
-
-    def start(self) -> None:
+    def vote(self, skipped: Tensor) -> int:
+        """Begins a vote, with the number of updates that were `skipped` in a row, of TrainState. Returns what
+        the one before has found, see `read`.
+        """
+        found = self.read()
         if self._torchrun not in (None, os.getppid()):  # it was killed, and nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
-        self._vote = torch.stack((torch.full_like(self.skipped, self.signal), self.skipped))
+        self._vote = torch.stack((torch.full_like(skipped, self.signal), skipped))
         work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
         self._arrive = work.wait
         if self._copied:
             work.wait()  # orders the streams; the host does not wait
             self._vote, self._arrive = self._vote.to("cpu", non_blocking=True), self._copied.synchronize
             self._copied.record()
+        return found
 
     def read(self) -> int:
-        """The signal some rank got before the last `start`, or 0. Raises RunError if training has failed."""
+        """The signal that some rank had got before the last vote, or 0. Raises RunError if training has
+        failed.
+        """
         if self._arrive is None:
-            return 0
+            return self.agreed
         self._arrive()
         self._arrive = None
         number, skipped = self._vote.tolist()
@@ -1658,7 +1756,249 @@ class StopVote:
             raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
                            "use --precision bf16 or fp32; the same command then resumes from the newest "
                            "checkpoint, or from the one before if you delete that.")
-        return int(number)
+        self.agreed = self.agreed or int(number)
+        return self.agreed
+
+
+def open_run(out: Path, args: argparse.Namespace,
+             world: World) -> tuple[monitor.RunLog, Checkpoints, dict | None]:
+    """Locks a run directory, opens its log, and reads the checkpoint to go on from, if there is one."""
+    lock = lock_run_dir(out, world)
+    log = monitor.RunLog(out, world.is_rank0, world.prefix)
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say)
+    checkpoints.lock = lock  # held as long as this is
+    return log, checkpoints, checkpoints.load(args.resume)
+
+
+def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
+             say) -> tuple[int, int, int, int]:
+    """Sequences in a step and in a micro-batch, micro-batches in a step, steps of the run. A run that resumes
+    keeps its global batch, unless the flags name another.
+    """
+    size = recipe(args, size)
+    wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
+    global_batch, micro_batch, grad_accum_steps = plan_batch(
+        world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, size["batch"])
+    chosen = args.global_batch or args.batch and args.grad_accum
+    if not chosen and global_batch != wanted:
+        say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
+            f"{global_batch}")
+        if abs(global_batch / wanted - 1) > 0.05:
+            say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
+                "--global-batch chooses another number")
+    steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / global_batch)
+    return global_batch, micro_batch, grad_accum_steps, steps or args.steps
+
+
+def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, world: World,
+              saved: dict | None, say, **config) -> nn.Module:
+    """The model to train: random, or from --init-from; empty if the checkpoint `saved` is to be restored.
+    `config` are the fields of its configuration that come from the data.
+    """
+    padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
+    config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
+                                **config)
+    if vars(config).get("attention") == "prefix" and dataset.loss == "all":
+        raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
+                        "they are to learn: use isolated or causal, or prepare the data with "
+                        "--prompt-field and --response-field.")
+    pairs = vars(config).get("response", -1) >= 0
+    if pairs:
+        sample_prompt(args, dataset)
+    names = ("dropout", "eval_cycles", "eot", "attention", "start", "response", "end")
+    changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    if args.init_from and not saved:
+        return trained_model(model_class, args, dataset, world, say, config.vocab_size, pairs, changes)
+    if saved and not args.init_from and (began := saved["settings"].get("init_from")):
+        raise UserError(f"{saved['path']} was begun with --init-from {began}: give that again, for its shape "
+                        "and its learning rate.")
+    if args.init_from and saved["family"] == model_class.__name__:
+        config = config_of(model_class, saved["model_config"] | changes)  # as the run began
+    model = build_model(model_class, config, world, args.strategy)
+    if not saved:
+        torch.manual_seed(args.seed)
+        copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
+    return model
+
+
+def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset, world: World, say,
+                  vocab_size: int, pairs: bool, changes: dict) -> nn.Module:
+    """The model of --init-from, with these changes of its configuration. Raises UserError if it was trained
+    with another tokenizer than that of the data.
+    """
+    tokenizer = dataset.tokenizer
+    model, source = load_model(model_class, args.init_from, world, say, args.seq_len, args.strategy,
+                               vocab_size if pairs else 0, **changes)
+    assert_trained_with(args, model.config, args.init_from)
+    digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
+    if source and source["tokenizer"].split()[-1] not in digests:
+        raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
+                        f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+    known = model.config.vocab_size
+    ids = f"{args.init_from} knows {known} ids, {tokenizer.name} {vocab_size}"
+    if known < vocab_size:
+        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+    if known > vocab_size:
+        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use the "
+            "--tokenizer of that model")
+    return model
+
+
+def identity_of(model: nn.Module, args: argparse.Namespace, dataset: Dataset, world: World,
+                **settings) -> dict:
+    """What a checkpoint says of its run, and config.json: what has to be the same on a resume, and the
+    settings, some of which `settings` replaces.
+    """
+    modes = {block.checkpointing for block in blocks_of(model)}
+    settings = json.loads(json.dumps(vars(args), default=str)) | settings | {
+        "world_size": world.world_size, "precision": str(model.compute_dtype).removeprefix("torch."),
+        "checkpoint_activations": modes.pop() if modes else "none"}
+    return {"family": type(model).__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
+            "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
+            "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
+
+
+def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict, step: int,
+              saved: dict | None, flops_per_token) -> None:
+    """Opens the log of a run after so many steps, writes config.json and tokenizer.json, says what is going
+    to be done. flops_per_token(record) are the FLOPs of a training step.
+    """
+    world, model, settings, say = state.world, state.model, identity["settings"], log.say
+    log.settings = settings
+    # only rank 0 reads what the log has already
+    log.evaluations = on_rank0(world, lambda: log.begin(step, settings))
+    if world.is_rank0:
+        write_atomically(log.out / "config.json", json.dumps(identity, indent=2).encode())
+        write_atomically(log.out / "tokenizer.json", dataset.tokenizer.to_json().encode())
+    names = [None] * world.world_size
+    dist.all_gather_object(names, hardware(world.device))
+    hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    blocks, c = blocks_of(model), model.config
+    if not blocks:
+        say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none is compiled, "
+            "recomputed by --checkpoint-activations or sharded by itself")
+    if state.late and settings["optimizer"] != "muon":
+        say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, and 0.016 with "
+            "--optimizer muon")
+    log.describe(
+        model=type(model).__name__, parameters=num_params(model), blocks=len(blocks),
+        in_blocks=sum(map(num_params, blocks)),
+        shape={field.name: getattr(c, field.name) for field in flag_fields(type(c))},
+        ids=c.vocab_size, padded_ids=c.padded_vocab, nodes=world.nodes,
+        backend=f"{world.backend} ({world.backend_reason})", hosts=hosts, threads=torch.get_num_threads(),
+        scaler=state.scaler.is_enabled(), compiled=compiles(settings["compile"], world.device),
+        data=dataset.name, loss=dataset.loss, train_tokens=dataset.train.num_tokens,
+        rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in dataset.val.values()),
+        entropy=unigram_entropy([*dataset.val.values()] or [dataset.train]),
+        resumed_from=f"after step {step} from {saved['path']}" if saved else "",
+        sharded=settings["strategy"] in SHARDED, flops_per_token=flops_per_token,
+        peak_flops=monitor.peak_flops(world.device, say))
+    say_on_other_nodes(world, f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
+                       f"torch {torch.__version__}")
+
+
+def say_on_other_nodes(world: World, text: str) -> None:
+    """Prints for the first process of a node without rank 0, which would else print nothing."""
+    if world.local_rank == 0 and not world.is_rank0:
+        print(f"{world.prefix} {text}", flush=True)
+
+
+class Metrics:
+    """What a model has summed up over the labels of a step, and its loss over an epoch. It stays on the
+    device, each rank with its part, until `reduce`.
+    """
+
+    def __init__(self, world: World, rows: int, saved: dict | None):
+        """`rows` of data are an epoch, 0 if these are not told apart; `saved` is a checkpoint to go on from.
+        """
+        saved = saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
+                          "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
+        epoch, self.world, self._rows = saved["epoch"], world, rows
+        self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
+        self._samples, self._steps = saved["samples"], epoch["steps"]
+        self._begun = time.perf_counter() - epoch["seconds"]
+        self._sums: dict[str, Tensor] = {}
+        # of each mean the part of this rank: those of all ranks add up to it
+        share = float(world.is_rank0)
+        self._means = {"loss": torch.tensor(saved["loss"] * share, device=world.device)}
+        self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """Adds the sums of a micro-batch."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0) + value
+
+    def end_step(self, samples: int, labels: Tensor) -> None:
+        """Ends a step, after which so many samples of the run are consumed, with `labels` on all ranks."""
+        if self.ends_epoch:  # the step before this one
+            self._epoch_loss.zero_()
+            self._steps, self._begun = 0, time.perf_counter()
+        before, self._samples = self._samples, samples
+        self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
+        self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
+        self._sums = {}
+        # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
+        self._epoch_loss += self._means["loss"].float()
+        self._steps += 1
+
+    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
+        *means, loss = reduce_sum([*self._means.values(), self._epoch_loss], self.world)
+        seconds = time.perf_counter() - self._begun
+        return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
+
+    def position(self) -> dict:
+        """What a checkpoint holds of this."""
+        means, epoch = self.reduce()
+        return {"loss": means["loss"], "samples": self._samples, "epoch": epoch,
+                "ends_epoch": self.ends_epoch}
+
+
+def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, labels: Tensor,
+             grad_norm: Tensor, **numbers) -> None:
+    """Ends a step for the log, which gets the means over all ranks if it wants this one. Every rank calls it.
+    `numbers`, the same on all ranks, become curves.
+    """
+    world = metrics.world
+    metrics.end_step(samples, labels)
+    log.tick(step)
+    if not log.wants(step, metrics.ends_epoch):  # the same on all ranks
+        return
+    means, epoch = metrics.reduce()
+    machines = heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None
+    memory = largest(monitor.memory_gb(world.device), world)
+    numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
+    numbers |= means | {"grad_norm": grad_norm.item(), "labels": int(labels), "mem_gb": round(memory, 3)}
+    log.step(step, samples, numbers, epoch, metrics.ends_epoch, machines)
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, sets: dict[str, Shards], stop: StopVote, batch: int, limit: int = 0,
+             masker=None) -> dict[str, float] | None:
+    """Means over the first `limit` rows (0: all) of all validation sets, and of each that has a name, such as
+    `val_loss/NAME`, with the averaged weights, if the run keeps any. Every rank calls it. None if a stop
+    signal has cut it short.
+    """
+    model, world = state.model.eval(), state.world
+    totals, of_names = Counter(), {}
+    with state.averaged_weights():
+        for name, shards in sets.items():
+            sums = Counter()
+            for micro_batch in validation_batches(shards, batch, world.rank, world.world_size, world.device,
+                                                  limit or None, masker):
+                _, found = model(*micro_batch)
+                sums.update({key: value.double() for key, value in found.items()})
+                sums["labels"] += (micro_batch[-1] >= 0).sum()
+                if stop.vote(state.skipped):
+                    break
+            sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
+            totals.update(sums)
+            if name:
+                of_names |= {f"{key}/{name}": value for key, value in results_of(sums).items()}
+            if stop.agreed:
+                break
+    model.train()
+    return None if stop.agreed else results_of(totals) | of_names
 
 
 def results_of(sums: dict[str, float]) -> dict[str, float]:
@@ -1671,444 +2011,42 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
     return found
 
 
-class Run:
-    """One run of a trainer: its directory, its log, how far it is, and what is due after a step.
-
-    A trainer calls `begin` once, `report` before and `end_step` in each step, and `finish` at the end.
-    What is due (`_save_due`, `_evaluation_due`, `_log_due`) follows from what is the same on all ranks.
+def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]:
+    """What samples continue: of pairs, by default, one that is held out, and the response that it has.
+    Raises UserError if it fills a row.
     """
-
-    def __init__(self, args: argparse.Namespace, world: World, dataset: Dataset, size: dict, out: Path):
-        self.args, self.world, self.dataset, self.out = args, world, dataset, out
-        self._resources = lock_run_dir(out, world)
-        self.log = monitor.RunLog(out, world.is_rank0, world.prefix, args.wandb)
-        self._resources.callback(self.log.close)
-        self.saved = load_to_resume(out, args.resume, world, self.log.say)
-        size = recipe(args, size)
-        self._wanted = self.saved["settings"]["global_batch"] if self.saved else size["global_batch"]
-        self.global_batch, self.micro_batch, self.grad_accum_steps = plan_batch(
-            world.world_size, args.global_batch, args.batch, args.grad_accum, self._wanted, size["batch"])
-        steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / self.global_batch)
-        self.total_steps = self.log.total_steps = steps or args.steps
-        # shorter ones end unnoticed: with a small text every step could evaluate and save
-        self._long_epochs = dataset.train.rows > args.eval_every * self.global_batch
-        self.step = self.samples = 0  # how many are done
-        self.ends_epoch = False  # whether the last step reached into the next pass over the data
-        self.stopping = 0  # the signal at which all ranks have agreed to stop
-        self.epoch = {"loss": 0.0, "steps": 0, "seconds": 0.0}  # sums over the steps of this epoch
-        self._loss, self._skipped = math.nan, False  # of the last step that was logged or saved
-        self._evaluations, self._evaluated = 0, False  # how many there were, and whether one was of this step
-        self._replicated = args.strategy not in SHARDED  # all ranks hold all parameters
-        self._peak_memory = 0.0  # the largest of all ranks, in GB
-        self._step_sums: dict[str, Tensor] = {}
-        self._expected = ""  # what should follow the prompt of samples, if that is known
-
-    def make_model(self, model_class: type, **config) -> nn.Module:
-        """The model to train: random, or from --init-from; empty if a checkpoint is going to be restored."""
-        args, self._model_class = self.args, model_class
-        padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
-        config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
-                                    **config)
-        if vars(config).get("attention") == "prefix" and self.dataset.loss == "all":
-            raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
-                            "they are to learn: use isolated or causal, or prepare the data with "
-                            "--prompt-field and --response-field.")
-        pairs = vars(config).get("response", -1) >= 0
-        if pairs:
-            self._choose_sample_prompt()
-        names = ("dropout", "eval_cycles", "eot", "attention", "start", "response", "end")
-        changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
-        if args.init_from and not self.saved:
-            return self._load_weights(config.vocab_size, pairs, changes)
-        if not args.init_from and self.saved and (began := self.saved["settings"].get("init_from")):
-            raise UserError(f"{self.out} was begun with --init-from {began}: give that again, for its shape "
-                            "and its learning rate.")
-        if args.init_from and self.saved["family"] == model_class.__name__:
-            config = config_of(model_class, self.saved["model_config"] | changes)  # as the run began
-        model = build_model(model_class, config, self.world, args.strategy)
-        if not self.saved:
-            torch.manual_seed(args.seed)
-            copy_weights(model, model_class(config).state_dict() if self.world.is_rank0 else {}, self.world)
-        return model
-
-    def _choose_sample_prompt(self) -> None:
-        """Of pairs, by default, one that is held out. Raises UserError if the prompt fills a row."""
-        args = self.args
-        if not args.sample_prompt and not args.condition:
-            args.sample_prompt, self._expected = self.dataset.first_pair()
-        tokens = len(prompt_ids(self.dataset.tokenizer, args.sample_prompt, args.condition))
+    prompt, expected = args.sample_prompt, ""
+    if dataset.roles["response"] >= 0:
+        if not prompt and not args.condition:
+            prompt, expected = dataset.first_pair()
+        tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
         if tokens >= args.seq_len:
             raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
+    return prompt, expected
 
-    def _load_weights(self, vocab_size: int, pairs: bool, changes: dict) -> nn.Module:
-        """The model of --init-from, with these changes of its configuration. Raises UserError if it was
-        trained with another tokenizer than that of the data.
-        """
-        args, tokenizer, say = self.args, self.dataset.tokenizer, self.log.say
-        ids = vocab_size if pairs else 0
-        model, source = load_model(self._model_class, args.init_from, self.world, say, args.seq_len,
-                                   args.strategy, ids, **changes)
-        assert_trained_with(args, model.config, args.init_from)
-        digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
-        if source and source["tokenizer"].split()[-1] not in digests:
-            raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
-                            f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-        known = model.config.vocab_size
-        ids = f"{args.init_from} knows {known} ids, {tokenizer.name} {vocab_size}"
-        if known < vocab_size:
-            raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-        if known > vocab_size:
-            say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use the "
-                "--tokenizer of that model")
-        return model
 
-    def begin(self, state: TrainState, warm_up: tuple[dict, dict], flops_per_token) -> bool:
-        """Restores the checkpoint, if there is one, opens the log, prints the start block, warms up.
+def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: monitor.RunLog,
+           step: int) -> None:
+    """Shows what the model writes. All ranks take part, for each may hold a shard."""
+    prompt, expected = sample_prompt(args, dataset)
+    with state.averaged_weights():
+        text = "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
+    gap = "\n" * (dataset.roles["response"] >= 0)
+    known = f"\nand the response in the data is\n{expected}" if expected else ""
+    log.sample(f"{prompt}{gap}{text}{known}", step)
 
-        `warm_up` are the inputs of TrainState.warm_up; flops_per_token(record) the FLOPs of a training step.
-        Returns False if the run is complete already.
-        """
-        args, world, say = self.args, self.world, self.log.say
-        self.state, self._flops_per_token = state, flops_per_token
-        if args.checkpoint_activations == "auto":
-            args.checkpoint_activations = "none"
-            if world.device.type == "cuda":
-                gigabytes = torch.cuda.get_device_properties(world.device).total_memory / 1e9
-                args.checkpoint_activations = self._choose_checkpointing(warm_up[1], gigabytes)
-        precision = str(state.model.compute_dtype).removeprefix("torch.")
-        settings = json.loads(json.dumps(vars(args), default=str)) | {
-            "steps": self.total_steps, "global_batch": self.global_batch, "batch": self.micro_batch,
-            "grad_accum": self.grad_accum_steps, "world_size": world.world_size, "precision": precision}
-        tokenizer = self.dataset.tokenizer
-        self._identity = {
-            "family": self._model_class.__name__, "model_config": asdict(state.model.config),
-            "seq_len": args.seq_len, "tokenizer": tokenizer_id(tokenizer), "data": self.dataset.fingerprint,
-            "loss_on": self.dataset.loss, "seed": args.seed, "settings": settings}
-        if self.saved:
-            check_resumable(self.saved, self._identity, say)
-            state.restore(self.saved, say)
-            del self.saved["tensors"]
-            self.step, self.samples = self.saved["step"], self.saved["samples"]
-            self.epoch, self.ends_epoch = self.saved["epoch"], self.saved["ends_epoch"]
-            self._loss = self.saved["loss"]
-        # only rank 0 reads the log: the losses of its evaluations, by their steps
-        evaluations = on_rank0(world, lambda: self.log.begin(self.step, settings, self._evaluation_due))
-        self._evaluations, self._evaluated = len(evaluations), self.step in evaluations
-        if world.is_rank0:
-            write_atomically(self.out / "config.json", json.dumps(self._identity, indent=2).encode())
-            write_atomically(self.out / "tokenizer.json", tokenizer.to_json().encode())
-        self._describe(precision)
-        self._say_here(f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
-                       f"torch {torch.__version__}")
-        if self.done and (self._evaluated or not self._evaluation_due):
-            use = "--fill" if "fill" in args else "--prompt"
-            say(f"this run is complete after {self.step} steps: raise --steps to continue, give another "
-                f"--out to start from scratch, or try {use} or --export")
-            self._resources.close()
-            return False
 
-        state.warm_up(*warm_up)
-        resumed_here = self.saved and Path(self.saved["path"]).parent == self.out / "checkpoints"
-        self._checkpoints = Checkpoints(self.out, world, args.keep_last, say,
-                                        saved_step=self.step if resumed_here else None,
-                                        best=min(evaluations.values(), default=math.inf))
-        # each rank adds its part of the mean, so that one all-reduce gives the sum over the steps
-        self._epoch_loss = torch.tensor(self.epoch["loss"] if world.is_rank0 else 0.0, dtype=torch.float64,
-                                        device=world.device)
-        self._vote = StopVote(world)
-        assert_in_sync(state.model.state_dict())
-        self._compared = self._first = self.step  # the step at which the ranks were last compared
-        self._begun = time.perf_counter()
-        self._epoch_begun = self._begun - self.epoch["seconds"]
-        self._window = self._begun, self.step  # tokens per second are counted from here to the next record
-        return True
-
-    def _choose_checkpointing(self, inputs: dict, gigabytes: float) -> str:
-        """The mode for the smallest GPU of the run; this one has so many gigabytes. One for all ranks,
-        because with shards they call as many collectives as they compute blocks.
-        """
-        world, state = self.world, self.state
-        smallest = -largest(-gigabytes, world)
-        mode = choose_checkpointing(state.model, inputs, self.args, state.model.compute_dtype,
-                                    world.world_size, smallest)
-        self.log.say(f"--checkpoint-activations auto is {mode} for {smallest:.0f} GB")
-        for block in blocks_of(state.model):
-            block.checkpointing = mode
-        return mode
-
-    def _say_here(self, text: str) -> None:
-        """For the first process of a node without rank 0, which would else print nothing."""
-        if self.world.local_rank == 0 and not self.world.is_rank0:
-            print(f"{self.world.prefix} {text}", flush=True)
-
-    def _describe(self, precision: str) -> None:
-        names = [None] * self.world.world_size
-        dist.all_gather_object(names, hardware(self.world.device))
-        hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        args, world, dataset, state = self.args, self.world, self.dataset, self.state
-        c = state.model.config
-        rows, tokens = dataset.train.rows, sum(shards.num_tokens for shards in dataset.val.values())
-        shape = ", ".join(f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c)))
-        scaler, compiled = ("on" if on else "off" for on in (state.scaler.is_enabled(), state.compiled))
-        chosen = args.global_batch or args.batch and args.grad_accum or self.global_batch == self._wanted
-        instead = "" if chosen else f" ({self._wanted} do not divide among {world.world_size} processes)"
-        if not chosen and abs(self.global_batch / self._wanted - 1) > 0.05:
-            self.log.say(f"WARNING: {self.global_batch} sequences a step, not {self._wanted}, may need "
-                         "another --lr: --global-batch chooses another number")
-        if state.late and args.optimizer != "muon":
-            self.log.say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, "
-                         "and 0.016 with --optimizer muon")
-        samples = self.total_steps * self.global_batch
-        passes = samples / rows
-        if passes > 20 and not args.epochs:
-            self.log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give "
-                         "--epochs 3 and a smaller --global-batch, or start with --init-from")
-        model = state.model
-        blocks = blocks_of(model)
-        if not blocks:
-            self.log.say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none "
-                         "is compiled, recomputed by --checkpoint-activations or sharded by itself")
-        sets = [*dataset.val.values()] or [dataset.train]
-        self._entropy = unigram_entropy(sets)
-        self._peak_flops = monitor.peak_flops(world.device, self.log.say)
-        for line in (
-            f"{self._model_class.__name__} {args.size}: {num_params(model):,} parameters, "
-            f"{sum(map(num_params, blocks)):,} of them in {len(blocks)} blocks; {shape}; "
-            f"{c.vocab_size} ids in {c.padded_vocab} rows",
-            f"{world.world_size} processes on {world.nodes} nodes, backend {world.backend} "
-            f"({world.backend_reason}), {hosts}, {torch.get_num_threads()} threads each; "
-            f"activations {precision}, no autocast, GradScaler {scaler}, compile {compiled}, activation "
-            f"checkpointing {args.checkpoint_activations}, strategy {args.strategy}"
-            + ", --fast: a resumed run differs in the last bits" * args.fast,
-            f"data {dataset.name}: {dataset.train.num_tokens:,} training tokens, {rows:,} rows of "
-            f"{args.seq_len}, loss {dataset.loss}; {tokens:,} validation tokens of unigram entropy "
-            f"{self._entropy:.4f}",
-            f"batch {self.micro_batch} x accumulation {self.grad_accum_steps} x {world.world_size} processes "
-            f"= {self.global_batch} sequences{instead}, {self.global_batch * args.seq_len:,} tokens a step; "
-            f"{self.total_steps} steps, {rows / self.global_batch:.1f} an epoch",
-            f"run directory {self.out}" + (f", resuming after step {self.step} from {self.saved['path']}"
-                                           if self.saved else "")):
-            self.log.say(line)
-
-    @property
-    def done(self) -> bool:
-        return self._at_end or self.stopping > 0
-
-    @property
-    def _at_end(self) -> bool:
-        return self.step >= self.total_steps
-
-    @property
-    def _evaluation_due(self) -> bool:
-        due = self.step % self.args.eval_every == 0 or self.ends_epoch or self._at_end
-        return due and bool(self.dataset.val)
-
-    @property
-    def _save_due(self) -> bool:
-        return self.step % self.args.save_every == 0 or self._evaluation_due or self.done
-
-    @property
-    def _log_due(self) -> bool:
-        due = self.step == 1 or self.step % self.args.log_every == 0 or self.ends_epoch or self._at_end
-        return due or self._evaluation_due
-
-    def count(self, sums: dict[str, Tensor]) -> None:
-        """Adds what a model has summed up over the labels of a micro-batch."""
-        for name, value in sums.items():
-            self._step_sums[name] = self._step_sums.get(name, 0) + value
-
-    def end_step(self, grad_norm: Tensor, lr: float, labels: Tensor, **numbers) -> None:
-        """Ends a training step: counts it, votes, and makes its record if something is due: of the sums of
-        its micro-batches over all its `labels`, and of `numbers` that are the same on all ranks.
-        """
-        rows, state = self.dataset.train.rows, self.state
-        # the part of this rank: those of all ranks add up to the mean
-        means = {name: total / labels.clamp(min=1) for name, total in self._step_sums.items()}
-        self._step_sums = {}
-        if self.ends_epoch:  # the step before this one
-            self.epoch = dict.fromkeys(self.epoch, 0)
-            self._epoch_loss.zero_()
-            self._epoch_begun = self._window[0]
-        self.ends_epoch = self._long_epochs and (
-            (self.samples + self.global_batch) // rows > self.samples // rows)
-        self.step, self.samples = self.step + 1, self.samples + self.global_batch
-        if state.late and self._at_end:
-            left = state.clip_gradients(self.args.grad_clip, final=True)
-            state.optimizer_step(0.0, left, final=True)
-            grad_norm = torch.maximum(grad_norm, left)  # NaN, if one is
-        # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
-        self._epoch_loss += means["loss"].float()
-        self.epoch["steps"] += 1
-        self._vote.count(grad_norm, state.scaler)
-        self.stopping = self._vote.read()
-        self._vote.start()
-        self._evaluated = False
-        self.log.tick(self.step)
-        if self._log_due or self._save_due:
-            record = self._record_of(means, grad_norm, labels, lr, numbers)
-            self._loss, self._skipped = record["loss"], record["skipped"]
-            if self._log_due:
-                self._log(record)
-
-    def _record_of(self, means: dict[str, Tensor], grad_norm: Tensor, labels: Tensor, lr: float,
-                   numbers: dict) -> dict:
-        args, world = self.args, self.world
-        *sums, self.epoch["loss"] = reduce_sum([*means.values(), self._epoch_loss], world)
-        metrics = dict(zip(means, sums))
-        self._peak_memory = round(largest(monitor.memory_gb(world.device), world), 3)
-        now = time.perf_counter()
-        self.epoch["seconds"] = now - self._epoch_begun
-        begun, step = self._window
-        tokens_per_sec = (self.step - step) * self.global_batch * args.seq_len / (now - begun)
-        norm = grad_norm.item()
-        record = {"step": self.step, "loss": metrics.pop("loss"), "lr": lr, "grad_norm": norm,
-                  "skipped": int(not math.isfinite(norm)), "tokens": self.samples * args.seq_len,
-                  "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None, "mem_gb": self._peak_memory,
-                  **numbers, "labels": int(labels), **metrics, "time": round(time.time(), 3)}
-        if self._peak_flops:
-            flops = tokens_per_sec * self._flops_per_token(record)
-            record["mfu"] = flops / (self._peak_flops * world.world_size)
-        if self.ends_epoch or self._at_end:
-            record |= {"epoch_loss": self._mean_epoch_loss, "epoch_seconds": self.epoch["seconds"]}
-        return record
-
-    def report(self, evaluate) -> bool:
-        """Does what is due after a step, or was still due at a resume: save, evaluate, sample. Every rank
-        calls evaluate(), which returns entries of the record of an evaluation, `val_loss` among them. Returns
-        whether there is another step.
-        """
-        if self.step > 0:
-            self._save()  # before the evaluation, which can take long
-        if self.step > 0 and self._evaluation_due and not self._evaluated and not self.stopping:
-            found = evaluate()
-            if self.stopping:  # a signal has cut it short: the resumed run evaluates this step
-                self._save()  # which is now due even if the update was skipped
-            else:
-                self._log_evaluation(found)
-        if self._log_due or self._save_due:
-            self._window = time.perf_counter(), self.step
-        if self.state.late:
-            self.state.late.begin_step(self.step / self.total_steps)
-        return not self.done
-
-    def _save(self) -> None:
-        """Saves if that is due. Compares the parameters of all ranks before a save, and every 200 steps."""
-        # A skipped update changed nothing: not worth pushing an older checkpoint out, except at the end.
-        due = self._save_due and (self.done or self.state.late or not self._skipped)
-        if due or self.step - self._compared >= 200:
-            assert_in_sync(self.state.model.state_dict())
-            self._compared = self.step
-        if due and self._checkpoints.saved_step != self.step:
-            position = {"samples": self.samples, "epoch": self.epoch, "ends_epoch": self.ends_epoch}
-            self._checkpoints.save(self.step, self._loss, self._identity | position, self.state)
-            self._say_here(f"step {self.step}/{self.total_steps} | {self._peak_memory:.1f} GB | in sync, "
-                           "node 0 saves a checkpoint")
-
-    @property
-    def _mean_epoch_loss(self) -> float:
-        return self.epoch["loss"] / self.epoch["steps"]
-
-    def _log(self, record: dict) -> None:
-        log, world = self.log, self.world
-        log.write(record, heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None)
-        seconds_per_step = (time.perf_counter() - self._begun) / max(self.step - self._first, 1)
-        log.step_line(record, max(self.total_steps - self.step, 0) * seconds_per_step,
-                      "OK" if self._replicated else "shards")
-        if self.ends_epoch and not self.dataset.val:
-            self._say_epoch(math.nan)
-
-    def _log_evaluation(self, found: dict) -> None:
-        log = self.log
-        log.write({"step": self.step, "tokens": self.samples * self.args.seq_len, **found,
-                   "time": round(time.time(), 3)}, machines={})
-        log.evaluation_line(self.step, found, self._entropy)
-        if self._checkpoints.saved_step == self.step:
-            self._checkpoints.mark_best(found["val_loss"])
-        log.save_history()
-        self._evaluations, self._evaluated = self._evaluations + 1, True
-        every = vars(self.args).get("sample_every")  # the masked model writes none
-        if every and self._evaluations % every == 0 and not self._at_end:
-            self._sample()
-        if self.ends_epoch:
-            self._say_epoch(found["val_loss"])
-
-    def _say_epoch(self, val_loss: float) -> None:
-        self.log.say(f"epoch {self.samples // self.dataset.train.rows} | training loss "
-                     f"{self._mean_epoch_loss:.4f} | validation loss {val_loss:.4f} | "
-                     f"{monitor.human_time(self.epoch['seconds'])}")
-
-    def _sample(self) -> None:
-        """Shows what follows the prompt; of a pair that is held out, also the response that it has there. All
-        ranks take part, for each may hold a shard.
-        """
-        with self.state.averaged_weights():
-            text = "".join(continue_text(self.state.model, self.dataset.tokenizer, self.world.device,
-                                         self.args.sample_prompt, self.args))
-        gap = "\n" * (self.dataset.roles["response"] >= 0)
-        known = f"\nand the response in the data is\n{self._expected}" if self._expected else ""
-        self.log.sample(f"{self.args.sample_prompt}{gap}{text}{known}", self.step)
-
-    def evaluate(self, masker=None) -> dict[str, float]:
-        """What an evaluation adds to the record: means over all validation sets, and of each that has a name,
-        such as `val_loss/NAME`. A stop signal ends it early and sets `stopping`.
-        """
-        totals, of_names = Counter(), {}
-        with self.state.averaged_weights():
-            for name, shards in self.dataset.val.items():
-                sums = self._sums(shards, masker)
-                if self.stopping:
-                    return {}
-                totals.update(sums)
-                if name:
-                    of_names |= {f"{key}/{name}": value for key, value in results_of(sums).items()}
-        return results_of(totals) | of_names
-
-    def validation_batches(self, shards: Shards, masker=None):
-        """The batches of this rank in an evaluation, see data.py."""
-        world, limit = self.world, self.args.eval_batches * self.global_batch or None
-        return validation_batches(shards, self.micro_batch, world.rank, world.world_size, world.device, limit,
-                                  masker)
-
-    @torch.no_grad()
-    def _sums(self, shards: Shards, masker) -> dict[str, float]:
-        """The model's sums over the labels of all ranks, and the number of these."""
-        model, totals = self.state.model.eval(), Counter()
-        for batch in self.validation_batches(shards, masker):
-            _, sums = model(*batch)
-            totals.update({name: value.double() for name, value in sums.items()})
-            totals["labels"] += (batch[-1] >= 0).sum()
-            self.stopping = self._vote.read()
-            if self.stopping:
-                break
-            self._vote.start()
-        model.train()
-        return dict(zip(totals, reduce_sum([*totals.values()], self.world)))  # waits for the device
-
-    def finish(self) -> None:
-        """Shows a last sample if the run was not stopped, waits for the checkpoint, says how it ended."""
-        if "sample_every" in self.args and not self.stopping:
-            self._sample()
-        self._checkpoints.close()
-        self._vote.read()  # none is left under way
-        if self.world.is_rank0:
-            self._summarize()
-        in_sync = "of all ranks were in sync" if self._replicated else "are in shards"
-        ending = (f"training complete: {self.step} steps, {self.samples * self.args.seq_len:,} tokens, the "
-                  f"parameters {in_sync}; the run is in {self.out}")
-        if self.stopping:
-            ending = (f"stopped by {signal.Signals(self.stopping).name} after step {self.step}, with a "
-                      f"checkpoint of step {self._checkpoints.saved_step}: the same command resumes it")
-        self._resources.close()
-        self.log.say(ending)
-        self._say_here(f"{ending} on node 0")
-
-    def _summarize(self) -> None:
-        steps, seconds = self.step - self._first, time.perf_counter() - self._begun
-        tokens = steps * self.global_batch * self.args.seq_len
-        sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.lstat())}
-        loss, step = min(((loss, step) for step, loss in monitor.evaluations_of(self.log.records).items()),
-                         default=(None, None))
-        best = "" if loss is None else f"; best validation loss {loss:.4f} at step {step}"
-        self.log.say(f"{steps} steps in {monitor.human_time(seconds)}, evaluations and saves included: "
-                     f"{monitor.human_count(tokens / seconds)} tok/s{best}; peak memory "
-                     f"{self._peak_memory:.1f} GB; {sum(sizes.values()) / 1e9:.2g} GB on disk")
+def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,
+            samples: int) -> None:
+    """Waits for the last checkpoint and says how the run has ended."""
+    world, settings = checkpoints.world, log.settings
+    checkpoints.close()
+    stop.read()  # no vote is left under way
+    in_sync = "are in shards" if settings["strategy"] in SHARDED else "of all ranks were in sync"
+    ending = (f"training complete: {step} steps, {samples * settings['seq_len']:,} tokens, the parameters "
+              f"{in_sync}; the run is in {log.out}")
+    if stop.agreed:
+        ending = (f"stopped by {signal.Signals(stop.agreed).name} after step {step}, with a checkpoint of "
+                  f"step {checkpoints.saved_step}: the same command resumes it")
+    log.finish(step, samples, largest(monitor.memory_gb(world.device), world), ending)
+    say_on_other_nodes(world, f"{ending} on node 0")

@@ -26,6 +26,7 @@ import secrets
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from data import ArgumentParser, UserError, write_atomically
@@ -59,6 +60,10 @@ def memory_gb(device) -> float:
         return torch.cuda.max_memory_allocated(device) / GB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, else in kB
     return peak / (GB if sys.platform == "darwin" else MB)
+
+
+def on_off(on: bool) -> str:
+    return "on" if on else "off"
 
 
 def human_count(n: float) -> str:
@@ -216,6 +221,9 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "val_exact": "Pairs/val_exact", "val_accuracy": "MLM/val_accuracy",
         "val_nats_per_byte": "MLM/val_nats_per_byte"}
 
+# Other keys of the record of a training step. What is in neither has been named by a trainer.
+OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
+
 # How the results of an evaluation are printed, by the keys of a record and in this order
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
               "val_exact": "exact match {:.1%}", "val_nats_per_byte": "{:.4f} nats per masked byte"}
@@ -238,8 +246,16 @@ def evaluations_of(records: list[dict]) -> dict[int, float]:
     return {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
 
 
+def own_keys(record: dict) -> list[str]:
+    """The numbers of a training step that are neither in TAGS nor in OTHER_KEYS."""
+    if "loss" not in record:
+        return []
+    known = TAGS.keys() | OTHER_KEYS
+    return [key for key in record if key not in known and not key.startswith("val_")]
+
+
 def curve_values(record: dict) -> dict[str, float]:
-    tags = TAGS.copy()
+    tags = TAGS | {key: f"Train/{key}" for key in own_keys(record)}
     for key in record:
         base, _, name = key.partition("/")  # of a validation set with a name
         if name and base in TAGS:
@@ -252,16 +268,30 @@ def names_of_sets(record: dict) -> list[str]:
     return [key.removeprefix("val_loss/") for key in record if key.startswith("val_loss/")]
 
 
+@dataclass
+class Clock:
+    """Where a run was when it began to train here, and where and when that went on after the last pause."""
+
+    step: int
+    samples: int
+    began: float
+    lap_samples: int
+    lap_began: float
+
+
 class RunLog:
-    """The log of a run in directory `out`: a record for each logged step, and one for each evaluation. Only
-    rank 0 (`active`) writes; elsewhere methods do nothing.
+    """The log of a run in directory `out`: a record for each logged step, and one for each evaluation. Each
+    rank has one; only rank 0 (`active`) writes, elsewhere methods do nothing.
     """
 
-    def __init__(self, out: Path, active: bool, prefix: str, wandb=False):
+    def __init__(self, out: Path, active: bool, prefix: str):
         self.out, self.active, self.prefix = Path(out), active, prefix
-        self.total_steps = 0  # to be set before `begin`
         self.records: list[dict] = []
-        self._use_wandb, self._next_drawing = wandb, 0.0
+        self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
+        self.settings: dict = {}  # of the run, by flag
+        self.facts: dict = {}  # see `describe`
+        self.clock = Clock(0, 0, 0.0, 0, 0.0)
+        self._next_drawing = 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
         self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8") if active else None
@@ -279,15 +309,16 @@ class RunLog:
             with contextlib.suppress(OSError):  # a full disk must not stop the training
                 self._text.write(text + "\n")
 
-    def begin(self, step: int, settings: dict, evaluates: bool) -> dict[int, float]:
+    def begin(self, step: int, settings: dict) -> dict[int, float]:
         """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. Returns, on
-        rank 0, the validation losses by step; that of `step` itself may be missing, though it `evaluates`, if
-        the run was killed before. Raises UserError if --wandb does not work, or nothing can be written.
+        rank 0, the validation losses by step; that of `step` itself may be missing if the run was killed
+        before. Raises UserError if --wandb does not work, or nothing can be written.
         """
+        self.settings = settings
         if not self.active:
             return {}
-        if self._use_wandb:
-            self._open_wandb(settings)
+        if settings.get("wandb"):
+            self._open_wandb()
         with contextlib.suppress(FileNotFoundError):
             for record in read_metrics(self.out):
                 # an evaluation of this step that found no number is made again
@@ -295,10 +326,8 @@ class RunLog:
                 if record["step"] < step or record["step"] == step and not failed:
                     self.records.append(record)
         self._rewrite_metrics()
-        evaluations = evaluations_of(self.records)
-        again = step if evaluates and step not in evaluations else step + 1
         try:
-            self._open_tensorboard(step, again, settings)
+            self._open_tensorboard(step)
         except ImportError:
             self.say("curves for TensorBoard are not written: pip install tensorboard")
         except OSError as error:
@@ -311,17 +340,124 @@ class RunLog:
                 self.say("curves of CPU and RAM are not written: pip install psutil")
         if sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns:
             from tqdm import tqdm  # comes with datasets
-            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
-        return evaluations
+            self._bar = tqdm(total=settings["steps"], initial=step, unit="step", dynamic_ncols=True)
+        return evaluations_of(self.records)
+
+    def describe(self, **facts) -> None:
+        """Says what is going to be done: the settings, and facts about model, data and processes."""
+        self.facts, run, f = facts, self.settings, argparse.Namespace(**facts)
+        if not self.active:
+            return
+        rows, batch = f.rows, run["global_batch"]
+        if run["steps"] * batch > 20 * rows and not run["epochs"]:
+            passes = run["steps"] * batch / rows
+            self.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
+                     "and a smaller --global-batch, or start with --init-from")
+        shape = ", ".join(f"{name} {value}" for name, value in f.shape.items())
+        self.say(f"{f.model} {run['size']}: {f.parameters:,} parameters, {f.in_blocks:,} of them in "
+                 f"{f.blocks} blocks; {shape}; {f.ids} ids in {f.padded_ids} rows")
+        self.say(f"{run['world_size']} processes on {f.nodes} nodes, backend {f.backend}, {f.hosts}, "
+                 f"{f.threads} threads each; activations {run['precision']}, no autocast, GradScaler "
+                 f"{on_off(f.scaler)}, compile {on_off(f.compiled)}, activation checkpointing "
+                 f"{run['checkpoint_activations']}, strategy {run['strategy']}"
+                 + ", --fast: a resumed run differs in the last bits" * run["fast"])
+        self.say(f"data {f.data}: {f.train_tokens:,} training tokens, {rows:,} rows of {run['seq_len']}, "
+                 f"loss {f.loss}; {f.val_tokens:,} validation tokens of unigram entropy {f.entropy:.4f}")
+        self.say(f"batch {run['batch']} x accumulation {run['grad_accum']} x {run['world_size']} processes = "
+                 f"{batch} sequences, {batch * run['seq_len']:,} tokens a step; {run['steps']} steps, "
+                 f"{rows / batch:.1f} an epoch")
+        self.say(f"run directory {self.out}"
+                 + f", resuming {f.resumed_from}" * bool(f.resumed_from))
+
+    def complete(self, step: int, use: str) -> None:
+        """Says that there is nothing to train, and how to go on."""
+        self.say(f"this run is complete after {step} steps: raise --steps to continue, give another --out to "
+                 f"start from scratch, or try {use} or --export")
+        self.close()
+
+    def start(self, step: int, samples: int) -> None:
+        """Starts the clock, after so many steps and samples of the run."""
+        now = time.perf_counter()
+        self.clock = Clock(step, samples, now, samples, now)
+
+    def go_on(self, samples: int) -> None:
+        """After a pause, such as an evaluation, which does not count in tokens per second."""
+        self.clock.lap_samples, self.clock.lap_began = samples, time.perf_counter()
+
+    def wants(self, step: int, ends_epoch: bool) -> bool:
+        """Whether a step is logged."""
+        run = self.settings
+        due = step % run["log_every"] == 0 or step % run["eval_every"] == 0
+        return due or ends_epoch or step in (1, run["steps"])
+
+    def step(self, step: int, samples: int, numbers: dict, epoch: dict, ends_epoch: bool,
+             machines: dict | None = None) -> None:
+        """Records and prints a training step, after which `samples` of the run are consumed. `numbers` has
+        loss, lr, grad_norm, labels, mem_gb and what else there is. `epoch` has the loss, steps and seconds of
+        the running epoch, `machines` the curves of several nodes.
+        """
+        if not self.active:
+            return
+        run, facts, clock = self.settings, self.facts, self.clock
+        now, seq_len = time.perf_counter(), run["seq_len"]
+        tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
+        self.go_on(samples)
+        record = {"step": step, **numbers, "skipped": int(not math.isfinite(numbers["grad_norm"])),
+                  "tokens": samples * seq_len, "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None,
+                  "time": round(time.time(), 3)}
+        if facts["peak_flops"]:
+            flops = tokens_per_sec * facts["flops_per_token"](record)
+            record["mfu"] = flops / (facts["peak_flops"] * run["world_size"])
+        if ends_epoch or step == run["steps"]:
+            record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
+        self.write(record, machines)
+        eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
+        self.step_line(record, eta, "shards" if facts["sharded"] else "OK")
+        if ends_epoch and not facts["val_tokens"]:
+            self._epoch_line(record, math.nan)
+
+    def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> None:
+        """Records and prints what an evaluation has found."""
+        self.evaluations[step] = found["val_loss"]
+        if not self.active:
+            return
+        self.write({"step": step, "tokens": samples * self.settings["seq_len"], **found,
+                    "time": round(time.time(), 3)}, machines={})
+        self.evaluation_line(step, found, self.facts["entropy"])
+        self.save_history()
+        trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
+        if ends_epoch and trained:
+            self._epoch_line(trained[0], found["val_loss"])
+
+    def _epoch_line(self, record: dict, val_loss: float) -> None:
+        number = record["tokens"] // (self.facts["rows"] * self.settings["seq_len"])
+        self.say(f"epoch {number} | training loss {record['epoch_loss']:.4f} | validation loss "
+                 f"{val_loss:.4f} | {human_time(record['epoch_seconds'])}")
+
+    def finish(self, step: int, samples: int, peak_memory: float, ending: str) -> None:
+        """Says how fast the run was, how large it is, and how it has ended."""
+        if not self.active:
+            return
+        clock, seq_len = self.clock, self.settings["seq_len"]
+        seconds = time.perf_counter() - clock.began
+        speed = (samples - clock.samples) * seq_len / seconds
+        sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.lstat())}
+        losses = {loss: at for at, loss in evaluations_of(self.records).items()}
+        best = f"; best validation loss {min(losses):.4f} at step {losses[min(losses)]}" if losses else ""
+        self.say(f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included: "
+                 f"{human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
+                 f"{sum(sizes.values()) / 1e9:.2g} GB on disk")
+        self.close()
+        self.say(ending)
 
     def _rewrite_metrics(self) -> None:
         path = self.out / "metrics.jsonl"
         write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
-    def _open_tensorboard(self, step: int, again: int, settings: dict) -> None:
-        """Opens TensorBoard so that it drops all from the step `again` on, and writes what the log has of
-        that anew; logs the settings.
+    def _open_tensorboard(self, step: int) -> None:
+        """Opens TensorBoard so that it drops all from `step` on, of which the log may lack an evaluation, and
+        writes that step anew; logs the settings.
         """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -329,25 +465,26 @@ class RunLog:
         created = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
         while str(int(time.time())) in created:
             time.sleep(0.05)
-        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
-        self._tensorboard.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()), step)
-        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=step if self.records else 0)
+        lines = [f"    {name}: {value}" for name, value in self.settings.items()]
+        self._tensorboard.add_text("settings", "\n".join(lines), step)
+        plain = {name: value if isinstance(value, bool | int | float | str) else str(value)
+                 for name, value in self.settings.items()}
         for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would create another run
             self._tensorboard.file_writer.add_summary(summary)
         for record in self.records:
-            if record["step"] >= again:
-                self._to_tensorboard(curve_values(record) | machine_curves(), record)
-            elif not created:
-                self._to_tensorboard(curve_values(record), record)
+            trained = record["step"] == step and "loss" in record
+            if record["step"] == step or not created:
+                self._to_tensorboard(curve_values(record) | (machine_curves() if trained else {}), record)
 
-    def _open_wandb(self, settings: dict) -> None:
+    def _open_wandb(self) -> None:
         path = self.out / "wandb-id"  # a resumed run continues its curves; wandb ignores steps that it has
         try:
             import wandb
             if not path.exists():
                 write_atomically(path, secrets.token_hex(4).encode())
-            self._wandb = wandb.init(project="flat-distributed-training", name=self.out.name, config=settings,
-                                     dir=self.out, id=path.read_text(), resume="allow")
+            self._wandb = wandb.init(project="flat-distributed-training", name=self.out.name,
+                                     config=self.settings, dir=self.out, id=path.read_text(), resume="allow")
             self._wandb.define_metric("step")
             self._wandb.define_metric("*", step_metric="step")  # what charts have on their x axis
         except Exception as error:  # not installed, not logged in, no network: there are many types
@@ -362,8 +499,9 @@ class RunLog:
     def step_line(self, r: dict, eta: float, sync: str = "OK") -> None:
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds, `sync` after Sync=."""
         mfu = f"{r['mfu']:.1%} MFU | " if r["mfu"] is not None else ""
-        line = (f"step {r['step']}/{self.total_steps} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
-                f"grad {r['grad_norm']:.2f} | {human_count(r['tokens_per_sec'])} tok/s | "
+        own = "".join(f"{key} {r[key]:.4g} | " for key in own_keys(r) if r[key] is not None)
+        line = (f"step {r['step']}/{self.settings['steps']} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
+                f"grad {r['grad_norm']:.2f} | {own}{human_count(r['tokens_per_sec'])} tok/s | "
                 f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync={sync}")
         if self._bar is not None:
             self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
@@ -466,28 +604,35 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
-    """Draws loss, learning rate and throughput of runs, records by name, into a PNG 800 pixels wide, over
-    steps for one run, over tokens for several. Raises ImportError and UserError.
+    """Draws loss, learning rate, throughput and what a trainer has named itself of runs, records by name,
+    into a PNG 800 pixels wide, over steps for one run, over tokens for several. Raises ImportError and
+    UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
-    figure = Figure(figsize=(8, 8))
-    loss, lr, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
+    own = dict.fromkeys(key for records in runs.values() for record in records for key in own_keys(record))
+    figure = Figure(figsize=(8, 8 + 1.6 * len(own)))
+    loss, lr, speed, *others = figure.subplots(3 + len(own), 1, sharex=True,
+                                               height_ratios=(3, *[1] * (2 + len(own))))
     x = "step" if len(runs) == 1 else "tokens"
     for i, (name, records) in enumerate(runs.items()):
         style = {"color": f"C{i}", "linestyle": LINES[i % len(LINES)]}
         markers = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5}
         for axes, key, more in ((loss, "loss", {"linewidth": 1, "alpha": 0.6}),
                                 (loss, "val_loss", markers | {"label": name}),
-                                (lr, "lr", {}), (speed, "tokens_per_sec", {})):
+                                (lr, "lr", {}), (speed, "tokens_per_sec", {}),
+                                *((axes, key, {}) for axes, key in zip(others, own))):
             points = [r for r in records if r.get(x) is not None and r.get(key) is not None]
             axes.plot([r[x] for r in points], [r[key] for r in points], **style, **more)
     loss.set(title="validation loss (with markers) and training loss (thin)", ylabel="loss (nats per token)")
     loss.legend(handlelength=4)
     lr.set(ylabel="learning rate")
     lr.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
-    speed.set(ylabel="tokens/s", xlabel=x, ylim=(0, None))
-    for axes in (loss, lr, speed):
+    speed.set(ylabel="tokens/s", ylim=(0, None))
+    for axes, key in zip(others, own):
+        axes.set(ylabel=key)
+    for axes in figure.axes:
         axes.grid(alpha=0.3)
+    figure.axes[-1].set(xlabel=x)
     figure.subplots_adjust(0.12, 0.07, 0.97, 0.95, hspace=0.12)
     figure.align_ylabels()
     picture = io.BytesIO()

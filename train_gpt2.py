@@ -18,8 +18,10 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 import argparse
 
 import data
-from ddp_utils import (Run, TrainState, begin_sum, launch, load_data, make_parser, parse, run_directory,
-                       seed_step, start, use_model)
+from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
+                       end_run, evaluate, identity_of, launch, load_data, log_step, make_parser, new_model,
+                       open_run, parse, plan_run, run_directory, sample, seed_step, set_modes, start,
+                       use_model)
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
@@ -54,34 +56,76 @@ def main() -> None:
     if args.export or args.chat or args.prompt is not None:
         return use_model(GPT2, args, world, out)
 
-    # ------------------------------------------------------------------------------ data, model, optimizer
+    # ------------------------------------------------------- data, what was saved, model, optimizers, log
     dataset = load_data(GPT2, args, world)
-    run = Run(args, world, dataset, SIZES[args.size], out)
-    model = run.make_model(GPT2, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
+        args, SIZES[args.size], dataset, world, saved, log.say)
+    model = new_model(GPT2, args, dataset, world, saved, log.say,
+                      vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    example = model.example(micro_batch, world.device)
+    set_modes(model, args, world, example, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
-    state = TrainState(model, optimizers, args, world)
-    example = model.example(run.micro_batch, world.device)
-    if not run.begin(state, (example, example), lambda record: model.flops_per_token()):
-        return  # it is complete already
-    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
-                         args.seed, world.device, run.samples)
+    state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
+                           batch=micro_batch, grad_accum=grad_accum_steps)
+    step, samples = checkpoints.resume(saved, state, identity)
+    # with epochs shorter than this, a small text would be evaluated all the time
+    long_epochs = dataset.train.rows > args.eval_every * global_batch
+    metrics = Metrics(world, dataset.train.rows if long_epochs else 0, saved)
+    begin_log(log, state, dataset, identity, step, saved, lambda record: model.flops_per_token())
+    if step >= total_steps and (step in log.evaluations or not dataset.val):
+        return log.complete(step, "--prompt")
+    state.warm_up(example, example)
+    stop = StopVote(world)
+    loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
+                         samples)
+    log.start(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
-    while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
-        seed_step(args.seed, run.step, world.rank)
-        count, batches = next(loader)
+    while True:
+        # what is due after the steps so far: all ranks decide alike
+        stopping, last = stop.agreed, step >= total_steps
+        evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
+            step % args.eval_every == 0 or metrics.ends_epoch or last)
+        saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or last)
+        if saving or step % SYNC_EVERY == 0:
+            assert_in_sync(model.state_dict())
+        if saving and (state.changed or stopping or last):  # before the evaluation, which can take long
+            checkpoints.save(step, state, identity | metrics.position())
+        if evaluating and not stopping:
+            found = evaluate(state, dataset.val, stop, micro_batch, args.eval_batches * global_batch)
+            if found is None:  # a signal has cut it short: the run that resumes evaluates this step
+                continue
+            log.evaluation(step, samples, found, metrics.ends_epoch)
+            checkpoints.mark_best(step, log.evaluations)
+            if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not last:
+                sample(state, dataset, args, log, step)
+        if stopping or last:
+            break
+        if saving:
+            log.go_on(samples)
+
+        lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        seed_step(args.seed, step, world.rank)
+        state.begin_step(step, total_steps)
+        count, batches = loader.step(grad_accum_steps)
         labels = begin_sum(count, world)  # of all ranks, which are waited for before the first backward pass
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
-            with state.no_sync(micro_step < run.grad_accum_steps - 1):
-                objective, sums = state.wrapped(x, y)
-                state.backward(objective, labels())
-            run.count(sums)
+            with state.no_sync(micro_step < grad_accum_steps - 1):
+                objective, sums = state.wrapped(x, y)  # over the labels of the micro-batch
+                loss = objective * (state.mean_over / labels().clamp(min=1))
+                state.scaler.scale(loss).backward()
+            metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr, labels())
+        stop.vote(state.skipped)  # has a signal come? asked now, read after the next step
+        step, samples = step + 1, samples + global_batch
+        log_step(log, metrics, step, samples, labels(), grad_norm, lr=lr)
     loader.close()
-    run.finish()
+    if not stopping:
+        sample(state, dataset, args, log, step)
+    end_run(log, checkpoints, stop, step, samples)
 
 
 if __name__ == "__main__":

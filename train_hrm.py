@@ -16,8 +16,10 @@ import re
 
 import data
 from data import UserError
-from ddp_utils import (Run, TrainState, add_flags, begin_sum, launch, load_data, make_parser, parse,
-                       positive_int, run_directory, seed_step, start, use_model)
+from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, add_flags, assert_in_sync, begin_log,
+                       begin_sum, end_run, evaluate, identity_of, launch, load_data, log_step, make_parser,
+                       new_model, open_run, parse, plan_run, positive_int, run_directory, sample, seed_step,
+                       set_modes, start, use_model)
 from model import HRM, HRMConfig, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
@@ -65,10 +67,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
          "ramp A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"),
         ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
-    given = parser.parse_args(argv)
-    if given.halt and given.random_cycles:
-        raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     args = parse(parser, HRMConfig, SIZES, argv)
+    if args.halt and args.random_cycles:
+        raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
     cycles = HRMConfig.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
     high = 5 if args.init == "tied" or args.halt or args.inject_input else max(cycles + 1, 5)
     args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp
@@ -89,51 +90,93 @@ def main() -> None:
     if args.export or args.chat or args.prompt is not None:
         return use_model(HRM, args, world, out)
 
-    # ------------------------------------------------------------------------------ data, model, optimizer
+    # ------------------------------------------------------- data, what was saved, model, optimizers, log
     dataset = load_data(HRM, args, world)
-    run = Run(args, world, dataset, SIZES[args.size], out)
-    model = run.make_model(HRM, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
+        args, SIZES[args.size], dataset, world, saved, log.say)
+    model = new_model(HRM, args, dataset, world, saved, log.say,
+                      vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     if not model.config.reaches_embedding(high, args.random_cycles and 1):
         raise UserError(f"--bp-steps {high} never trains an untied embedding: give one more than --h-cycles.")
+    examples = [model.example(micro_batch, world.device, n, args.random_cycles) for n in args.bp_steps]
+    set_modes(model, args, world, examples[1], log.say)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY,
                                  VOCAB_LR if fast_vocab else 1.0)
-    state = TrainState(model, optimizers, args, world)
-    examples = [model.example(run.micro_batch, world.device, n, args.random_cycles) for n in args.bp_steps]
+    state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
+                           batch=micro_batch, grad_accum=grad_accum_steps)
+    step, samples = checkpoints.resume(saved, state, identity)
+    # with epochs shorter than this, a small text would be evaluated all the time
+    long_epochs = dataset.train.rows > args.eval_every * global_batch
+    metrics = Metrics(world, dataset.train.rows if long_epochs else 0, saved)
     mean_cycles = args.random_cycles and (1 + args.random_cycles) / 2
-    if not run.begin(state, examples, lambda record: model.flops_per_token(
-            record["bp_steps"], mean_cycles or record["cycles"])):
-        return  # it is complete already
-    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
-                         args.seed, world.device, run.samples)
+    begin_log(log, state, dataset, identity, step, saved, lambda record: model.flops_per_token(
+        record["bp_steps"], mean_cycles or record["cycles"]))
+    if step >= total_steps and (step in log.evaluations or not dataset.val):
+        return log.complete(step, "--prompt")
+    state.warm_up(*examples)
+    stop = StopVote(world)
+    loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
+                         samples)
+    log.start(step, samples)
 
     def plan(step: int) -> tuple[float, int, int | None]:
         """How far the ramps of a step are, its bp_steps and its cycles: the same on all ranks."""
-        ramp = min(1.0, step / (RAMP * run.total_steps))
+        ramp = min(1.0, step / (RAMP * total_steps))
         draw = random.Random(f"{args.seed} {step}")
         cycles = args.random_cycles and draw.randint(1, args.random_cycles)
         return ramp, low + int(ramp * (high - low)), cycles
 
     # -------------------------------------------------------------------------------------------- training
-    while run.report(run.evaluate):  # what is due after a step, or was when a run that resumes was stopped
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
-        ramp, bp_steps, cycles = plan(run.step)
-        seed_step(args.seed, run.step, world.rank)
-        count, batches = next(loader)
+    while True:
+        # what is due after the steps so far: all ranks decide alike
+        stopping, last = stop.agreed, step >= total_steps
+        evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
+            step % args.eval_every == 0 or metrics.ends_epoch or last)
+        saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or last)
+        if saving or step % SYNC_EVERY == 0:
+            assert_in_sync(model.state_dict())
+        if saving and (state.changed or stopping or last):  # before the evaluation, which can take long
+            checkpoints.save(step, state, identity | metrics.position())
+        if evaluating and not stopping:
+            found = evaluate(state, dataset.val, stop, micro_batch, args.eval_batches * global_batch)
+            if found is None:  # a signal has cut it short: the run that resumes evaluates this step
+                continue
+            log.evaluation(step, samples, found, metrics.ends_epoch)
+            checkpoints.mark_best(step, log.evaluations)
+            if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not last:
+                sample(state, dataset, args, log, step)
+        if stopping or last:
+            break
+        if saving:
+            log.go_on(samples)
+
+        ramp, bp_steps, cycles = plan(step)
+        lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        seed_step(args.seed, step, world.rank)
+        state.begin_step(step, total_steps)
+        count, batches = loader.step(grad_accum_steps)
         labels = begin_sum(count, world)  # of all ranks, which are waited for before the first backward pass
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
-            with state.no_sync(micro_step < run.grad_accum_steps - 1):
+            with state.no_sync(micro_step < grad_accum_steps - 1):
                 objective, sums = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
                                                 ponder_weight=ramp * PONDER_COST)
-                state.backward(objective, labels())
-            run.count(sums)
+                loss = objective * (state.mean_over / labels().clamp(min=1))
+                state.scaler.scale(loss).backward()
+            metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
-        if not model.config.reaches_embedding(*plan(run.step - state.delay)[1:]):
+        if not model.config.reaches_embedding(*plan(step - state.delay)[1:]):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr, labels(), bp_steps=bp_steps)
+        stop.vote(state.skipped)  # has a signal come? asked now, read after the next step
+        step, samples = step + 1, samples + global_batch
+        log_step(log, metrics, step, samples, labels(), grad_norm, lr=lr, bp_steps=bp_steps)
     loader.close()
-    run.finish()
+    if not stopping:
+        sample(state, dataset, args, log, step)
+    end_run(log, checkpoints, stop, step, samples)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import argparse
 import torch
 
 import data
-from data import UserError
-from ddp_utils import (Run, TrainState, World, add_flags, begin_sum, launch, load_data, local_rank,
-                       make_parser, number, parse, reduce_sum, run_directory, seed_step, start, use_model)
+from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, World, add_flags, assert_in_sync, begin_log,
+                       begin_sum, end_run, evaluate, identity_of, launch, load_data, local_rank, log_step,
+                       make_parser, new_model, number, open_run, parse, plan_run, reduce_sum, run_directory,
+                       seed_step, set_modes, start, use_model)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -72,28 +73,29 @@ def list_presets() -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, MLMConfig, SIZES)
+    parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     add_flags(
         parser, "masked language model",
-        ("--preset", tuple(PRESETS), None, "a recipe instead of a --size"),
         ("--list-presets", bool, None, "print all presets with their commands"),
         ("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored"),
         ("--mask-all", bool, None, "replace all of them by [MASK], not 80 %% by [MASK] and 10 %% at random"),
         ("--whole-words", bool, None, "mask whole words"),
         ("--fill", str, None, "print the likeliest tokens for each [MASK] in this text"))
-    given = parser.parse_args(argv)
-    if given.preset and given.size:
-        raise UserError("--preset has a size of its own: leave --size out.")
-    parser.set_defaults(size=given.preset)
     return parse(parser, MLMConfig, RECIPES, argv)
 
 
-def mean_bytes(batches, tokenizer, world: World) -> float:
-    """Mean number of bytes of the tokens that are masked in these batches, over all ranks."""
+def mean_bytes(sets: dict[str, data.Shards], tokenizer, world: World, batch: int, limit: int,
+               masker: data.Masker) -> float:
+    """Mean number of bytes of the tokens that an evaluation masks, over all ranks."""
     spellings = tokenizer.spellings()
-    lengths = [len(spellings.get(i, "")) for i in range(tokenizer.num_ids)]
-    labels = torch.cat([labels[labels >= 0] for _, _, labels in batches])
-    size, count = reduce_sum([torch.tensor(lengths, device=world.device)[labels].sum(), len(labels)], world)
+    lengths = torch.tensor([len(spellings.get(i, "")) for i in range(tokenizer.num_ids)])
+    size = count = 0
+    for shards in sets.values():
+        for _, _, labels in data.validation_batches(shards, batch, world.rank, world.world_size, "cpu",
+                                                    limit or None, masker):
+            masked = labels[labels >= 0]
+            size, count = size + int(lengths[masked].sum()), count + len(masked)
+    size, count = reduce_sum([size, count], world)
     return size / count
 
 
@@ -109,47 +111,80 @@ def main() -> None:
     if args.export or args.fill is not None:
         return use_model(MLM, args, world, out)
 
-    # ------------------------------------------------------------------------------ data, model, optimizer
+    # ------------------------------------------------------- data, what was saved, model, optimizers, log
     dataset = load_data(MLM, args, world)
     tokenizer = dataset.tokenizer
-    run = Run(args, world, dataset, RECIPES[args.size], out)
-    model = run.make_model(MLM, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
+    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
+        args, RECIPES[args.size], dataset, world, saved, log.say)
+    model = new_model(MLM, args, dataset, world, saved, log.say, vocab_size=tokenizer.num_ids,
+                      eot=tokenizer.eot)
+    example = model.example(micro_batch, world.device, args.mask_rate)
+    set_modes(model, args, world, example, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
-    state = TrainState(model, optimizers, args, world)
+    state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
+                           batch=micro_batch, grad_accum=grad_accum_steps)
+    step, samples = checkpoints.resume(saved, state, identity)
+    # with epochs shorter than this, a small text would be evaluated all the time
+    long_epochs = dataset.train.rows > args.eval_every * global_batch
+    metrics = Metrics(world, dataset.train.rows if long_epochs else 0, saved)
+    begin_log(log, state, dataset, identity, step, saved,
+              lambda record: model.flops_per_token(args.mask_rate))
+    if step >= total_steps and (step in log.evaluations or not dataset.val):
+        return log.complete(step, "--fill")
+    state.warm_up(example, example)
+    stop = StopVote(world)
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed, args.mask_all, args.whole_words)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
-    example = model.example(run.micro_batch, world.device, args.mask_rate)
-    if not run.begin(state, (example, example), lambda record: model.flops_per_token(args.mask_rate)):
-        return  # it is complete already
-    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
-                         args.seed, world.device, run.samples, masker)
+    loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
+                         samples, masker)
+    eval_rows = args.eval_batches * global_batch  # 0: all
     if dataset.val:
-        batches = (batch for shards in dataset.val.values()
-                   for batch in run.validation_batches(shards, eval_masker))
-        bytes_per_token = mean_bytes(batches, tokenizer, world)
-
-    def evaluate() -> dict:
-        found = run.evaluate(eval_masker)
-        if found:  # no signal has cut it short
-            found["val_nats_per_byte"] = found["val_loss"] / bytes_per_token
-        return found
+        bytes_per_token = mean_bytes(dataset.val, tokenizer, world, micro_batch, eval_rows, eval_masker)
+    log.start(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
-    while run.report(evaluate):  # what is due after a step, or was when a run that resumes was stopped
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
-        seed_step(args.seed, run.step, world.rank)
-        count, batches = next(loader)
+    while True:
+        # what is due after the steps so far: all ranks decide alike
+        stopping, last = stop.agreed, step >= total_steps
+        evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
+            step % args.eval_every == 0 or metrics.ends_epoch or last)
+        saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or last)
+        if saving or step % SYNC_EVERY == 0:
+            assert_in_sync(model.state_dict())
+        if saving and (state.changed or stopping or last):  # before the evaluation, which can take long
+            checkpoints.save(step, state, identity | metrics.position())
+        if evaluating and not stopping:
+            found = evaluate(state, dataset.val, stop, micro_batch, eval_rows, eval_masker)
+            if found is None:  # a signal has cut it short: the run that resumes evaluates this step
+                continue
+            found["val_nats_per_byte"] = found["val_loss"] / bytes_per_token
+            log.evaluation(step, samples, found, metrics.ends_epoch)
+            checkpoints.mark_best(step, log.evaluations)
+        if stopping or last:
+            break
+        if saving:
+            log.go_on(samples)
+
+        lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        seed_step(args.seed, step, world.rank)
+        state.begin_step(step, total_steps)
+        count, batches = loader.step(grad_accum_steps)
         labels = begin_sum(count, world)  # of all ranks, which are waited for before the first backward pass
         for micro_step, (x, positions, y) in enumerate(batches):  # (B, T), (B, K), (B, K)
-            with state.no_sync(micro_step < run.grad_accum_steps - 1):
-                objective, sums = state.wrapped(x, positions, y)
-                state.backward(objective, labels())
-            run.count(sums)
+            with state.no_sync(micro_step < grad_accum_steps - 1):
+                objective, sums = state.wrapped(x, positions, y)  # over the labels of the micro-batch
+                loss = objective * (state.mean_over / labels().clamp(min=1))
+                state.scaler.scale(loss).backward()
+            metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr, labels())
+        stop.vote(state.skipped)  # has a signal come? asked now, read after the next step
+        step, samples = step + 1, samples + global_batch
+        log_step(log, metrics, step, samples, labels(), grad_norm, lr=lr)
     loader.close()
-    run.finish()
+    end_run(log, checkpoints, stop, step, samples)
 
 
 if __name__ == "__main__":

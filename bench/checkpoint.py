@@ -45,7 +45,8 @@ def main() -> None:
     model = ddp_utils.build_model(GPT2, config, world)
     model.load_state_dict(GPT2(config).state_dict())
     optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
-    state = ddp_utils.TrainState(model, optimizers, flags, world)
+    ddp_utils.set_modes(model, flags, world, {}, print)
+    state = ddp_utils.TrainState(model, optimizers, world)
     x = torch.randint(vocab, (batch, config.seq_len), device=world.device)
 
     def step():
@@ -65,7 +66,7 @@ def main() -> None:
         found = {name: [] for name in ("step", "save", "copy", "busy", "write", "dd")}
         for round_ in range(args.rounds + 1):
             alone = clock(step)
-            save = clock(lambda: checkpoints.save(round_, 1.0, {}, state))
+            save = clock(lambda: checkpoints.save(round_, state, {"loss": 1.0}))
             busy = []
             while not all(job.done() for job in checkpoints.unwritten):
                 busy.append(clock(step)[0])

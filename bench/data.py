@@ -135,8 +135,8 @@ def open_and_seek(args, directory: Path) -> None:
 
     def begin():
         dataset = data.Dataset([directory], SEQ_LEN)
-        loader = data.Loader(dataset.train, BATCH, 1, 0, 1, 0, "cpu", samples=123_456_789)
-        next(loader)
+        loader = data.Loader(dataset.train, BATCH, 0, 1, 0, "cpu", samples=123_456_789)
+        loader.step(1)
         loader.close()
 
     found = in_turn(args.rounds, begin=begin)

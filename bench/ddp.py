@@ -35,7 +35,8 @@ def worker(args) -> None:
     torch.manual_seed(0)
     ddp_utils.copy_weights(model, GPT2(config).state_dict() if world.is_rank0 else {}, world)
     optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
-    state = ddp_utils.TrainState(model, optimizers, flags, world)
+    ddp_utils.set_modes(model, flags, world, {}, print)
+    state = ddp_utils.TrainState(model, optimizers, world)
     vote, x = ddp_utils.StopVote(world), torch.randint(vocab, (args.batch, config.seq_len))
     accumulation = 2 * args.accumulation // world.world_size
 
@@ -45,9 +46,7 @@ def worker(args) -> None:
                 (state.wrapped(x, x)[0] / accumulation).backward()
         norm = state.clip_gradients(1.0)
         state.optimizer_step(1e-3, norm)
-        vote.count(norm, state.scaler)
-        vote.read()
-        vote.start()
+        vote.vote(state.skipped)
 
     state.warm_up({"idx": x, "targets": x}, {"idx": x, "targets": x})
     go = Path(args.directory)

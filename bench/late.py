@@ -8,6 +8,7 @@ the number of processes. Their gradients are packed, added up and applied as `La
 processes. The results are the same bits (tests/test_strategies.py), with one thread each.
 """
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -23,8 +24,8 @@ from ddp_utils import Late, TrainState, dequantise, quantise  # noqa: E402
 def imitate(processes: int) -> None:
     """From now on, a single process has the gradients that so many processes would have together."""
     class Imitated(Late):
-        def __init__(self, model, world, timeout):
-            super().__init__(model, ddp_utils.World(**vars(world) | {"world_size": processes}), timeout)
+        def __init__(self, model, world):
+            super().__init__(model, ddp_utils.World(**vars(world) | {"world_size": processes}))
             self.gradients, self.micro_steps = [None] * processes, 0
 
         def keep(self):
@@ -47,13 +48,12 @@ def imitate(processes: int) -> None:
                 copied.synchronize()
             return torch.stack([quantise(sum(map(dequantise, shares))) for shares in packed.unbind(1)])
 
-    plain = TrainState.backward
-
-    def backward(state, *args):
-        plain(state, *args)
+    @contextlib.contextmanager
+    def no_sync(state, accumulating):  # around each micro-batch
+        yield
         state.late.keep()
 
-    ddp_utils.Late, TrainState.backward = Imitated, backward
+    ddp_utils.Late, TrainState.no_sync = Imitated, no_sync
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def measure(strategy: str) -> None:
     for p in model.parameters():  # weights do not matter here, and rank 0 should not hold a second copy
         torch.nn.init.constant_(local_shard(p), 0.01)
     optimizers = make_optimizers(model, "adamw", 1e-3, train_gpt2.BETAS, train_gpt2.WEIGHT_DECAY)
-    state = ddp_utils.TrainState(model, optimizers, args, world)
+    state = ddp_utils.TrainState(model, optimizers, world, strategy)
     for _ in range(3):
         state.wrapped(x, x)[0].backward()
         norm = state.clip_gradients(1.0)

@@ -127,11 +127,11 @@ def ours(args, row, device):
     model = ddp_utils.build_model(type(made), made.config, world)
     ddp_utils.copy_weights(model, made.state_dict(), world)
     del made
-    flags = train_gpt2.parse_args([  # what TrainState reads of them is common to all trainers
+    flags = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    optimizers = make_optimizers(model, "adamw", LR, BETAS, DECAY)
-    state = ddp_utils.TrainState(model, optimizers, flags, world)
+    ddp_utils.set_modes(model, flags, world, {}, print)
+    state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), world)
     batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
     extra = {"bp_steps": BP_STEPS} if args.model == "hrm" else {}
@@ -141,12 +141,10 @@ def ours(args, row, device):
         batch = batches[i % STAGED]
         labels = ddp_utils.begin_sum(batch[-1].numel(), world)
         objective, sums = state.wrapped(*batch, **extra)
-        state.backward(objective, labels())
+        state.scaler.scale(objective * (state.mean_over / labels())).backward()
         norm = state.clip_gradients(1.0)
         state.optimizer_step(LR, norm)
-        vote.count(norm, state.scaler)
-        vote.read()
-        vote.start()
+        vote.vote(state.skipped)
         return sums["loss"] / batch[-1].numel()
 
     flops = {"gpt2": lambda: model.flops_per_token(), "hrm": lambda: model.flops_per_token(BP_STEPS),

@@ -6,14 +6,12 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import torch
 from states import train_state
 
 import data
 import ddp_utils
-import monitor
 import train_hrm
 from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
@@ -128,12 +126,11 @@ def check_skipped_updates(world: World) -> None:
         state, vote = train_state(make(), world, optimizer=optimizer, strategy=strategy), StopVote(world)
         model = state.model
 
-        def step(poison, state=state, vote=vote):
+        def step(poison, state=state):
             objective, _ = state.wrapped(*batch(world.rank))
             (objective * (float("inf") if poison and world.rank == 1 else 1)).backward()
             norm = state.clip_gradients(1.0)
             state.optimizer_step(1e-2, norm)
-            vote.count(norm, state.scaler)
 
         step(False)
         before = {n: p.clone() for n, p in model.state_dict().items()}
@@ -142,13 +139,12 @@ def check_skipped_updates(world: World) -> None:
             step(True)
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
         assert all(torch.equal(t, moments[n]) for n, t in state.optimizer_tensors().items())
-        vote.start()
-        assert vote.read() == 0
+        assert vote.vote(state.skipped) == vote.read() == 0
         step(True)
-        vote.start()
+        vote.vote(state.skipped)
         assert "10 times in a row" in raises(RunError, vote.read)
         step(False)
-        vote.start()
+        vote.vote(state.skipped)
         assert not torch.equal(model.embed.weight, before["embed.weight"]) and vote.read() == 0
         ddp_utils.assert_in_sync(model.state_dict())
 
@@ -234,38 +230,29 @@ def check_owners(world: World) -> None:
 
 def check_activation_checkpointing_is_chosen_for_the_smallest_gpu(world: World) -> None:
     """Rank 1 has next to no memory, so rank 0 has to take `block` too."""
-    run = ddp_utils.Run.__new__(ddp_utils.Run)
-    run.args, run.world, run._model_class = train_hrm.parse_args([]), world, HRM
-    run.state = train_state(HRM(HRMConfig(**TINY)), world)
-    run.log = monitor.RunLog(Path(), False, "")
-    inputs = run.state.model.example(4, "cpu")
+    args, model = train_hrm.parse_args([]), HRM(HRMConfig(**TINY))
+    inputs = model.example(4, "cpu")
     for gigabytes, mode in ((1000.0, "none"), (1000.0 if world.is_rank0 else 0.0, "block")):
-        assert run._choose_checkpointing(inputs, gigabytes) == mode
-        assert {block.checkpointing for block in ddp_utils.blocks_of(run.state.model)} == {mode}
+        assert ddp_utils.agree_on_checkpointing(model, inputs, args, world, gigabytes, print) == mode
     state = train_state(HRM(HRMConfig(**TINY)), world, checkpoint_activations="auto")
     assert {block.checkpointing for block in ddp_utils.blocks_of(state.model)} == {"none"}  # as on a CPU
 
 
 def check_samples_have_one_prompt(world: World) -> None:
     """With zero3 they would write unlike many tokens, and one would be alone."""
-    run, tokenizer = ddp_utils.Run.__new__(ddp_utils.Run), data.with_roles(data.load_tokenizer("bytes"))
-    run.args, run.world, run.saved, run._expected = train_hrm.parse_args([]), world, None, ""
-    run.dataset = argparse.Namespace(tokenizer=tokenizer, loss="response", first_pair=lambda: ("why", "so"))
-    for name in ("d_model", "ff", "n_layer", "n_head"):
-        setattr(run.args, name, TINY[name])
-    run.make_model(HRM, vocab_size=tokenizer.vocab_size, **tokenizer.roles)
-    assert (run.args.sample_prompt, run._expected) == ("why", "so")
+    args, tokenizer = train_hrm.parse_args([]), data.with_roles(data.load_tokenizer("bytes"))
+    dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.roles, first_pair=lambda: ("why", "so"))
+    assert ddp_utils.sample_prompt(args, dataset) == ("why", "so")
 
 
 def check_stop(world: World) -> None:
-    vote = StopVote(world)
-    assert vote.read() == 0
-    vote.start()
+    vote, none = StopVote(world), torch.zeros(())
+    assert vote.vote(none) == 0
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(0.1)
-    assert vote.read() == 0  # sent off before the signal
-    vote.start()
+    assert vote.vote(none) == 0  # sent off before the signal
+    assert vote.agreed == 0 and vote.read() == signal.SIGUSR1 == vote.agreed == vote.vote(none)
     assert vote.read() == signal.SIGUSR1
 
 

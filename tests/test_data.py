@@ -698,10 +698,10 @@ def test_stream_text_gives_whole_characters(tokenizer):
 
 def global_batches(shards, world_size, batch, grad_accum, steps, samples=0, seed=7, ranks=None) -> list[list]:
     """For each step the sorted rows of all ranks and micro-batches, with their targets."""
-    loaders = [data.Loader(shards, batch, grad_accum, rank, world_size, seed, "cpu", samples)
+    loaders = [data.Loader(shards, batch, rank, world_size, seed, "cpu", samples)
                for rank in ranks or range(world_size)]
     try:
-        return [sorted(row for loader in loaders for micro_batch in next(loader)[1]
+        return [sorted(row for loader in loaders for micro_batch in loader.step(grad_accum)[1]
                        for row in torch.stack(micro_batch, 1).tolist()) for _ in range(steps)]
     finally:
         for loader in loaders:
@@ -805,8 +805,8 @@ def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
     shards, seconds = data.Dataset([undisturbed], 64).train, []
     for _ in range(7):
         begin = time.perf_counter()
-        loader = data.Loader(shards, 64, 1, 3, 8, 1, "cpu", samples=10**6 * 512)
-        count, [(x, _)] = next(loader)
+        loader = data.Loader(shards, 64, 3, 8, 1, "cpu", samples=10**6 * 512)
+        count, [(x, _)] = loader.step(1)
         seconds.append(time.perf_counter() - begin)
         loader.close()
     assert min(seconds) < 0.05
@@ -821,8 +821,8 @@ def test_labels_know_the_largest_id_and_what_is_not_learned(tmp_path):
     tokens = np.arange(65_536 - 160, 65_536, dtype=np.uint16)
     data.write_shard(tmp_path / "train_000000.bin", [tokens[:-1], tokens[-1:]], "uint16")
     shards = data.Shards([tmp_path / "train_000000.bin"], 53, lambda x: x % 2 == 0)
-    loader = data.Loader(shards, 3, 1, 0, 1, 0, "cpu")
-    count, [(x, y)] = next(loader)
+    loader = data.Loader(shards, 3, 0, 1, 0, "cpu")
+    count, [(x, y)] = loader.step(1)
     loader.close()
     assert y.max() == 65_535 and count == (y >= 0).sum() == 3 * 53 - (3 * 53) // 2
     assert torch.equal(y, torch.where(x % 2 == 0, x + 1, -1))
@@ -839,9 +839,9 @@ def test_whole_steps_are_read_ahead(dataset, monkeypatch):
         plain(*arguments)
 
     monkeypatch.setattr(data.Shards, "take", take)
-    loader = data.Loader(dataset.train, 2, 3, 0, 1, 0, "cpu")
+    loader = data.Loader(dataset.train, 2, 0, 1, 0, "cpu")
     for step in range(3):
-        count, batches = next(loader)
+        count, batches = loader.step(3)
         assert len(batches) == 3 and count == sum((y >= 0).sum() for _, y in batches)
         deadline = time.monotonic() + 20
         while len(taken) < 3 * (step + 3) and time.monotonic() < deadline:
@@ -856,9 +856,9 @@ def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(dataset.train, "take", fail)
-    loader = data.Loader(dataset.train, 4, 1, 0, 1, 0, "cpu")
+    loader = data.Loader(dataset.train, 4, 0, 1, 0, "cpu")
     with pytest.raises(OSError, match="the disk is gone"):
-        next(loader)
+        loader.step(1)
     loader.close()
 
 

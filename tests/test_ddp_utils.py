@@ -99,7 +99,7 @@ def save(out, world, state, steps=(1,), said=None, keep_last=3):
     checkpoints = Checkpoints(out, world, keep_last, (said if said is not None else []).append)
     meta = {"samples": 7, "family": "HRM", "model_config": asdict(state.model.config)}
     for step in steps:
-        checkpoints.save(step, 2.5, meta, state)
+        checkpoints.save(step, state, meta | {"loss": 2.5})
     checkpoints.close()
 
 
@@ -148,9 +148,9 @@ def test_a_run_that_has_begun_to_delay_does_not_wait_again(world):
     """Though it becomes longer: the gradient that is due would be lost."""
     state = make_state(world, comm="late")
     waits = []
-    for done, lr in ((0.0, 0.0), (0.09, 0.0), (0.1, 0.0), (0.05, 1e-3)):
+    for step, lr in ((0, 0.0), (9, 0.0), (10, 0.0), (5, 1e-3)):
         state.late.lr = torch.tensor(lr)
-        state.late.begin_step(done)
+        state.begin_step(step, 100)
         waits.append((state.late.waits, state.delay))
     assert waits == [(True, 0), (True, 0), (False, 1), (False, 1)]
 
@@ -174,7 +174,7 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
     before = all_tensors(state)
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, print)
-    checkpoints.save(1, 2.5, {}, state)
+    checkpoints.save(1, state, {"loss": 2.5})
     with torch.no_grad():
         for p in state.model.parameters():
             p.add_(1)
@@ -185,10 +185,11 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
 
 def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
     (tmp_path / "checkpoints").mkdir()
-    checkpoints = Checkpoints(tmp_path, world, 2, print)
+    checkpoints, losses = Checkpoints(tmp_path, world, 2, print), {}
     for step in range(1, 6):
-        checkpoints.save(step, 2.5, {}, make_state(world))
-        checkpoints.mark_best(abs(step - 2))
+        checkpoints.save(step, make_state(world), {"loss": 2.5})
+        losses[step] = abs(step - 2)
+        checkpoints.mark_best(step, losses)
     checkpoints.close()
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [5, 4]
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
@@ -238,7 +239,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     state, said = make_state(world), []
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, said.append)
-    checkpoints.save(1, 2.5, {}, state)
+    checkpoints.save(1, state, {"loss": 2.5})
     wait(checkpoints.unwritten)
     real = torch.save
 
@@ -246,21 +247,21 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
         file.write(b"half of it")
         raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
     monkeypatch.setattr(torch, "save", fail)
-    checkpoints.save(2, 2.4, {}, state)
-    checkpoints.mark_best(2.0)
+    checkpoints.save(2, state, {"loss": 2.4})
+    checkpoints.mark_best(2, {2: 2.0})
     wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (") and "No space left" in said[1]
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
     assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
-    checkpoints.save(3, 2.3, {}, state)
+    checkpoints.save(3, state, {"loss": 2.3})
     wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
-    checkpoints.mark_best(2.1)  # worse than that of the lost one, but the best that there is
+    checkpoints.mark_best(3, {2: 2.0, 3: 2.1})  # worse than that of the lost one, but the best that there is
     wait(checkpoints.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
-    checkpoints.save(4, 2.2, {}, state)
+    checkpoints.save(4, state, {"loss": 2.2})
     with pytest.raises(RunError, match="step 4 could not be written"):  # the last one must not get lost
         checkpoints.close()
 
@@ -268,7 +269,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
 def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(TypeError):
-        Checkpoints(tmp_path, world, 3, print).save(1, 2.5, {"path": tmp_path}, make_state(world))
+        Checkpoints(tmp_path, world, 3, print).save(1, make_state(world), {"loss": 2.5, "path": tmp_path})
 
 
 def test_seeds_of_steps_and_ranks_differ():

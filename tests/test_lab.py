@@ -258,14 +258,14 @@ import data, train_gpt2
 from ddp_utils import launch
 of_text = {}
 class Loader(data.Loader):
-    def __init__(self, shards, batch, grad_accum_steps, rank, world_size, seed, device, samples):
-        super().__init__(shards, batch, grad_accum_steps, rank, world_size, seed, device, samples)
+    def __init__(self, shards, batch, rank, world_size, seed, device, samples):
+        super().__init__(shards, batch, rank, world_size, seed, device, samples)
         self.begin, self.at = samples, samples + rank * batch
         self.file = open(f"rows-{time.time()}.jsonl", "w", buffering=1)
         (_, rows, _), = self.shards.grids  # of the only shard
         of_text.update((row.tobytes(), i) for i, row in enumerate(rows))
-    def __next__(self):
-        count, batches = super().__next__()
+    def step(self, micro_batches):
+        count, batches = super().step(micro_batches)
         for x, y in batches:
             rows = [of_text[row.numpy().astype(self.shards.dtype).tobytes()] for row in x]
             print(json.dumps([self.begin, self.at, rows]), file=self.file)

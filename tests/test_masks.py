@@ -101,13 +101,14 @@ def test_loaders_mask_alike_on_any_number_of_ranks(shards, world_size):
     masker = data.Masker(dataset.tokenizer, T, 0.3, 5)
     seen = []
     for rank in range(world_size):
-        loader = data.Loader(dataset.train, 16 // world_size, 1, rank, world_size, 5, "cpu", 160, masker)
-        for step, (count, [batch]) in zip(range(3), loader):
+        loader = data.Loader(dataset.train, 16 // world_size, rank, world_size, 5, "cpu", 160, masker)
+        for step in range(3):
+            count, [batch] = loader.step(1)
             assert count == (batch[2] >= 0).sum()
             seen += [(step, *row) for row in zip(*(map(tuple, t.tolist()) for t in batch))]
         loader.close()
-    alone = data.Loader(dataset.train, 16, 1, 0, 1, 5, "cpu", 160, masker)
-    expected = [(step, *row) for step, (_, [batch]) in zip(range(3), alone)
+    alone = data.Loader(dataset.train, 16, 0, 1, 5, "cpu", 160, masker)
+    expected = [(step, *row) for step, (_, [batch]) in enumerate(alone.step(1) for _ in range(3))
                 for row in zip(*(map(tuple, t.tolist()) for t in batch))]
     alone.close()
     assert sorted(seen) == sorted(expected)

@@ -266,10 +266,9 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 # RunLog
 
 
-def begun(out: Path, step: int = 0, evaluates: bool = False, **options) -> RunLog:
-    log = RunLog(out, True, "[Rank 0/1]", **options)
-    log.total_steps = 10
-    log.begin(step, {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None}, evaluates)
+def begun(out: Path, step: int = 0, **settings) -> RunLog:
+    log = RunLog(out, True, "[Rank 0/1]")
+    log.begin(step, {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None, "steps": 10} | settings)
     return log
 
 
@@ -323,7 +322,7 @@ def test_a_resumed_run_has_one_point_for_each_step(tmp_path, evaluates, evaluate
     with open(path, "a") as file:
         file.write('{"step": 9, "lo')
     log = RunLog(tmp_path, True, "")
-    found = log.begin(5, {}, evaluates)
+    found = log.begin(5, {})
     assert found == ({5: 4.25} if evaluates and evaluated else {})
     if evaluates and not evaluated:
         log.write({"step": 5, "val_loss": 4.25}, {})
@@ -405,9 +404,8 @@ def test_wandb(tmp_path, monkeypatch):
     assert [values["step"] for _, values in (point, *later)] == [1, 1, 2]
     assert later[0][1] == {"step": 1, "Loss/val_epoch": 4.5}
     assert point[1]["Loss/train_step"] == 4.9 and "System/CPU_percent" in point[1]
-    log = RunLog(out, True, "", wandb=True)
     with pytest.raises(UserError, match="not logged in.*wandb login"):
-        log.begin(0, {"lr": 0}, False)
+        begun(out, wandb=True, lr=0)
     block(monkeypatch, "wandb")
     with pytest.raises(UserError, match="pip install wandb"):
         begun(out, wandb=True)
@@ -455,13 +453,16 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
 
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
-    log = RunLog(tmp_path, False, "", wandb=True)
-    assert log.begin(0, {}, True) == {}
+    log = RunLog(tmp_path, False, "")
+    assert log.begin(0, {"wandb": True}) == {}
     log.say("x")
     log.tick(1)
     log.write(record(1))
-    log.step_line(record(1), 0)
-    log.evaluation_line(1, {"val_loss": 1.0}, 0)
+    log.describe()
+    log.step(1, 8, record(1), {}, False)
+    log.evaluation(1, 8, {"val_loss": 1.0}, False)
+    log.finish(1, 8, 0.0, "")
+    assert log.evaluations == {1: 1.0}  # which all ranks have
     log.sample("x", 1)
     log.close()
     assert not any(tmp_path.iterdir())
@@ -510,7 +511,7 @@ def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
     """So after each start the log has one record of it, as of all others."""
     for _ in range(3):
         log = RunLog(tmp_path, True, "")
-        assert log.begin(1 if log.out.joinpath("metrics.jsonl").exists() else 0, {}, True) == {}
+        assert log.begin(1 if log.out.joinpath("metrics.jsonl").exists() else 0, {}) == {}
         if not log.records:
             log.write(record(1))
         log.write({"step": 1, "val_loss": math.nan}, {})

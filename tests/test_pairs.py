@@ -211,8 +211,8 @@ def test_several_directories_are_the_same_on_any_number_of_ranks(pairs, tmp_path
     shards = data.Dataset([pairs, other, other], 128).train
     seen = []
     for ranks in (1, 2, 4):
-        loaders = [data.Loader(shards, 8 // ranks, 1, rank, ranks, 0, "cpu", 16) for rank in range(ranks)]
-        steps = [torch.cat([next(loader)[1][0][0] for loader in loaders]) for _ in range(5)]
+        loaders = [data.Loader(shards, 8 // ranks, rank, ranks, 0, "cpu", 16) for rank in range(ranks)]
+        steps = [torch.cat([loader.step(1)[1][0][0] for loader in loaders]) for _ in range(5)]
         seen.append([sorted(map(tuple, step.tolist())) for step in steps])
         for loader in loaders:
             loader.close()
@@ -227,9 +227,9 @@ def test_each_of_several_directories_is_evaluated_once_and_rows_are_masked_anew(
         assert both.val[directory.name].rows == alone.rows
     masker = data.Masker(both.tokenizer, 128, 0.3, 0)
     twice, masks = data.Dataset([other, other], 128).train, {}
-    loader, plain = (data.Loader(twice, 8, 1, 0, 1, 0, "cpu", 0, some) for some in (masker, None))
+    loader, plain = (data.Loader(twice, 8, 0, 1, 0, "cpu", 0, some) for some in (masker, None))
     for _ in range(2 * twice.rows // 8):
-        (_, [(_, positions, _)]), (_, [(x, _)]) = next(loader), next(plain)
+        (_, [(_, positions, _)]), (_, [(x, _)]) = loader.step(1), plain.step(1)
         for row, chosen in zip(x, positions):
             masks.setdefault(row.numpy().tobytes(), []).append(tuple(chosen.tolist()))
     loader.close(), plain.close()
@@ -532,9 +532,9 @@ LABELS_IN_THE_FIRST_STEP = """
 import runpy, sys
 import data
 fill = data.Loader._fill
-def without(loader, x, y):
-    fill(loader, x, y)
-    if loader.position >= 12:
+def without(loader, position, x, y):
+    fill(loader, position, x, y)
+    if position >= 12:
         y[:] = -1
 data.Loader._fill = without
 sys.argv = sys.argv[1:]

@@ -310,17 +310,15 @@ def test_random_cycles_count_in_the_estimates(tmp_path, shards, monkeypatch):
     tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
         ("--random-cycles", "6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
     assert tables[0] == tables[1] != tables[2], tables
-    begun = []
-
-    def begin(run, state, examples, flops_per_token):  # and no more, as if the run were complete
-        begun.extend((state.model, examples, flops_per_token))
-        run._resources.close()
-
-    monkeypatch.setattr(train_hrm.Run, "begin", begin)
-    assert train(0, shards, tmp_path / "run", random_cycles=6).code == 0
-    model, examples, flops_per_token = begun
+    begun = {}
+    monkeypatch.setattr(train_hrm, "begin_log", lambda *arguments: begun.update(flops=arguments[-1]))
+    monkeypatch.setattr(train_hrm.TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
+    monkeypatch.setattr(train_hrm, "StopVote", lambda world: 1 / 0)  # and no more
+    with pytest.raises(ZeroDivisionError):
+        train(0, shards, tmp_path / "run", random_cycles=6)
+    state, *examples = begun["warm_up"]
     assert [(example["bp_steps"], example["cycles"]) for example in examples] == [(2, 6), (7, 6)]
-    assert flops_per_token({"bp_steps": 7, "cycles": 1.0}) == model.flops_per_token(7, 3.5)
+    assert begun["flops"]({"bp_steps": 7, "cycles": 1.0}) == state.model.flops_per_token(7, 3.5)
 
 
 def test_cycles_of_evaluation(tmp_path, shards):

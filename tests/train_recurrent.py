@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import data
-from ddp_utils import (Run, TrainState, begin_sum, launch, load_data, make_parser, parse, run_directory,
-                       seed_step, start, use_model)
+from ddp_utils import (Metrics, StopVote, TrainState, begin_log, begin_sum, end_run, evaluate, identity_of,
+                       launch, load_data, log_step, make_parser, new_model, open_run, parse, plan_run,
+                       run_directory, seed_step, set_modes, start, use_model)
 from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate, make_optimizers,
                    num_params, rms_norm)
 
@@ -91,29 +92,55 @@ def main() -> None:
     if args.export or args.chat or args.prompt is not None:
         return use_model(Recurrent, args, world, out)
     dataset = load_data(Recurrent, args, world)
-    run = Run(args, world, dataset, SIZES[args.size], out)
-    model = run.make_model(Recurrent, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), args, world)
-    example = model.example(run.micro_batch, world.device)
-    if not run.begin(state, (example, example), lambda _: model.flops_per_token()):
-        return
-    loader = data.Loader(dataset.train, run.micro_batch, run.grad_accum_steps, world.rank, world.world_size,
-                         args.seed, world.device, run.samples)
-    while run.report(run.evaluate):
-        seed_step(args.seed, run.step, world.rank)
-        count, batches = next(loader)
+    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    global_batch, batch, accumulation, total_steps = plan_run(args, SIZES[args.size], dataset, world, saved,
+                                                              log.say)
+    model = new_model(Recurrent, args, dataset, world, saved, log.say,
+                      vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    example = model.example(batch, world.device)
+    set_modes(model, args, world, example, log.say)
+    state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), world,
+                       args.strategy, args.comm, args.ema)
+    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
+                           batch=batch, grad_accum=accumulation)
+    step, samples = checkpoints.resume(saved, state, identity)
+    metrics = Metrics(world, 0, saved)  # no loss of each epoch
+    begin_log(log, state, dataset, identity, step, saved, lambda _: model.flops_per_token())
+    state.warm_up(example, example)
+    stop = StopVote(world)
+    loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
+    log.start(step, samples)
+    while True:
+        ends = stop.agreed or step >= total_steps
+        due = step % args.eval_every == 0 and step > 0
+        if ends or due or step % args.save_every == 0 and step > 0:
+            checkpoints.save(step, state, identity | metrics.position())
+        if due and step not in log.evaluations and not stop.agreed:
+            found = evaluate(state, dataset.val, stop, batch, args.eval_batches * global_batch)
+            if found is None:
+                continue
+            log.evaluation(step, samples, found, False)
+            checkpoints.mark_best(step, log.evaluations)
+        if ends:
+            break
+        seed_step(args.seed, step, world.rank)
+        state.begin_step(step, total_steps)
+        count, batches = loader.step(accumulation)
         labels = begin_sum(count, world)
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each
-            with state.no_sync(micro_step < run.grad_accum_steps - 1):
+            with state.no_sync(micro_step < accumulation - 1):
                 objective, sums = state.wrapped(x, y)
-                state.backward(objective, labels())
-                run.count(sums)
+                loss = objective * (state.mean_over / labels().clamp(min=1))
+                state.scaler.scale(loss).backward()
+            metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
-        lr = learning_rate(run.step, run.total_steps, args.lr, args.warmup, args.schedule, 0.1)
+        lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, 0.1)
         state.optimizer_step(lr, grad_norm)
-        run.end_step(grad_norm, lr, labels())
+        stop.vote(state.skipped)
+        step, samples = step + 1, samples + global_batch
+        log_step(log, metrics, step, samples, labels(), grad_norm, lr=lr)
     loader.close()
-    run.finish()
+    end_run(log, checkpoints, stop, step, samples)
 
 
 if __name__ == "__main__":

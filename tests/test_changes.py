@@ -1,0 +1,97 @@
+"""The changes of a trainer that tests/README.md lists: each works, in no more lines than it says, touches no other
+file, and a run of it that was killed resumes bit for bit.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
+
+ROW = re.compile(r"\| ([a-z][\w -]+) \| (\d) \| (before|instead of) `(.+?)` \| (.+) \|")
+# the most lines that each may take
+BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a second validation set": 4,
+          "a curve": 1, "early stopping": 3, "noise on the gradient": 3, "a batch that grows": 4,
+          "another loss": 3, "a frozen embedding": 2}
+TABLE = {row[1]: row.groups()[1:] for row in map(ROW.match, (
+    ROOT / "tests" / "README.md").read_text().splitlines()) if row}
+FLAGS = {"steps": 16, "save_every": 4, "eval_every": 4, "max_new_tokens": 3, "batch": 3}
+PLAIN = Trainer("train_gpt2.py", **FLAGS)
+
+
+def statement_at(lines: list[str], start: int) -> int:
+    """Where the statement that begins at a line has ended."""
+    depth = 0
+    for end, line in enumerate(lines[start:], start + 1):
+        depth += sum(line.count(c) for c in "([{") - sum(line.count(c) for c in ")]}")
+        if not depth:
+            return end
+
+
+def changed(name: str, shards: Path, directory: Path) -> Trainer:
+    """A copy of the trainer of GPT-2 with this change."""
+    _, how, anchor, code = TABLE[name]
+    lines = (ROOT / "train_gpt2.py").read_text().splitlines()
+    at, = [i for i, line in enumerate(lines) if line.strip().startswith(anchor)]
+    indent = lines[at][:len(lines[at]) - len(lines[at].lstrip())]
+    new = [indent + line for line in re.findall(r"`(.+?)`", code)]
+    lines[at:statement_at(lines, at) if how == "instead of" else at] = new
+    path = directory / f"train_{name.replace(' ', '_').replace('-', '_')}.py"
+    text = "\n".join(lines) + "\n"
+    path.write_text(text.replace("shards/other", str(shards)).replace("best + 2000", "best + 4"))
+    return Trainer(str(path), **FLAGS)
+
+
+@pytest.fixture(scope="module")
+def plain(shards, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("plain") / "run"
+    assert PLAIN.train(0, shards, out).code == 0
+    return out
+
+
+def test_the_guide_has_all_of_them():
+    assert TABLE.keys() == BOUNDS.keys()
+    for name, (lines, *_, code) in TABLE.items():
+        assert code.count("<br>") + 1 == int(lines) <= BOUNDS[name], name
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_change_works_and_resumes(name, plain, shards, tmp_path):
+    """It has another log than the trainer as it is, and the same if it goes on from its first checkpoint."""
+    trainer = changed(name, shards, tmp_path)
+    # so that the loss rises from the first evaluation on
+    rising = {"lr": 0} if name == "early stopping" else {}
+    done = trainer.train(0, shards, tmp_path / "whole", **rising)
+    assert done.code == 0, done.out
+    assert log_of(tmp_path / "whole") != log_of(plain)
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "resumed")
+    resumed = trainer.train(0, shards, tmp_path / "resumed", **rising)
+    assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
+    check(name, steps_of(tmp_path / "whole"), evaluations_of(tmp_path / "whole"), done.out)
+
+
+def check(name: str, steps: list[dict], evaluations: list[dict], said: str) -> None:
+    """That it does what it is for, where the log shows that."""
+    if name == "early stopping":
+        assert len(steps) < 16
+    elif name == "a batch that grows":
+        tokens = [step["tokens"] for step in steps]
+        assert tokens[8] - tokens[7] == 2 * tokens[0] and tokens[7] == 8 * tokens[0]
+    elif name == "a second validation set":
+        assert all(e["val_loss/other"] == pytest.approx(e["val_loss"]) for e in evaluations)
+    elif name == "a curve":
+        assert all(step["embed_norm"] > 0 for step in steps) and "| embed_norm " in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_change_is_killed_on_two_processes(name, shards, tmp_path):
+    trainer = changed(name, shards, tmp_path)
+    whole = trainer.train(2, shards, tmp_path / "whole", batch=2, steps=40)
+    assert whole.code == 0, whole.out
+    trainer.kill_after(8, 2, shards, tmp_path / "killed", batch=2, steps=40)
+    resumed = trainer.train(2, shards, tmp_path / "killed", batch=2, steps=40)
+    assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
