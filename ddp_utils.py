@@ -2039,14 +2039,14 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,
             samples: int) -> None:
     """Waits for the last checkpoint and says how the run has ended."""
-    world, settings = checkpoints.world, log.settings
+    world, settings, stopping = checkpoints.world, log.settings, stop.agreed
     checkpoints.close()
-    stop.read()  # no vote is left under way
+    stop.read()  # no vote is left under way; a signal after the last step changes nothing
     in_sync = "are in shards" if settings["strategy"] in SHARDED else "of all ranks were in sync"
     ending = (f"training complete: {step} steps, {samples * settings['seq_len']:,} tokens, the parameters "
               f"{in_sync}; the run is in {log.out}")
-    if stop.agreed:
-        ending = (f"stopped by {signal.Signals(stop.agreed).name} after step {step}, with a checkpoint of "
+    if stopping:
+        ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
                   f"step {checkpoints.saved_step}: the same command resumes it")
     log.finish(step, samples, largest(monitor.memory_gb(world.device), world), ending)
     say_on_other_nodes(world, f"{ending} on node 0")
