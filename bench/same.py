@@ -2,6 +2,7 @@
 
     git worktree add ../before HEAD~20 && python bench/same.py ../before . [WORD …]   # cases with the words
     python bench/same.py --control ../before .     # the new one learns labels of another row: all must fail
+    python bench/same.py --equal ../before .       # more cases, all bit for bit: for a change that only moves code
 
 The data are prepared by the first version. Each case says how close both have to be:
 
@@ -73,6 +74,23 @@ def cases():
     yield "halting", "loss", "hrm", 2, {"halt": True}
 
 
+# of each trainer, beside the cases above
+MORE = [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero3-offload"}, {"comm": "bf16"},
+        {"ema": 0.9, "schedule": "wsd"}, {"optimizer": "adam-atan2", "strategy": "zero1"},
+        {"checkpoint_activations": "selective", "precision": "bf16"}, {"checkpoint_activations": "block"},
+        {"precision": "fp16"}, {"grad_clip": 0, "schedule": "constant"}]
+MORE_OF_HRM = [{"random_cycles": 3}, {"halt": True, "precision": "bf16"}, {"init": "published", "ema": 0.9},
+               {"dropout": 0.1, "inject_input": True}]
+
+
+def more_cases():
+    for trainer in OWN:
+        for flags in MORE + MORE_OF_HRM * (trainer == "hrm"):
+            yield "more", "equal", trainer, 2, flags
+        yield "epochs", "equal", trainer, 1, {
+            "epochs": 1.3, "eval_every": 30, "data": "short", "steps": None, "global_batch": 64, "batch": 32}
+
+
 def prepare(root: Path, code: Path) -> None:
     """Shards of bytes, and of pairs of unlike lengths, some of them rows with next to no label."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:12]
@@ -99,6 +117,8 @@ def train(code: Path, root: Path, out: Path, trainer: str, ranks: int, flags: di
     flags = {"data": "text"} | SMALL | OWN[trainer] | flags
     listed = [f"--out={out}"]
     for key, value in flags.items():
+        if value is None:
+            continue
         if key == "data":
             value = root / value
         listed += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
@@ -126,7 +146,7 @@ def losses(out: Path) -> list[tuple]:
 def tensors(out: Path) -> dict:
     newest = max((out / "checkpoints").glob("step_*.pt"))
     saved = torch.load(newest, weights_only=True)["tensors"]
-    return {f"{group}/{name}": t for group in ("model", "optimizer") for name, t in saved[group].items()}
+    return {f"{group}/{name}": t for group in saved for name, t in saved[group].items()}
 
 
 def difference(how: str, trainer: str, before: Path, after: Path) -> str:
@@ -158,13 +178,15 @@ def main() -> None:
     parser.add_argument("after", type=Path)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--equal", action="store_true")
     args = parser.parse_args()
     before, after, wrong, count = args.before.resolve(), args.after.resolve(), 0, 0
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         prepare(root, before)
         (root / "control.py").write_text(CONTROL)
-        for name, how, trainer, ranks, flags in cases():
+        for name, how, trainer, ranks, flags in [*cases(), *(more_cases() if args.equal else ())]:
+            how = "equal" if args.equal and how != "resumed" else how
             changed = " ".join(f"{key}={value}" for key, value in flags.items())
             text = f"{trainer}, {ranks} ranks, {name}, {changed}: {how}"
             if not all(word in text for word in args.words):
@@ -178,7 +200,7 @@ def main() -> None:
             else:
                 train(before, root, old, trainer, ranks, flags, False)
             train(after, root, new, trainer, ranks, flags, args.control)
-            found = difference(how, trainer, old, new)
+            found = difference(how, "" if args.equal else trainer, old, new)
             wrong += bool(found)
             print(f"{text}: {found or 'the same'}", flush=True)
     print(f"{count - wrong} of {count} are the same")
