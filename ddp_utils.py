@@ -1,9 +1,9 @@
 """Processes that train together: how they start, agree, train, save, resume and end.
 
 `launch(main)` runs a trainer's main() and ends the process so that it neither hangs nor aborts. `start` joins
-the process group. `TrainState` is the model in training with all that a checkpoint holds, `Checkpoints` writes
-and finds these, `StopVote` lets all ranks stop together, `Metrics` adds up what the ranks have measured. What
-happens when, the trainers say.
+the process group. `TrainState` is the model in training with all that a checkpoint holds, `Checkpoints`
+writes and finds these, `StopVote` lets all ranks stop together, `Metrics` adds up what they have measured.
+What happens when, the trainers say.
 
 One rule holds everywhere: which collectives a rank calls never depends on what only that rank knows.
 """
@@ -501,6 +501,14 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
             group.add_argument(f"--{name}", type=positive_int if field.type is int else fraction, help=text)
     group.add_argument("--compile", action=argparse.BooleanOptionalAction,
                        help="compile each block (default: on GPUs)")
+    add_training_flags(parser)
+    add_running_flags(parser)
+    if issubclass(config_class, CausalConfig):  # it writes text
+        add_text_flags(parser)
+    return parser
+
+
+def add_training_flags(parser: ArgumentParser) -> None:
     add_flags(
         parser, "data",
         ("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
@@ -529,6 +537,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
         ("--grad-clip", number(0), 1.0, "largest gradient norm; 0: any"),
         ("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none"))
+
+
+def add_running_flags(parser: ArgumentParser) -> None:
     add_flags(
         parser, "running",
         ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
@@ -563,21 +574,22 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         ("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
          "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up"),
         ("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training"))
-    if issubclass(config_class, CausalConfig):  # it writes text
-        add_flags(
-            parser, "prompts and responses",
-            ("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
-             "all)"),
-            ("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training"),
-            ("--chat", bool, None, "answer prompts that are typed in, one after another"),
-            ("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token"),
-            ("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt"),
-            ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
-            ("--max-new-tokens", positive_int, 200, "length of a sample"),
-            ("--temperature", number(0), 0.8, "0: always the likeliest token"),
-            ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
-            ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
-    return parser
+
+
+def add_text_flags(parser: ArgumentParser) -> None:
+    add_flags(
+        parser, "prompts and responses",
+        ("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
+         "all)"),
+        ("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training"),
+        ("--chat", bool, None, "answer prompts that are typed in, one after another"),
+        ("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token"),
+        ("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt"),
+        ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
+        ("--max-new-tokens", positive_int, 200, "length of a sample"),
+        ("--temperature", number(0), 0.8, "0: always the likeliest token"),
+        ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
+        ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
 
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:

@@ -2,7 +2,7 @@
 
     git worktree add ../before HEAD~20 && python bench/same.py ../before . [WORD …]   # cases with the words
     python bench/same.py --control ../before .     # the new one learns labels of another row: all must fail
-    python bench/same.py --equal ../before .       # more cases, all bit for bit: for a change that only moves code
+    python bench/same.py --equal ../before .       # more cases, all bit for bit, for code that only moved
 
 The data are prepared by the first version. Each case says how close both have to be:
 

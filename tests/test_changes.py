@@ -1,5 +1,5 @@
-"""The changes of a trainer that tests/README.md lists: each works, in no more lines than it says, touches no other
-file, and a run of it that was killed resumes bit for bit.
+"""The changes of a trainer that tests/README.md lists: each works, in no more lines than it says, touches no
+other file, and a run of it that was killed resumes bit for bit.
 """
 
 import re

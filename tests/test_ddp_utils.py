@@ -280,6 +280,9 @@ def test_seeds_of_steps_and_ranks_differ():
                 ddp_utils.seed_step(seed, step, rank)
                 drawn.add(torch.rand(4).sum().item())
     assert len(drawn) == 3 * 20 * 4
+    of_all_ranks = {torch.rand(4, generator=ddp_utils.generator(seed, step, number)).sum().item()
+                    for seed in range(3) for step in range(20) for number in range(4)}
+    assert len(of_all_ranks) == 3 * 20 * 4 and not of_all_ranks & drawn
 
 
 def test_a_bit_sum_sees_every_single_bit():

@@ -507,6 +507,20 @@ def png_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
 
 
+def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    log = begun(tmp_path, log_every=1, eval_every=5, seq_len=8, world_size=1)
+    log.facts = {"peak_flops": None, "sharded": False, "val_tokens": 8, "rows": 4}
+    log.start(0, 0)
+    numbers = {"loss": 1.5, "lr": 1e-3, "grad_norm": 1.0, "labels": 8, "mem_gb": 0.1, "mine": 2.5}
+    log.step(1, 4, numbers, {"loss": 1.5, "steps": 1, "seconds": 1.0}, False)
+    log.close()
+    assert "| mine 2.5 |" in capsys.readouterr().out
+    assert monitor.read_metrics(tmp_path)[0]["mine"] == 2.5
+    assert curves(tmp_path)["Train/mine"] == [(1, 2.5)]
+    assert png_size(tmp_path / "training_history.png") == (800, 960)  # a picture below the three others
+
+
 def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
     """So after each start the log has one record of it, as of all others."""
     for _ in range(3):

@@ -114,6 +114,19 @@ def assert_decodes(model: CausalLM) -> None:
             assert (model.decode(new, cache) - whole[:, end - 1]).abs().max() <= 1e-4 * whole.abs().max()
 
 
+def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monkeypatch):
+    trainer, module, seen = trainer_of(script, capsys), module_of(script), []
+
+    def start(args):
+        seen.append((args, vars(args).copy()))
+        return ddp_utils.start(args)
+
+    monkeypatch.setattr(module, "start", start)
+    assert trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2).code == 0
+    (args, before), = seen
+    assert vars(args) == before
+
+
 def test_memory_is_estimated(script, shards, tmp_path, capsys):
     done = trainer_of(script, capsys).train(0, shards, tmp_path / "run", dry_run="2x80", steps=1)
     assert done.code == 0 and "--strategy ddp fits." in done.out and not (tmp_path / "run").exists(), done.out
