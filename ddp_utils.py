@@ -1884,27 +1884,28 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
         write_atomically(log.out / "tokenizer.json", dataset.tokenizer.to_json().encode())
     names = [None] * world.world_size
     dist.all_gather_object(names, hardware(world.device))
-    hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    blocks, c = blocks_of(model), model.config
+    blocks, c, data, on_off = blocks_of(model), model.config, dataset.train, ("off", "on")
+    shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))]
+    facts = {"model": type(model).__name__, "parameters": num_params(model), "blocks": len(blocks),
+             "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape),
+             "ids": c.vocab_size, "padded_ids": c.padded_vocab}
+    facts |= {"nodes": world.nodes, "backend": f"{world.backend} ({world.backend_reason})",
+              "hosts": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
+              "threads": torch.get_num_threads(), "scaler": on_off[state.scaler.is_enabled()],
+              "compile": on_off[compiles(settings["compile"], world.device)]}
+    facts |= {"data": dataset.name, "train_tokens": data.num_tokens, "rows": data.rows,
+              "val_tokens": sum(shards.num_tokens for shards in dataset.val.values()),
+              "entropy": unigram_entropy([*dataset.val.values()] or [data])}
+    facts |= {"fast": ", --fast: a resumed run differs in the last bits" * settings["fast"],
+              "loss": dataset.loss, "sync": "shards" if settings["strategy"] in SHARDED else "OK",
+              "resumed": f", resuming after step {step} from {saved['path']}" if saved else ""}
     if not blocks:
         say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none is compiled, "
             "recomputed by --checkpoint-activations or sharded by itself")
     if state.late and settings["optimizer"] != "muon":
         say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, and 0.016 with "
             "--optimizer muon")
-    log.describe(
-        model=type(model).__name__, parameters=num_params(model), blocks=len(blocks),
-        in_blocks=sum(map(num_params, blocks)),
-        shape={field.name: getattr(c, field.name) for field in flag_fields(type(c))},
-        ids=c.vocab_size, padded_ids=c.padded_vocab, nodes=world.nodes,
-        backend=f"{world.backend} ({world.backend_reason})", hosts=hosts, threads=torch.get_num_threads(),
-        scaler=state.scaler.is_enabled(), compiled=compiles(settings["compile"], world.device),
-        data=dataset.name, loss=dataset.loss, train_tokens=dataset.train.num_tokens,
-        rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in dataset.val.values()),
-        entropy=unigram_entropy([*dataset.val.values()] or [dataset.train]),
-        resumed_from=f"after step {step} from {saved['path']}" if saved else "",
-        sharded=settings["strategy"] in SHARDED, flops_per_token=flops_per_token,
-        peak_flops=monitor.peak_flops(world.device, say))
+    log.describe(facts, monitor.peak_flops(world.device, say), flops_per_token)
     say_on_other_nodes(world, f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
 

@@ -62,10 +62,6 @@ def memory_gb(device) -> float:
     return peak / (GB if sys.platform == "darwin" else MB)
 
 
-def on_off(on: bool) -> str:
-    return "on" if on else "off"
-
-
 def human_count(n: float) -> str:
     """512345 → '512k'; about three digits."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -224,6 +220,21 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
 # Other keys of the record of a training step. What is in neither has been named by a trainer.
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
 
+# What a run says first, of settings and facts
+START_BLOCK = (
+    "{model} {size}: {parameters:,} parameters, {in_blocks:,} of them in {blocks} blocks; {shape}; {ids} ids "
+    "in {padded_ids} rows",
+    "{world_size} processes on {nodes} nodes, backend {backend}, {hosts}, {threads} threads each; "
+    "activations {precision}, no autocast, GradScaler {scaler}, compile {compile}, activation checkpointing "
+    "{checkpoint_activations}, strategy {strategy}{fast}",
+    "data {data}: {train_tokens:,} training tokens, {rows:,} rows of {seq_len}, loss {loss}; {val_tokens:,} "
+    "validation tokens of unigram entropy {entropy:.4f}",
+    "batch {batch} x accumulation {grad_accum} x {world_size} processes = {global_batch} sequences, "
+    "{tokens:,} tokens a step; {steps} steps, {steps_per_epoch:.1f} an epoch",
+    "run directory {out}{resumed}")
+STEP_LINE = ("step {step}/{steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.2f} | {own}{speed} "
+             "tok/s | {mfu}{mem_gb:.1f} GB | eta {eta} | Sync={sync}")
+
 # How the results of an evaluation are printed, by the keys of a record and in this order
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
               "val_exact": "exact match {:.1%}", "val_nats_per_byte": "{:.4f} nats per masked byte"}
@@ -289,7 +300,7 @@ class RunLog:
         self.records: list[dict] = []
         self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
         self.settings: dict = {}  # of the run, by flag
-        self.facts: dict = {}  # see `describe`
+        self.facts: dict = {}  # the settings and more, see `describe`
         self.clock = Clock(0, 0, 0.0, 0, 0.0)
         self._next_drawing = 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
@@ -343,31 +354,22 @@ class RunLog:
             self._bar = tqdm(total=settings["steps"], initial=step, unit="step", dynamic_ncols=True)
         return evaluations_of(self.records)
 
-    def describe(self, **facts) -> None:
-        """Says what is going to be done: the settings, and facts about model, data and processes."""
-        self.facts, run, f = facts, self.settings, argparse.Namespace(**facts)
+    def describe(self, facts: dict, peak_flops: float | None, flops_per_token) -> None:
+        """Says what is going to be done: the settings, and facts about model, data and processes, see
+        START_BLOCK. `peak_flops` is that of a process, flops_per_token(record) of a training step.
+        """
+        self.facts = self.settings | facts | {
+            "out": self.out, "peak_flops": peak_flops, "flops_per_token": flops_per_token}
         if not self.active:
             return
-        rows, batch = f.rows, run["global_batch"]
-        if run["steps"] * batch > 20 * rows and not run["epochs"]:
-            passes = run["steps"] * batch / rows
+        rows, steps, batch = facts["rows"], self.settings["steps"], self.settings["global_batch"]
+        passes = steps * batch / rows
+        if passes > 20 and not self.settings["epochs"]:
             self.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
                      "and a smaller --global-batch, or start with --init-from")
-        shape = ", ".join(f"{name} {value}" for name, value in f.shape.items())
-        self.say(f"{f.model} {run['size']}: {f.parameters:,} parameters, {f.in_blocks:,} of them in "
-                 f"{f.blocks} blocks; {shape}; {f.ids} ids in {f.padded_ids} rows")
-        self.say(f"{run['world_size']} processes on {f.nodes} nodes, backend {f.backend}, {f.hosts}, "
-                 f"{f.threads} threads each; activations {run['precision']}, no autocast, GradScaler "
-                 f"{on_off(f.scaler)}, compile {on_off(f.compiled)}, activation checkpointing "
-                 f"{run['checkpoint_activations']}, strategy {run['strategy']}"
-                 + ", --fast: a resumed run differs in the last bits" * run["fast"])
-        self.say(f"data {f.data}: {f.train_tokens:,} training tokens, {rows:,} rows of {run['seq_len']}, "
-                 f"loss {f.loss}; {f.val_tokens:,} validation tokens of unigram entropy {f.entropy:.4f}")
-        self.say(f"batch {run['batch']} x accumulation {run['grad_accum']} x {run['world_size']} processes = "
-                 f"{batch} sequences, {batch * run['seq_len']:,} tokens a step; {run['steps']} steps, "
-                 f"{rows / batch:.1f} an epoch")
-        self.say(f"run directory {self.out}"
-                 + f", resuming {f.resumed_from}" * bool(f.resumed_from))
+        tokens = batch * self.settings["seq_len"]
+        for line in START_BLOCK:
+            self.say(line.format(**self.facts, tokens=tokens, steps_per_epoch=rows / batch))
 
     def complete(self, step: int, use: str) -> None:
         """Says that there is nothing to train, and how to go on."""
@@ -398,22 +400,22 @@ class RunLog:
         """
         if not self.active:
             return
-        run, facts, clock = self.settings, self.facts, self.clock
+        run, clock = self.settings, self.clock
         now, seq_len = time.perf_counter(), run["seq_len"]
         tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
         self.go_on(samples)
         record = {"step": step, **numbers, "skipped": int(not math.isfinite(numbers["grad_norm"])),
                   "tokens": samples * seq_len, "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None,
                   "time": round(time.time(), 3)}
-        if facts["peak_flops"]:
-            flops = tokens_per_sec * facts["flops_per_token"](record)
-            record["mfu"] = flops / (facts["peak_flops"] * run["world_size"])
+        if self.facts["peak_flops"]:
+            flops = tokens_per_sec * self.facts["flops_per_token"](record)
+            record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
         if ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
         self.write(record, machines)
         eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
-        self.step_line(record, eta, "shards" if facts["sharded"] else "OK")
-        if ends_epoch and not facts["val_tokens"]:
+        self.step_line(record, eta)
+        if ends_epoch and not self.facts["val_tokens"]:
             self._epoch_line(record, math.nan)
 
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> None:
@@ -496,13 +498,13 @@ class RunLog:
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
-    def step_line(self, r: dict, eta: float, sync: str = "OK") -> None:
-        """Prints a record, as a line or beside the progress bar. `eta` is in seconds, `sync` after Sync=."""
-        mfu = f"{r['mfu']:.1%} MFU | " if r["mfu"] is not None else ""
-        own = "".join(f"{key} {r[key]:.4g} | " for key in own_keys(r) if r[key] is not None)
-        line = (f"step {r['step']}/{self.settings['steps']} | loss {r['loss']:.4f} | lr {r['lr']:.1e} | "
-                f"grad {r['grad_norm']:.2f} | {own}{human_count(r['tokens_per_sec'])} tok/s | "
-                f"{mfu}{r['mem_gb']:.1f} GB | eta {human_time(eta)} | Sync={sync}")
+    def step_line(self, record: dict, eta: float) -> None:
+        """Prints a record, as a line or beside the progress bar. `eta` is in seconds."""
+        mfu = "" if record["mfu"] is None else f"{record['mfu']:.1%} MFU | "
+        own = [f"{key} {record[key]:.4g} | " for key in own_keys(record) if record[key] is not None]
+        words = {"steps": self.settings["steps"], "sync": self.facts["sync"], "own": "".join(own), "mfu": mfu,
+                 "speed": human_count(record["tokens_per_sec"]), "eta": human_time(eta)}
+        line = STEP_LINE.format(**record | words)
         if self._bar is not None:
             self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
         self.say(f"{self.prefix} {line}", on_screen=self._bar is None)

@@ -38,6 +38,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp())
     log = RunLog(directory, True, "[Rank 0/1]")
     log.begin(0, {"lr": 1e-3, "steps": 10**6})
+    log.facts = {"sync": "OK"}
     spent, steps = 0.0, {True: 0, False: 0}
     model = GPT2(config).to(device)
     optimizers = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)

@@ -458,7 +458,6 @@ def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log.say("x")
     log.tick(1)
     log.write(record(1))
-    log.describe()
     log.step(1, 8, record(1), {}, False)
     log.evaluation(1, 8, {"val_loss": 1.0}, False)
     log.finish(1, 8, 0.0, "")
@@ -510,7 +509,7 @@ def png_size(path: Path) -> tuple[int, int]:
 def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     log = begun(tmp_path, log_every=1, eval_every=5, seq_len=8, world_size=1)
-    log.facts = {"peak_flops": None, "sharded": False, "val_tokens": 8, "rows": 4}
+    log.facts = {"sync": "OK", "val_tokens": 8, "rows": 4, "peak_flops": None}
     log.start(0, 0)
     numbers = {"loss": 1.5, "lr": 1e-3, "grad_norm": 1.0, "labels": 8, "mem_gb": 0.1, "mine": 2.5}
     log.step(1, 4, numbers, {"loss": 1.5, "steps": 1, "seconds": 1.0}, False)
