@@ -1933,7 +1933,7 @@ class Metrics:
         self._sums: dict[str, Tensor] = {}
         # of each mean the part of this rank: those of all ranks add up to it
         share = float(world.is_rank0)
-        self._means = {"loss": torch.tensor(saved["loss"] * share, device=world.device)}
+        self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
 
     def add(self, sums: dict[str, Tensor]) -> None:
