@@ -1204,7 +1204,7 @@ class Late:
         return {"gradient": self.gradient, "lr": self.lr, "moved": self.moved}
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """Before a step, after so many of all."""
+        """See TrainState.begin_step."""
         # not again where a run that has begun to delay gets longer
         self.waits = step / total_steps < self.START and not self.lr
         self.ends = step + 1 >= total_steps
@@ -1276,7 +1276,7 @@ class TrainState:
         self.late = Late(model, world) if comm == "late" else None
         self.wrapped = wrap(model, world, comm)
         # over how many ranks gradients are averaged, by DDP and FSDP; late ones are added up
-        self.mean_over = 1 if self.late else world.world_size
+        self.ranks_averaged = 1 if self.late else world.world_size
         self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
         self._finite = torch.ones((), device=world.device)  # whether the last gradient was
 
@@ -1286,12 +1286,12 @@ class TrainState:
         return int(self.late is not None and not self.late.waits)
 
     @property
-    def changed(self) -> bool:
-        """Whether the last step has changed what a checkpoint holds."""
+    def updated(self) -> bool:
+        """Whether the last step has changed what a checkpoint holds: its gradient was finite, or is late."""
         return self.late is not None or bool(self._finite)
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """Before a step, after so many of all, which --comm late has to know."""
+        """To be called before each step, when `step` of `total_steps` are done."""
         if self.late:
             self.late.begin_step(step, total_steps)
 
@@ -1349,8 +1349,8 @@ class TrainState:
             self.skipped = (self.skipped + 1) * (1 - self._finite.float())
 
     def _update(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
-        """Fused optimizers skip on the device, so the host never waits for the norm; others have no such
-        switch.
+        """Applies the gradients, unless their norm is not finite or 0. Fused optimizers skip on the device,
+        so the host never waits for the norm; others have no such switch.
         """
         skip = 1.0 - (grad_norm.isfinite() & (grad_norm > 0)).float()
         with self.late.corrected(final) if self.delay else contextlib.nullcontext():
@@ -1557,7 +1557,7 @@ class Checkpoints:
         self.world, self.keep_last, self.say = world, keep_last, say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
-        self._lost: set[int] = set()  # steps with an evaluation whose checkpoint could not be written
+        self._lost: set[int] = set()  # steps with an evaluation, but without a checkpoint
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest = next(iter(list_checkpoints(run_directory)), None)  # its file
 
@@ -1576,7 +1576,7 @@ class Checkpoints:
         return saved
 
     def resume(self, saved: dict | None, state: TrainState, identity: dict) -> tuple[int, int]:
-        """Restores a checkpoint, if there is one. Returns after how many steps and samples the run is."""
+        """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
         if not saved:
             return 0, 0
         check_resumable(saved, identity, self.say)
@@ -1620,9 +1620,11 @@ class Checkpoints:
 
     def mark_best(self, step: int, losses: dict[int, float]) -> None:
         """Makes best.pt a link to the checkpoint of this step, once that is written, if its validation loss
-        is the lowest by step.
+        is the lowest of all `losses`, which are by step.
         """
-        if self.world.is_rank0 and self.saved_step == step:
+        if self.saved_step != step:  # the update was skipped
+            self._lost.add(step)
+        elif self.world.is_rank0:
             self._submit(self._link_best, self.directory / "best.pt", self._newest, step, dict(losses))
 
     def close(self) -> None:
@@ -1858,7 +1860,7 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
 
 def identity_of(model: nn.Module, args: argparse.Namespace, dataset: Dataset, world: World,
                 **settings) -> dict:
-    """What a checkpoint says of its run, and config.json: what has to be the same on a resume, and the
+    """What a checkpoint and config.json say of the run: what has to be the same on a resume, and the
     settings, some of which `settings` replaces.
     """
     modes = {block.checkpointing for block in blocks_of(model)}
@@ -1931,6 +1933,7 @@ class Metrics:
         self._samples, self._steps = saved["samples"], epoch["steps"]
         self._begun = time.perf_counter() - epoch["seconds"]
         self._sums: dict[str, Tensor] = {}
+        self.labels = torch.zeros(())  # of the last step, over all ranks
         # of each mean the part of this rank: those of all ranks add up to it
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
@@ -1946,7 +1949,7 @@ class Metrics:
         if self.ends_epoch:  # the step before this one
             self._epoch_loss.zero_()
             self._steps, self._begun = 0, time.perf_counter()
-        before, self._samples = self._samples, samples
+        self.labels, before, self._samples = labels, self._samples, samples
         self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
@@ -1967,13 +1970,12 @@ class Metrics:
                 "ends_epoch": self.ends_epoch}
 
 
-def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, labels: Tensor,
-             grad_norm: Tensor, **numbers) -> None:
-    """Ends a step for the log, which gets the means over all ranks if it wants this one. Every rank calls it.
+def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: Tensor,
+             **numbers) -> None:
+    """Gives the log a step that it wants, with the means over all ranks. Every rank calls it after each step.
     `numbers`, the same on all ranks, become curves.
     """
     world = metrics.world
-    metrics.end_step(samples, labels)
     log.tick(step)
     if not log.wants(step, metrics.ends_epoch):  # the same on all ranks
         return
@@ -1981,16 +1983,17 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, lab
     machines = heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None
     memory = largest(monitor.memory_gb(world.device), world)
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    numbers |= means | {"grad_norm": grad_norm.item(), "labels": int(labels), "mem_gb": round(memory, 3)}
+    numbers |= means | {"grad_norm": grad_norm.item(), "labels": int(metrics.labels),
+                        "mem_gb": round(memory, 3)}
     log.step(step, samples, numbers, epoch, metrics.ends_epoch, machines)
 
 
 @torch.no_grad()
 def evaluate(state: TrainState, sets: dict[str, Shards], stop: StopVote, batch: int, limit: int = 0,
              masker=None) -> dict[str, float] | None:
-    """Means over the first `limit` rows (0: all) of all validation sets, and of each that has a name, such as
-    `val_loss/NAME`, with the averaged weights, if the run keeps any. Every rank calls it. None if a stop
-    signal has cut it short.
+    """Means over the first `limit` rows (0: all) of all validation sets together, and over those of each that
+    has a name, such as `val_loss/NAME`, with the averaged weights, if the run keeps any. Every rank calls it.
+    None if a stop signal has cut it short.
     """
     model, world = state.model.eval(), state.world
     totals, of_names = Counter(), {}

@@ -371,18 +371,18 @@ class RunLog:
         for line in START_BLOCK:
             self.say(line.format(**self.facts, tokens=tokens, steps_per_epoch=rows / batch))
 
-    def complete(self, step: int, use: str) -> None:
+    def say_complete(self, step: int, use: str) -> None:
         """Says that there is nothing to train, and how to go on."""
         self.say(f"this run is complete after {step} steps: raise --steps to continue, give another --out to "
                  f"start from scratch, or try {use} or --export")
         self.close()
 
-    def start(self, step: int, samples: int) -> None:
+    def start_clock(self, step: int, samples: int) -> None:
         """Starts the clock, after so many steps and samples of the run."""
         now = time.perf_counter()
         self.clock = Clock(step, samples, now, samples, now)
 
-    def go_on(self, samples: int) -> None:
+    def restart_clock(self, samples: int) -> None:
         """After a pause, such as an evaluation, which does not count in tokens per second."""
         self.clock.lap_samples, self.clock.lap_began = samples, time.perf_counter()
 
@@ -403,7 +403,7 @@ class RunLog:
         run, clock = self.settings, self.clock
         now, seq_len = time.perf_counter(), run["seq_len"]
         tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
-        self.go_on(samples)
+        self.restart_clock(samples)
         record = {"step": step, **numbers, "skipped": int(not math.isfinite(numbers["grad_norm"])),
                   "tokens": samples * seq_len, "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None,
                   "time": round(time.time(), 3)}

@@ -70,58 +70,61 @@ def main() -> None:
     identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)
     step, samples = checkpoints.resume(saved, state, identity)
-    # with epochs shorter than this, a small text would be evaluated all the time
-    long_epochs = dataset.train.rows > args.eval_every * global_batch
-    metrics = Metrics(world, dataset.train.rows if long_epochs else 0, saved)
+    # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
+    metrics = Metrics(world, epoch_rows, saved)
     begin_log(log, state, dataset, identity, step, saved, lambda record: model.flops_per_token())
-    if step >= total_steps and (step in log.evaluations or not dataset.val):
-        return log.complete(step, "--prompt")
+    if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
+        return log.say_complete(step, "--prompt")
     state.warm_up(example, example)
     stop = StopVote(world)
     loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
                          samples)
-    log.start(step, samples)
+    log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
     while True:
         # what is due after the steps so far: all ranks decide alike
-        stopping, last = stop.agreed, step >= total_steps
+        stopping, done = stop.agreed > 0, step >= total_steps
         evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
-            step % args.eval_every == 0 or metrics.ends_epoch or last)
-        saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or last)
+            step % args.eval_every == 0 or metrics.ends_epoch or done)
+        saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
         if saving or step % SYNC_EVERY == 0:
             assert_in_sync(model.state_dict())
-        if saving and (state.changed or stopping or last):  # before the evaluation, which can take long
+        # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
+        if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
             found = evaluate(state, dataset.val, stop, micro_batch, args.eval_batches * global_batch)
-            if found is None:  # a signal has cut it short: the run that resumes evaluates this step
+            if found is None:  # a signal has cut it short; the run that resumes evaluates this step
                 continue
             log.evaluation(step, samples, found, metrics.ends_epoch)
             checkpoints.mark_best(step, log.evaluations)
-            if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not last:
+            if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not done:
                 sample(state, dataset, args, log, step)
-        if stopping or last:
+        if stopping or done:
             break
-        if saving:
-            log.go_on(samples)
+        if saving:  # which takes time, as an evaluation does, that is none of the training step
+            log.restart_clock(samples)
 
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)
+        state.begin_step(step, total_steps)  # only --comm late has to know
         count, batches = loader.step(grad_accum_steps)
-        labels = begin_sum(count, world)  # of all ranks, which are waited for before the first backward pass
+        labels = begin_sum(count, world)  # of the step, over all ranks: labels() waits for the sum
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
             with state.no_sync(micro_step < grad_accum_steps - 1):
-                objective, sums = state.wrapped(x, y)  # over the labels of the micro-batch
-                loss = objective * (state.mean_over / labels().clamp(min=1))
+                objective, sums = state.wrapped(x, y)  # sums over its labels
+                # the mean over all labels of the step; DDP takes the mean over ranks, so times their number
+                loss = objective * (state.ranks_averaged / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        stop.vote(state.skipped)  # has a signal come? asked now, read after the next step
+        stop.vote(state.skipped)  # a signal, or too many skipped updates? the next vote collects the answer
         step, samples = step + 1, samples + global_batch
-        log_step(log, metrics, step, samples, labels(), grad_norm, lr=lr)
+        metrics.end_step(samples, labels())
+        log_step(log, metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     if not stopping:
         sample(state, dataset, args, log, step)

@@ -141,7 +141,7 @@ def ours(args, row, device):
         batch = batches[i % STAGED]
         labels = ddp_utils.begin_sum(batch[-1].numel(), world)
         objective, sums = state.wrapped(*batch, **extra)
-        state.scaler.scale(objective * (state.mean_over / labels())).backward()
+        state.scaler.scale(objective * (state.ranks_averaged / labels())).backward()
         norm = state.clip_gradients(1.0)
         state.optimizer_step(LR, norm)
         vote.vote(state.skipped)

@@ -109,7 +109,7 @@ def main() -> None:
     state.warm_up(example, example)
     stop = StopVote(world)
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
-    log.start(step, samples)
+    log.start_clock(step, samples)
     while True:
         ends = stop.agreed or step >= total_steps
         due = step % args.eval_every == 0 and step > 0
@@ -130,7 +130,7 @@ def main() -> None:
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each
             with state.no_sync(micro_step < accumulation - 1):
                 objective, sums = state.wrapped(x, y)
-                loss = objective * (state.mean_over / labels().clamp(min=1))
+                loss = objective * (state.ranks_averaged / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
@@ -138,7 +138,8 @@ def main() -> None:
         state.optimizer_step(lr, grad_norm)
         stop.vote(state.skipped)
         step, samples = step + 1, samples + global_batch
-        log_step(log, metrics, step, samples, labels(), grad_norm, lr=lr)
+        metrics.end_step(samples, labels())
+        log_step(log, metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     end_run(log, checkpoints, stop, step, samples)
 
