@@ -1016,15 +1016,14 @@ def fits(held: dict[str, float], gigabytes: float) -> bool:
     return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
 
 
-def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, processes: int,
-                         gigabytes: float) -> str:
+def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, dtype: torch.dtype,
+                         processes: int, gigabytes: float) -> str:
     """--checkpoint-activations auto: the first mode, from the fastest on, with which model(**inputs) fits
     into so many GB by the model's own figures, else the smallest.
     """
     if not hasattr(model, "activation_bytes"):
         raise UserError(f"{type(model).__name__} has no activation_bytes, so --checkpoint-activations auto "
                         "cannot choose: give none, selective or block; --dry-run says what they need.")
-    dtype = model.compute_dtype
     logits = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled=True)
     for mode in CHECKPOINTING:
         activations = model.activation_bytes(mode, **inputs) * dtype.itemsize // 2 + logits
@@ -1039,7 +1038,7 @@ def agree_on_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namesp
     with shards they call as many collectives as they compute blocks.
     """
     smallest = -largest(-gigabytes, world)
-    mode = choose_checkpointing(model, inputs, args, world.world_size, smallest)
+    mode = choose_checkpointing(model, inputs, args, model.compute_dtype, world.world_size, smallest)
     say(f"--checkpoint-activations auto is {mode} for {smallest:.0f} GB")
     return mode
 
@@ -1278,7 +1277,7 @@ class TrainState:
         # over how many ranks gradients are averaged, by DDP and FSDP; late ones are added up
         self.ranks_averaged = 1 if self.late else world.world_size
         self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
-        self._finite = torch.ones((), device=world.device)  # whether the last gradient was
+        self.grad_norm = torch.zeros((), device=world.device)  # of the last step; NaN if one was skipped
 
     @property
     def delay(self) -> int:
@@ -1288,7 +1287,7 @@ class TrainState:
     @property
     def updated(self) -> bool:
         """Whether the last step has changed what a checkpoint holds: its gradient was finite, or is late."""
-        return self.late is not None or bool(self._finite)
+        return self.late is not None or bool(self.grad_norm.isfinite())
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """To be called before each step, when `step` of `total_steps` are done."""
@@ -1344,9 +1343,11 @@ class TrainState:
             self.late.take()
             left = clip_gradients(self.model.parameters(), self.late.max_norm)
             self._update(self.late.lr.item(), left, final=True)
-        self._finite = grad_norm.isfinite()
+            self.late.lr = torch.zeros((), dtype=torch.float64)
+            grad_norm = torch.maximum(grad_norm, left)  # NaN, if one is
+        self.grad_norm = grad_norm
         if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
-            self.skipped = (self.skipped + 1) * (1 - self._finite.float())
+            self.skipped = (self.skipped + 1) * (1 - grad_norm.isfinite().float())
 
     def _update(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
         """Applies the gradients, unless their norm is not finite or 0. Fused optimizers skip on the device,
@@ -1552,14 +1553,15 @@ class Checkpoints:
 
     unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
 
-    def __init__(self, run_directory: Path, world: World, keep_last: int, say):
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
+        self._lock = lock or contextlib.ExitStack()  # of the directory, see lock_run_dir
         self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
         self.world, self.keep_last, self.say = world, keep_last, say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._lost: set[int] = set()  # steps with an evaluation, but without a checkpoint
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
-        self._newest = next(iter(list_checkpoints(run_directory)), None)  # its file
+        self._newest: Path | None = None  # its file
 
     def load(self, resume: str) -> dict | None:
         """The checkpoint that --resume means, None to start from scratch. Raises UserError on all ranks."""
@@ -1583,17 +1585,19 @@ class Checkpoints:
         state.restore(saved, self.say)
         del saved["tensors"]
         if Path(saved["path"]).parent == self.directory:
-            self.saved_step = saved["step"]
+            self.saved_step, self._newest = saved["step"], Path(saved["path"])
         return saved["step"], saved["samples"]
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
-        """Copies the state, tensor by tensor, and has it written, with `meta`, which is plain data, the loss
-        of the step among it. Does nothing if the step is saved already.
+        """Compares the parameters of all ranks, copies the state, tensor by tensor, and has it written, with
+        `meta`, which is plain data, the loss of the step among it. Does nothing if the step is saved already.
         """
         if step == self.saved_step:
             return
+        assert_in_sync(state.model.state_dict())
         world, self.saved_step = self.world, step
-        say_on_other_nodes(world, f"step {step} | in sync, node 0 saves a checkpoint")
+        steps = meta["settings"]["steps"]
+        say_on_other_nodes(world, f"step {step}/{steps} | in sync, node 0 saves a checkpoint")
         # The copies are in use until the last one is written, which may take longer than --timeout.
         while reduce_sum([not all(job.done() for job in self.unwritten)], world)[0]:
             time.sleep(0.02)
@@ -1618,14 +1622,14 @@ class Checkpoints:
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
-    def mark_best(self, step: int, losses: dict[int, float]) -> None:
+    def mark_best(self, step: int, loss: float, others: dict[int, float]) -> None:
         """Makes best.pt a link to the checkpoint of this step, once that is written, if its validation loss
-        is the lowest of all `losses`, which are by step.
+        is lower than the others, which are by step.
         """
         if self.saved_step != step:  # the update was skipped
             self._lost.add(step)
         elif self.world.is_rank0:
-            self._submit(self._link_best, self.directory / "best.pt", self._newest, step, dict(losses))
+            self._submit(self._link_best, self.directory / "best.pt", self._newest, step, loss, dict(others))
 
     def close(self) -> None:
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1633,6 +1637,7 @@ class Checkpoints:
         if self.world.is_rank0 and self._newest and not self._newest.exists():
             raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
                            "same command resumes from the one before.")
+        self._lock.close()
 
     def _submit(self, function, path: Path, *args) -> None:
         def job():
@@ -1664,12 +1669,13 @@ class Checkpoints:
                  f"{time.perf_counter() - begun:.1f} s)"
                  + "".join(f"; removed {old.name}" for old in removed))
 
-    def _link_best(self, path: Path, temporary: Path, newest: Path, step: int, losses: dict) -> None:
+    def _link_best(self, path: Path, temporary: Path, newest: Path, step: int, loss: float,
+                   others: dict) -> None:
         if not newest.exists():  # that save has failed, and said so
             self._lost.add(step)
-        others = [loss for other, loss in losses.items() if other != step and other not in self._lost]
-        better = losses[step] < min(filter(math.isfinite, others), default=math.inf)
-        if step in self._lost or not better:
+            return
+        saved = [other for at, other in others.items() if at not in self._lost]
+        if not loss < min(saved, default=math.inf):
             return
         temporary.unlink(missing_ok=True)
         try:
@@ -1779,8 +1785,7 @@ def open_run(out: Path, args: argparse.Namespace,
     """Locks a run directory, opens its log, and reads the checkpoint to go on from, if there is one."""
     lock = lock_run_dir(out, world)
     log = monitor.RunLog(out, world.is_rank0, world.prefix)
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say)
-    checkpoints.lock = lock  # held as long as this is
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
     return log, checkpoints, checkpoints.load(args.resume)
 
 
@@ -1858,8 +1863,8 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
     return model
 
 
-def identity_of(model: nn.Module, args: argparse.Namespace, dataset: Dataset, world: World,
-                **settings) -> dict:
+def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, dataset: Dataset,
+                world: World, **settings) -> dict:
     """What a checkpoint and config.json say of the run: what has to be the same on a resume, and the
     settings, some of which `settings` replaces.
     """
@@ -1867,7 +1872,7 @@ def identity_of(model: nn.Module, args: argparse.Namespace, dataset: Dataset, wo
     settings = json.loads(json.dumps(vars(args), default=str)) | settings | {
         "world_size": world.world_size, "precision": str(model.compute_dtype).removeprefix("torch."),
         "checkpoint_activations": modes.pop() if modes else "none"}
-    return {"family": type(model).__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
+    return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
             "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
 
@@ -1888,7 +1893,7 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     dist.all_gather_object(names, hardware(world.device))
     blocks, c, data, on_off = blocks_of(model), model.config, dataset.train, ("off", "on")
     shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))]
-    facts = {"model": type(model).__name__, "parameters": num_params(model), "blocks": len(blocks),
+    facts = {"model": identity["family"], "parameters": num_params(model), "blocks": len(blocks),
              "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape),
              "ids": c.vocab_size, "padded_ids": c.padded_vocab}
     facts |= {"nodes": world.nodes, "backend": f"{world.backend} ({world.backend_reason})",
@@ -1902,7 +1907,7 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
               "loss": dataset.loss, "sync": "shards" if settings["strategy"] in SHARDED else "OK",
               "resumed": f", resuming after step {step} from {saved['path']}" if saved else ""}
     if not blocks:
-        say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none is compiled, "
+        say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
             "recomputed by --checkpoint-activations or sharded by itself")
     if state.late and settings["optimizer"] != "muon":
         say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, and 0.016 with "
@@ -1946,9 +1951,6 @@ class Metrics:
 
     def end_step(self, samples: int, labels: Tensor) -> None:
         """Ends a step, after which so many samples of the run are consumed, with `labels` on all ranks."""
-        if self.ends_epoch:  # the step before this one
-            self._epoch_loss.zero_()
-            self._steps, self._begun = 0, time.perf_counter()
         self.labels, before, self._samples = labels, self._samples, samples
         self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
@@ -1956,6 +1958,11 @@ class Metrics:
         # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
         self._epoch_loss += self._means["loss"].float()
         self._steps += 1
+
+    def begin_epoch(self) -> None:
+        """Sets the sums over an epoch to 0."""
+        self._epoch_loss.zero_()
+        self.ends_epoch, self._steps, self._begun = False, 0, time.perf_counter()
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
@@ -2001,7 +2008,7 @@ def evaluate(state: TrainState, sets: dict[str, Shards], stop: StopVote, batch: 
         for name, shards in sets.items():
             sums = Counter()
             for micro_batch in validation_batches(shards, batch, world.rank, world.world_size, world.device,
-                                                  limit or None, masker):
+                                                  limit, masker):
                 _, found = model(*micro_batch)
                 sums.update({key: value.double() for key, value in found.items()})
                 sums["labels"] += (micro_batch[-1] >= 0).sum()
@@ -2056,13 +2063,14 @@ def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step:
             samples: int) -> None:
     """Waits for the last checkpoint and says how the run has ended."""
     world, settings, stopping = checkpoints.world, log.settings, stop.agreed
-    checkpoints.close()
+    memory = largest(monitor.memory_gb(world.device), world)
     stop.read()  # no vote is left under way; a signal after the last step changes nothing
+    checkpoints.close()  # after all collectives, because rank 0 may write for longer than --timeout
     in_sync = "are in shards" if settings["strategy"] in SHARDED else "of all ranks were in sync"
     ending = (f"training complete: {step} steps, {samples * settings['seq_len']:,} tokens, the parameters "
               f"{in_sync}; the run is in {log.out}")
     if stopping:
         ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
                   f"step {checkpoints.saved_step}: the same command resumes it")
-    log.finish(step, samples, largest(monitor.memory_gb(world.device), world), ending)
+    log.finish(step, samples, memory, ending)
     say_on_other_nodes(world, f"{ending} on node 0")

@@ -389,8 +389,8 @@ class RunLog:
     def wants(self, step: int, ends_epoch: bool) -> bool:
         """Whether a step is logged."""
         run = self.settings
-        due = step % run["log_every"] == 0 or step % run["eval_every"] == 0
-        return due or ends_epoch or step in (1, run["steps"])
+        evaluated = step % run["eval_every"] == 0 and self.facts["val_tokens"] > 0
+        return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
 
     def step(self, step: int, samples: int, numbers: dict, epoch: dict, ends_epoch: bool,
              machines: dict | None = None) -> None:
@@ -420,7 +420,8 @@ class RunLog:
 
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> None:
         """Records and prints what an evaluation has found."""
-        self.evaluations[step] = found["val_loss"]
+        if math.isfinite(found["val_loss"]):  # else it is made again on resume
+            self.evaluations[step] = found["val_loss"]
         if not self.active:
             return
         self.write({"step": step, "tokens": samples * self.settings["seq_len"], **found,
@@ -444,8 +445,8 @@ class RunLog:
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * seq_len / seconds
         sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.lstat())}
-        losses = {loss: at for at, loss in evaluations_of(self.records).items()}
-        best = f"; best validation loss {min(losses):.4f} at step {losses[min(losses)]}" if losses else ""
+        losses = [(loss, at) for at, loss in self.evaluations.items()]
+        best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
         self.say(f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included: "
                  f"{human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
                  f"{sum(sizes.values()) / 1e9:.2g} GB on disk")
@@ -458,16 +459,17 @@ class RunLog:
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
     def _open_tensorboard(self, step: int) -> None:
-        """Opens TensorBoard so that it drops all from `step` on, of which the log may lack an evaluation, and
-        writes that step anew; logs the settings.
+        """Opens TensorBoard so that it drops all after `step`, or if the log has no evaluation of that, drops
+        it too and writes it anew; logs the settings.
         """
+        again = step + (step in evaluations_of(self.records))
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
         # TensorBoard reads files in the order of their names, which begin with the second of creation
         created = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
         while str(int(time.time())) in created:
             time.sleep(0.05)
-        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=step if self.records else 0)
+        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
         lines = [f"    {name}: {value}" for name, value in self.settings.items()]
         self._tensorboard.add_text("settings", "\n".join(lines), step)
         plain = {name: value if isinstance(value, bool | int | float | str) else str(value)
@@ -475,9 +477,10 @@ class RunLog:
         for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would create another run
             self._tensorboard.file_writer.add_summary(summary)
         for record in self.records:
-            trained = record["step"] == step and "loss" in record
-            if record["step"] == step or not created:
-                self._to_tensorboard(curve_values(record) | (machine_curves() if trained else {}), record)
+            if record["step"] >= again:
+                self._to_tensorboard(curve_values(record) | machine_curves(), record)
+            elif not created:
+                self._to_tensorboard(curve_values(record), record)
 
     def _open_wandb(self) -> None:
         path = self.out / "wandb-id"  # a resumed run continues its curves; wandb ignores steps that it has

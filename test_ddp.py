@@ -282,13 +282,12 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     dtype = compute_dtype(precision, torch.device("cpu"))
     gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
     compiled = gpus if args.compile is None else args.compile
-    model.compute_dtype = dtype
     inputs = model.example(batch, "meta", **example)
     mode = args.checkpoint_activations
     if mode == "auto" and not gpus:
         mode = "none"
     elif mode == "auto":
-        mode = choose_checkpointing(model, inputs, args, processes, gigabytes)
+        mode = choose_checkpointing(model, inputs, args, dtype, processes, gigabytes)
     activations = kept_for_backward(model_class, model.config, dtype, mode, inputs, compiled)
     activations += logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
     print(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "

@@ -67,12 +67,9 @@ def main() -> None:
     set_modes(model, args, world, example, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
-    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
+    identity = identity_of(GPT2, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)
     step, samples = checkpoints.resume(saved, state, identity)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
-    metrics = Metrics(world, epoch_rows, saved)
     begin_log(log, state, dataset, identity, step, saved, lambda record: model.flops_per_token())
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--prompt")
@@ -80,6 +77,10 @@ def main() -> None:
     stop = StopVote(world)
     loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
                          samples)
+    eval_rows = args.eval_batches * global_batch  # 0: all
+    # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
+    metrics = Metrics(world, epoch_rows, saved)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
@@ -89,23 +90,25 @@ def main() -> None:
         evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
             step % args.eval_every == 0 or metrics.ends_epoch or done)
         saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
-        if saving or step % SYNC_EVERY == 0:
+        if step % SYNC_EVERY == 0:  # and before each save
             assert_in_sync(model.state_dict())
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
-            found = evaluate(state, dataset.val, stop, micro_batch, args.eval_batches * global_batch)
+            found = evaluate(state, dataset.val, stop, micro_batch, eval_rows)
             if found is None:  # a signal has cut it short; the run that resumes evaluates this step
                 continue
+            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, metrics.ends_epoch)
-            checkpoints.mark_best(step, log.evaluations)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not done:
                 sample(state, dataset, args, log, step)
         if stopping or done:
             break
         if saving:  # which takes time, as an evaluation does, that is none of the training step
             log.restart_clock(samples)
+        if metrics.ends_epoch:
+            metrics.begin_epoch()
 
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
@@ -124,7 +127,7 @@ def main() -> None:
         stop.vote(state.skipped)  # a signal, or too many skipped updates? the next vote collects the answer
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, grad_norm, lr=lr)
+        log_step(log, metrics, step, samples, state.grad_norm, lr=lr)
     loader.close()
     if not stopping:
         sample(state, dataset, args, log, step)

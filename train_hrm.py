@@ -105,12 +105,9 @@ def main() -> None:
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
-    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
+    identity = identity_of(HRM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)
     step, samples = checkpoints.resume(saved, state, identity)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
-    metrics = Metrics(world, epoch_rows, saved)
     mean_cycles = args.random_cycles and (1 + args.random_cycles) / 2
     begin_log(log, state, dataset, identity, step, saved, lambda record: model.flops_per_token(
         record["bp_steps"], mean_cycles or record["cycles"]))
@@ -120,6 +117,10 @@ def main() -> None:
     stop = StopVote(world)
     loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
                          samples)
+    eval_rows = args.eval_batches * global_batch  # 0: all
+    # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
+    metrics = Metrics(world, epoch_rows, saved)
     log.start_clock(step, samples)
 
     def plan(step: int) -> tuple[float, int, int | None]:
@@ -136,23 +137,25 @@ def main() -> None:
         evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
             step % args.eval_every == 0 or metrics.ends_epoch or done)
         saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
-        if saving or step % SYNC_EVERY == 0:
+        if step % SYNC_EVERY == 0:  # and before each save
             assert_in_sync(model.state_dict())
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
-            found = evaluate(state, dataset.val, stop, micro_batch, args.eval_batches * global_batch)
+            found = evaluate(state, dataset.val, stop, micro_batch, eval_rows)
             if found is None:  # a signal has cut it short; the run that resumes evaluates this step
                 continue
+            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, metrics.ends_epoch)
-            checkpoints.mark_best(step, log.evaluations)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not done:
                 sample(state, dataset, args, log, step)
         if stopping or done:
             break
         if saving:  # which takes time, as an evaluation does, that is none of the training step
             log.restart_clock(samples)
+        if metrics.ends_epoch:
+            metrics.begin_epoch()
 
         ramp, bp_steps, cycles = plan(step)
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
@@ -175,7 +178,7 @@ def main() -> None:
         stop.vote(state.skipped)  # a signal, or too many skipped updates? the next vote collects the answer
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, grad_norm, lr=lr, bp_steps=bp_steps)
+        log_step(log, metrics, step, samples, state.grad_norm, lr=lr, bp_steps=bp_steps)
     loader.close()
     if not stopping:
         sample(state, dataset, args, log, step)

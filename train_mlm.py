@@ -92,7 +92,7 @@ def mean_bytes(sets: dict[str, data.Shards], tokenizer, world: World, batch: int
     size = count = 0
     for shards in sets.values():
         for _, _, labels in data.validation_batches(shards, batch, world.rank, world.world_size, "cpu",
-                                                    limit or None, masker):
+                                                    limit, masker):
             masked = labels[labels >= 0]
             size, count = size + int(lengths[masked].sum()), count + len(masked)
     size, count = reduce_sum([size, count], world)
@@ -123,12 +123,9 @@ def main() -> None:
     set_modes(model, args, world, example, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
-    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
+    identity = identity_of(MLM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)
     step, samples = checkpoints.resume(saved, state, identity)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
-    metrics = Metrics(world, epoch_rows, saved)
     begin_log(log, state, dataset, identity, step, saved,
               lambda record: model.flops_per_token(args.mask_rate))
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
@@ -142,6 +139,9 @@ def main() -> None:
     eval_rows = args.eval_batches * global_batch  # 0: all
     if dataset.val:
         bytes_per_token = mean_bytes(dataset.val, tokenizer, world, micro_batch, eval_rows, eval_masker)
+    # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
+    metrics = Metrics(world, epoch_rows, saved)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
@@ -151,7 +151,7 @@ def main() -> None:
         evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
             step % args.eval_every == 0 or metrics.ends_epoch or done)
         saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
-        if saving or step % SYNC_EVERY == 0:
+        if step % SYNC_EVERY == 0:  # and before each save
             assert_in_sync(model.state_dict())
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if saving and (state.updated or stopping or done):
@@ -161,12 +161,14 @@ def main() -> None:
             if found is None:  # a signal has cut it short; the run that resumes evaluates this step
                 continue
             found["val_nats_per_byte"] = found["val_loss"] / bytes_per_token
+            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, metrics.ends_epoch)
-            checkpoints.mark_best(step, log.evaluations)
         if stopping or done:
             break
         if saving:  # which takes time, as an evaluation does, that is none of the training step
             log.restart_clock(samples)
+        if metrics.ends_epoch:
+            metrics.begin_epoch()
 
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
@@ -185,7 +187,7 @@ def main() -> None:
         stop.vote(state.skipped)  # a signal, or too many skipped updates? the next vote collects the answer
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, grad_norm, lr=lr)
+        log_step(log, metrics, step, samples, state.grad_norm, lr=lr)
     loader.close()
     end_run(log, checkpoints, stop, step, samples)
 

@@ -8,7 +8,6 @@ the number of processes. Their gradients are packed, added up and applied as `La
 processes. The results are the same bits (tests/test_strategies.py), with one thread each.
 """
 
-import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -18,15 +17,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import ddp_utils  # noqa: E402
-from ddp_utils import Late, TrainState, dequantise, quantise  # noqa: E402
+from ddp_utils import Late, Metrics, dequantise, quantise  # noqa: E402
 
 
 def imitate(processes: int) -> None:
     """From now on, a single process has the gradients that so many processes would have together."""
+    made, add = [], Metrics.add
+
     class Imitated(Late):
         def __init__(self, model, world):
             super().__init__(model, ddp_utils.World(**vars(world) | {"world_size": processes}))
             self.gradients, self.micro_steps = [None] * processes, 0
+            made.append(self)
 
         def keep(self):
             """Moves the gradient of a micro-batch to the process that it belongs to."""
@@ -48,12 +50,11 @@ def imitate(processes: int) -> None:
                 copied.synchronize()
             return torch.stack([quantise(sum(map(dequantise, shares))) for shares in packed.unbind(1)])
 
-    @contextlib.contextmanager
-    def no_sync(state, accumulating):  # around each micro-batch
-        yield
-        state.late.keep()
+    def add_and_keep(metrics, sums):  # after each micro-batch
+        add(metrics, sums)
+        made[-1].keep()
 
-    ddp_utils.Late, TrainState.no_sync = Imitated, no_sync
+    ddp_utils.Late, Metrics.add = Imitated, add_and_keep
 
 
 if __name__ == "__main__":

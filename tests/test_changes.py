@@ -70,6 +70,9 @@ def test_a_change_works_and_resumes(name, plain, shards, tmp_path):
     assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
     check(name, steps_of(tmp_path / "whole"), evaluations_of(tmp_path / "whole"), done.out)
+    before = log_of(tmp_path / "whole")
+    again = trainer.train(0, shards, tmp_path / "whole", **rising)
+    assert again.code == 0 and log_of(tmp_path / "whole") == before, "it was not at its end"
 
 
 def check(name: str, steps: list[dict], evaluations: list[dict], said: str) -> None:

@@ -79,6 +79,9 @@ def world():
     torch.distributed.destroy_process_group()
 
 
+META = {"loss": 2.5, "settings": {"steps": 10}}  # what each checkpoint has
+
+
 def make_state(world, seed=0, optimizer="adamw", **changes):
     torch.manual_seed(seed)
     model = HRM(HRMConfig(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32))
@@ -99,7 +102,7 @@ def save(out, world, state, steps=(1,), said=None, keep_last=3):
     checkpoints = Checkpoints(out, world, keep_last, (said if said is not None else []).append)
     meta = {"samples": 7, "family": "HRM", "model_config": asdict(state.model.config)}
     for step in steps:
-        checkpoints.save(step, state, meta | {"loss": 2.5})
+        checkpoints.save(step, state, meta | META)
     checkpoints.close()
 
 
@@ -174,7 +177,7 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
     before = all_tensors(state)
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, print)
-    checkpoints.save(1, state, {"loss": 2.5})
+    checkpoints.save(1, state, META)
     with torch.no_grad():
         for p in state.model.parameters():
             p.add_(1)
@@ -187,9 +190,9 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
     (tmp_path / "checkpoints").mkdir()
     checkpoints, losses = Checkpoints(tmp_path, world, 2, print), {}
     for step in range(1, 6):
-        checkpoints.save(step, make_state(world), {"loss": 2.5})
+        checkpoints.save(step, make_state(world), META)
+        checkpoints.mark_best(step, abs(step - 2), losses)
         losses[step] = abs(step - 2)
-        checkpoints.mark_best(step, losses)
     checkpoints.close()
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [5, 4]
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
@@ -239,7 +242,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     state, said = make_state(world), []
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, said.append)
-    checkpoints.save(1, state, {"loss": 2.5})
+    checkpoints.save(1, state, META)
     wait(checkpoints.unwritten)
     real = torch.save
 
@@ -247,21 +250,21 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
         file.write(b"half of it")
         raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
     monkeypatch.setattr(torch, "save", fail)
-    checkpoints.save(2, state, {"loss": 2.4})
-    checkpoints.mark_best(2, {2: 2.0})
+    checkpoints.save(2, state, META)
+    checkpoints.mark_best(2, 2.0, {})
     wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (") and "No space left" in said[1]
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
     assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
-    checkpoints.save(3, state, {"loss": 2.3})
+    checkpoints.save(3, state, META)
     wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
-    checkpoints.mark_best(3, {2: 2.0, 3: 2.1})  # worse than that of the lost one, but the best that there is
+    checkpoints.mark_best(3, 2.1, {2: 2.0})  # worse than that of the lost one, but the best that there is
     wait(checkpoints.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
-    checkpoints.save(4, state, {"loss": 2.2})
+    checkpoints.save(4, state, META)
     with pytest.raises(RunError, match="step 4 could not be written"):  # the last one must not get lost
         checkpoints.close()
 
@@ -269,7 +272,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
 def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(TypeError):
-        Checkpoints(tmp_path, world, 3, print).save(1, make_state(world), {"loss": 2.5, "path": tmp_path})
+        Checkpoints(tmp_path, world, 3, print).save(1, make_state(world), META | {"path": tmp_path})
 
 
 def test_seeds_of_steps_and_ranks_differ():

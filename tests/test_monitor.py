@@ -510,7 +510,7 @@ def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsy
     pytest.importorskip("matplotlib")
     log = begun(tmp_path, log_every=1, eval_every=5, seq_len=8, world_size=1)
     log.facts = {"sync": "OK", "val_tokens": 8, "rows": 4, "peak_flops": None}
-    log.start(0, 0)
+    log.start_clock(0, 0)
     numbers = {"loss": 1.5, "lr": 1e-3, "grad_norm": 1.0, "labels": 8, "mem_gb": 0.1, "mine": 2.5}
     log.step(1, 4, numbers, {"loss": 1.5, "steps": 1, "seconds": 1.0}, False)
     log.close()

@@ -101,14 +101,14 @@ def main() -> None:
     set_modes(model, args, world, example, log.say)
     state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), world,
                        args.strategy, args.comm, args.ema)
-    identity = identity_of(model, args, dataset, world, steps=total_steps, global_batch=global_batch,
-                           batch=batch, grad_accum=accumulation)
+    identity = identity_of(Recurrent, model, args, dataset, world, steps=total_steps,
+                           global_batch=global_batch, batch=batch, grad_accum=accumulation)
     step, samples = checkpoints.resume(saved, state, identity)
-    metrics = Metrics(world, 0, saved)  # no loss of each epoch
     begin_log(log, state, dataset, identity, step, saved, lambda _: model.flops_per_token())
     state.warm_up(example, example)
     stop = StopVote(world)
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
+    metrics = Metrics(world, 0, saved)  # no loss of each epoch
     log.start_clock(step, samples)
     while True:
         ends = stop.agreed or step >= total_steps
@@ -119,8 +119,8 @@ def main() -> None:
             found = evaluate(state, dataset.val, stop, batch, args.eval_batches * global_batch)
             if found is None:
                 continue
+            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, False)
-            checkpoints.mark_best(step, log.evaluations)
         if ends:
             break
         seed_step(args.seed, step, world.rank)
@@ -139,7 +139,7 @@ def main() -> None:
         stop.vote(state.skipped)
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, grad_norm, lr=lr)
+        log_step(log, metrics, step, samples, state.grad_norm, lr=lr)
     loader.close()
     end_run(log, checkpoints, stop, step, samples)
 

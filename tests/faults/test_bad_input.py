@@ -241,7 +241,7 @@ MISTAKES = {
     "train_gpt2.py --export --out nowhere": "nowhere & hf:nowhere",
     # MLM
     "train_mlm.py --preset huge": "--preset & huge & 1gpu_17m",
-    "train_mlm.py --preset 1gpu_17m --size tiny": "--preset & size & --size",
+    "train_mlm.py --preset 1gpu_17m --size tiny": "--preset & --size & not allowed",
     "train_mlm.py --mask-rate 1": "--mask-rate & 1 & 0.001",
     "train_mlm.py --mask-rate 0": "--mask-rate & 0 & 0.001",
     "train_mlm.py --window 0": "--window & 0 & 1",
