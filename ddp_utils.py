@@ -1990,8 +1990,8 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     machines = heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None
     memory = largest(monitor.memory_gb(world.device), world)
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    numbers |= means | {"grad_norm": grad_norm.item(), "labels": int(metrics.labels),
-                        "mem_gb": round(memory, 3)}
+    numbers |= {"grad_norm": grad_norm.item(), "labels": int(metrics.labels), "mem_gb": round(memory, 3)}
+    numbers |= means
     log.step(step, samples, numbers, epoch, metrics.ends_epoch, machines)
 
 

@@ -404,9 +404,10 @@ class RunLog:
         now, seq_len = time.perf_counter(), run["seq_len"]
         tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
         self.restart_clock(samples)
-        record = {"step": step, **numbers, "skipped": int(not math.isfinite(numbers["grad_norm"])),
-                  "tokens": samples * seq_len, "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None,
-                  "time": round(time.time(), 3)}
+        record = {"step": step, **{key: numbers[key] for key in ("loss", "lr", "grad_norm")}}
+        record |= {"skipped": int(not math.isfinite(numbers["grad_norm"])), "tokens": samples * seq_len,
+                   "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None, "mem_gb": numbers["mem_gb"]}
+        record |= numbers | {"time": round(time.time(), 3)}
         if self.facts["peak_flops"]:
             flops = tokens_per_sec * self.facts["flops_per_token"](record)
             record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
