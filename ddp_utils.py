@@ -1732,7 +1732,7 @@ class StopVote:
     def __init__(self, world: World):
         self.signal, self._since = 0, 0.0  # what this rank has got, and when
         self.agreed = 0  # the signal at which all ranks have agreed to stop
-        self._vote, self._arrive = torch.zeros(2, device=world.device), None  # the latter waits for the vote
+        self._vote = self._arrive = None  # the vote under way, and what waits for it
         self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:

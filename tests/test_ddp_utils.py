@@ -7,6 +7,7 @@ import socket
 import sys
 from concurrent.futures import wait
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,6 +268,63 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     checkpoints.save(4, state, META)
     with pytest.raises(RunError, match="step 4 could not be written"):  # the last one must not get lost
         checkpoints.close()
+
+
+def test_the_best_after_an_evaluation_without_a_checkpoint(tmp_path, world):
+    """As after a skipped update: its loss counts as little as that of a checkpoint that was lost."""
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints, losses = Checkpoints(tmp_path, world, 3, print), {}
+    for step, loss, saved in ((1, 4.0, True), (2, 3.0, False), (3, 3.1, True), (4, 3.2, True)):
+        if saved:
+            checkpoints.save(step, make_state(world), META)
+        checkpoints.mark_best(step, loss, losses)
+        losses[step] = loss
+    checkpoints.close()
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
+
+
+def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, world):
+    """A resumed run whose first evaluation is due marks what it has read, not the newest that there was."""
+    state = make_state(world)
+    save(tmp_path, world, state, (1, 2))
+    list_checkpoints(tmp_path)[0].write_bytes(b"damaged")
+    checkpoints = Checkpoints(tmp_path, world, 3, print)
+    saved = checkpoints.load("auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
+        assert checkpoints.resume(saved, state, {}) == (1, 7)
+    checkpoints.mark_best(1, 2.0, {})
+    checkpoints.close()
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 1
+
+
+def test_the_loss_of_an_epoch(world):
+    """A step that reaches into the next epoch is the last of its own; a resumed run has the same sums."""
+    labels, metrics = torch.tensor(2.0, dtype=torch.float64), ddp_utils.Metrics(world, 10, None)
+    ends, found = [], []
+    for step in range(1, 6):
+        metrics.add({"loss": torch.tensor(1.0 * step)})
+        metrics.add({"loss": torch.tensor(1.0 * step)})
+        metrics.end_step(4 * step, labels)
+        position = metrics.position()
+        ends.append(metrics.ends_epoch)
+        found.append((position["loss"], position["epoch"]["loss"], position["epoch"]["steps"]))
+        metrics = ddp_utils.Metrics(world, 10, position)
+        if metrics.ends_epoch:
+            metrics.begin_epoch()
+    assert ends == [False, False, True, False, True]
+    assert found == [(1, 1, 1), (2, 3, 2), (3, 6, 3), (4, 4, 1), (5, 9, 2)]
+
+
+def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
+    """Rank 0 may write for longer than --timeout."""
+    order = []
+    monkeypatch.setattr(ddp_utils, "largest", lambda *_: order.append("largest"))
+    stop = SimpleNamespace(agreed=0, read=lambda: order.append("read"))
+    checkpoints = SimpleNamespace(world=world, close=lambda: order.append("close"))
+    log = SimpleNamespace(settings={"strategy": "ddp", "seq_len": 8}, out="", finish=lambda *_: None)
+    ddp_utils.end_run(log, checkpoints, stop, 1, 1)
+    assert sorted(order[:-1]) == ["largest", "read"] and order[-1] == "close"
 
 
 def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):

@@ -520,6 +520,23 @@ def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsy
     assert png_size(tmp_path / "training_history.png") == (800, 960)  # a picture below the three others
 
 
+@pytest.mark.parametrize("val_tokens, logged", [(8, [1, 3, 4, 6, 8, 9, 10]), (0, [1, 4, 8, 10])])
+def test_which_steps_are_logged(tmp_path, val_tokens, logged):
+    """Those with an evaluation, too, if there is anything to evaluate."""
+    log = begun(tmp_path, log_every=4, eval_every=3)
+    log.facts = {"val_tokens": val_tokens}
+    assert [step for step in range(1, 11) if log.wants(step, False)] == logged
+    assert log.wants(2, True)
+
+
+def test_of_equal_losses_the_first_is_the_best(tmp_path, capsys):
+    log = begun(tmp_path, seq_len=8)
+    log.evaluations = {2: 4.0, 4: 3.0, 9: 3.0}
+    log.start_clock(0, 0)
+    log.finish(10, 80, 0.1, "the end")
+    assert "best validation loss 3.0000 at step 4;" in capsys.readouterr().out
+
+
 def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
     """So after each start the log has one record of it, as of all others."""
     for _ in range(3):
