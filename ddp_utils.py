@@ -15,8 +15,10 @@ import errno
 import fcntl
 import gc
 import hashlib
+import importlib.util
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -48,8 +50,8 @@ import monitor
 from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
                   fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, row_of,
                   sources_of, unigram_entropy, validation_batches, without_response, write_atomically)
-from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, blocks_of, continue_text, fill_masks,
-                   from_hf, hidden_matrices, num_params, pad_vocab, to_hf)
+from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
+                   continue_text, fill_masks, from_hf, hidden_matrices, num_params, pad_vocab, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -80,8 +82,12 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         return 130, "stopped", ""
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
+    if asked := memory_asked_for(error):
+        reason = (f"out of memory (asked for {asked} more): the same command with --dry-run says what fits, "
+                  "such as a smaller --batch or --checkpoint-activations block.")
+        return 1, f"error: {reason}", reason
     # whether another process is gone or late, rather than a mistake in this one
-    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
+    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     lost = heartbeat and (from_backend or isinstance(error, dist.DistError))
     if lost and (cause := heartbeat.ask()):
         return 1, f"error: {cause}", ""
@@ -92,6 +98,18 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         return 1, "", reason
     return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
                "cannot reach another."), reason
+
+
+def memory_asked_for(error: BaseException) -> str:
+    """What an allocation that failed has asked for; "" for other errors."""
+    text = str(error)
+    lacked = "out of memory" in text.lower() or "DefaultCPUAllocator" in text
+    if not lacked and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return ""
+    if found := re.search(r"allocate (\d+) bytes", text):  # on a CPU
+        return f"{int(found[1]) / 2**30:.2f} GiB"
+    found = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
+    return found[1] if found else "memory"
 
 
 def launch(main) -> None:
@@ -116,6 +134,7 @@ def launch(main) -> None:
     # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
     concurrent.futures.wait(unwritten, timeout=15)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
+        gc.unfreeze()
         gc.collect()  # the models and optimizers that main() left behind hold on to the process group
         dist.destroy_process_group()
     with contextlib.suppress(OSError):  # the terminal may be gone
@@ -183,6 +202,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
     if where.type == "cuda":
         torch.cuda.set_device(where)
+        use_libdevice_of_triton()
         if not fast:
             # By default attention's backward adds gradients in any order on a GPU, so a resumed run would
             # differ from an uninterrupted one. warn_only would not do: with it torch takes attention kernels
@@ -199,11 +219,23 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     # only the communicator: the collective returns garbage, and the next one, which comes before any
     # checkpoint is written, raises.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    # ms. Before it does so NCCL's watchdog waits four times as long for reports that nobody has asked for
+    env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(backend, store=dist.PrefixStore("process group", store), rank=rank,
                             world_size=world_size, timeout=timedelta(seconds=timeout),
                             device_id=where if where.type == "cuda" else None)
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason, timeout)
+
+
+def use_libdevice_of_triton() -> None:
+    """Compiled blocks then round alike on nodes with and without a CUDA toolkit, and torch need not warn that
+    it found none.
+    """
+    if triton := importlib.util.find_spec("triton"):
+        path = Path(triton.origin).parent / "backends/nvidia/lib/libdevice.10.bc"
+        if path.exists():
+            os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(path))
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
@@ -1064,6 +1096,8 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: 
         mode = agree_on_checkpointing(model, inputs, args, world, total / 1e9, say)
     elif mode == "auto":
         mode = "none"
+    # a warning that selective checkpointing must not meet in-place operations: blocks have none
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks_of(model):
         block.checkpointing = mode
         if compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
@@ -1315,6 +1349,9 @@ class TrainState:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
             self.wrapped.zero_grad(set_to_none=True)
         assert_in_sync(self.model.state_dict())
+        # from here on Python's collector skips what there is so far, at which it would look for half a second
+        gc.collect()
+        gc.freeze()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clips the gradients. Returns their norm before that: exactly 0 for a step without labels. With
@@ -1350,8 +1387,8 @@ class TrainState:
             self.skipped = (self.skipped + 1) * (1 - grad_norm.isfinite().float())
 
     def _update(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
-        """Applies the gradients, unless their norm is not finite or 0. Fused optimizers skip on the device,
-        so the host never waits for the norm; others have no such switch.
+        """Applies the gradients, unless their norm is not finite or 0. torch's fused optimizers and those of
+        model.py skip on the device; for others, which have no such switch, the host waits for the norm.
         """
         skip = 1.0 - (grad_norm.isfinite() & (grad_norm > 0)).float()
         with self.late.corrected(final) if self.delay else contextlib.nullcontext():
@@ -1359,7 +1396,7 @@ class TrainState:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("scale", 1.0)
                 inner = inner_optimizer(optimizer)
-                if inner.defaults.get("fused"):
+                if inner.defaults.get("fused") or isinstance(inner, SkippingOptimizer):
                     device = optimizer.param_groups[0]["params"][0].device  # the host's with zero3-offload
                     inner.grad_scale, inner.found_inf = None, skip.to(device)
                     optimizer.step()
@@ -1400,7 +1437,11 @@ class TrainState:
         found = {}
         for optimizer in map(inner_optimizer, self.optimizers):
             for p, state in optimizer.state.items():
-                found |= {f"{names[id(p)]}/{key}": tensor for key, tensor in state.items()}
+                for key, tensor in state.items():
+                    if not isinstance(tensor, Tensor):
+                        raise RunError(f"{type(optimizer).__name__} keeps {key} as {type(tensor).__name__}, "
+                                       "which a checkpoint cannot hold: let it be a tensor in self.state[p].")
+                    found[f"{names[id(p)]}/{key}"] = tensor
         return found
 
     @torch.no_grad()

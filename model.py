@@ -300,9 +300,12 @@ class ModelConfig:
         return self.d_model // self.n_head
 
     def uses_flex(self, device: torch.device) -> bool:
-        """FlexAttention skips what a mask leaves out, but needs Triton and head_dim ≥ 16."""
-        return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
-                and self.head_dim >= 16)
+        """FlexAttention skips what a mask leaves out, but needs Triton, head_dim ≥ 16 and, for head_dim > 64,
+        more shared memory than GPUs have before sm_80.
+        """
+        if device.type != "cuda" or self.head_dim < 16:
+            return False
+        return torch.cuda.get_device_capability(device) >= ((7, 0) if self.head_dim <= 64 else (8, 0))
 
 
 @dataclass
@@ -1012,7 +1015,26 @@ def fill_masks(model: MLM, tokenizer, text: str):
 # Optimizers and schedules
 
 
-class AdamAtan2(torch.optim.Optimizer):
+class SkippingOptimizer(torch.optim.Optimizer):
+    """An optimizer that skips a step on the device, as torch's fused ones do, so that the host need not know:
+    found_inf, a scalar that is not 0 for such a step, is set by TrainState.
+    """
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, self.state[p], group)
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        """Gives `old`, a parameter or a tensor of its state, its new value, unless the step is skipped."""
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
+
+
+class AdamAtan2(SkippingOptimizer):
     """AdamW with an arctangent in place of the division and its epsilon (Everett et al., arXiv 2407.05872).
     As in HRM-Text, what corrects the bias of the first moment multiplies the arctangent.
     """
@@ -1020,20 +1042,53 @@ class AdamAtan2(torch.optim.Optimizer):
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay=0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            for p in [p for p in group["params"] if p.grad is not None]:
-                state = self.state[p]
-                if not state:
-                    state |= {"step": torch.zeros((), device="cpu"), "exp_avg": torch.zeros_like(p),
-                              "exp_avg_sq": torch.zeros_like(p)}
-                step = state["step"].add_(1).item()
-                mean = state["exp_avg"].lerp_(p.grad, 1 - beta1)
-                square = state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
-                angle = torch.atan2(mean, square.div(1 - beta2 ** step).sqrt_())
-                p.mul_(1 - lr * group["weight_decay"]).sub_(angle, alpha=lr / (1 - beta1 ** step))
+    def update(self, p: nn.Parameter, state: dict, group: dict) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        if not state:
+            state |= {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
+                      "exp_avg_sq": torch.zeros_like(p)}
+        step = state["step"].double() + 1
+        mean = state["exp_avg"].lerp(p.grad, 1 - beta1)
+        square = state["exp_avg_sq"].lerp(p.grad.square(), 1 - beta2)
+        angle = torch.atan2(mean, square.div(1 - beta2 ** step).sqrt_())
+        moved = p * (1 - lr * group["weight_decay"]) - angle * (lr / (1 - beta1 ** step))
+        self.replace(state["step"], step.float())
+        self.replace(state["exp_avg"], mean)
+        self.replace(state["exp_avg_sq"], square)
+        self.replace(p, moved)
+
+
+class Muon(SkippingOptimizer):
+    """Momentum whose matrices are made nearly orthogonal (Jordan et al., 2024), with updates of the size of
+    AdamW's, so that one learning rate serves both (Liu et al., arXiv 2502.16982). torch.optim.Muon computes
+    the same, bit for bit, but cannot skip a step on the device.
+    """
+
+    def __init__(self, params, lr: float, weight_decay=0.1, momentum=0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def update(self, p: nn.Parameter, state: dict, group: dict) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        average = state["momentum_buffer"].lerp(p.grad, 1 - momentum)
+        direction = orthogonalised(p.grad.lerp(average, momentum))
+        rate = lr * (0.2 * math.sqrt(max(p.shape)))
+        moved = (p * (1 - lr * group["weight_decay"])).add_(direction, alpha=-rate)
+        self.replace(state["momentum_buffer"], average)
+        self.replace(p, moved)
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """matrix (m, n) with its singular values moved close to 1, in bfloat16, by five Newton-Schulz steps."""
+    x = matrix.bfloat16()
+    x = x.T if x.size(0) > x.size(1) else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+    return x.T if matrix.size(0) > matrix.size(1) else x
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -1044,9 +1099,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
                     weight_decay: float, vocab_lr: float = 1.0) -> list[torch.optim.Optimizer]:
     """Fused AdamW, AdamAtan2, or `muon`: Muon for the matrices of each Block, AdamW for the rest. Weight
-    decay is for matrices only; an HRM without `halt` has nothing else. Muon's steps are scaled to the size of
-    AdamW's, so one learning rate serves both (Jordan et al., 2024; the scaling is Liu et al.'s, 2502.16982).
-    Groups with a `scale`, here the embedding table and the head, have so many times the rate of the others.
+    decay is for matrices only; an HRM without `halt` has nothing else. Groups with a `scale`, here the embedding table and the head, have so many times the rate of the others.
     Raises UserError if Muon has nothing to do.
     """
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
@@ -1066,8 +1119,7 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     adam = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
     optimizers = [adam(groups, lr=lr, betas=betas)]
     if hidden:
-        optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,
-                                           adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(hidden.values(), lr=lr, weight_decay=weight_decay))
     grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for _, p in named), "every parameter has exactly one optimizer"
     return optimizers

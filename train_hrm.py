@@ -160,7 +160,7 @@ def main() -> None:
         ramp, bp_steps, cycles = plan(step)
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)  # only --comm late has to know
+        state.begin_step(step, total_steps)  # for --comm late; else it does nothing
         count, batches = loader.step(grad_accum_steps)
         labels = begin_sum(count, world)  # of the step, over all ranks: labels() waits for the sum
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
@@ -175,7 +175,7 @@ def main() -> None:
         if not model.config.reaches_embedding(*plan(step - state.delay)[1:]):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
-        stop.vote(state.skipped)  # a signal, or too many skipped updates? the next vote collects the answer
+        stop.vote(state.skipped)  # for a signal or too many skipped updates; counted after the next step
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
         log_step(log, metrics, step, samples, state.grad_norm, lr=lr, bp_steps=bp_steps)

@@ -1,8 +1,10 @@
 """ddp_utils.py: agreement of several processes, and checkpoints on disk."""
 
 import fcntl
+import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 from concurrent.futures import wait
@@ -146,6 +148,13 @@ def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
     state = make_state(world, 1, "muon")
     state.restore(saved, print)
     assert not [name for name in state.optimizer_tensors() if name.startswith("embed.weight/")]
+
+
+def test_an_optimizer_with_a_number_that_a_checkpoint_would_lose_is_refused(tmp_path, world):
+    state = make_state(world, 0, "adamw")
+    state.optimizers[0].state[state.model.embed.weight]["steps"] = 3
+    with pytest.raises(RunError, match="AdamW keeps steps as int, which .* tensor in self.state"):
+        save(tmp_path, world, state)
 
 
 def test_a_run_that_has_begun_to_delay_does_not_wait_again(world):
@@ -397,6 +406,53 @@ def test_ranks_started_by_hand_do_not_wait_for_ever(command, code, sentence):
         done = finish(process, 60)
         assert done.code == code or code is None and done.code, done.out
         assert sentence.format(rank=rank) in done.out, done.out
+
+
+def test_a_model_that_does_not_fit_is_one_sentence(tmp_path, shards):
+    """2**50 bytes, for which no machine has addresses."""
+    command = [sys.executable, ROOT / "train_gpt2.py", "--data", shards, "--out", tmp_path, "--n-layer", 1]
+    done = finish(start([*command, "--n-head", 10**6, "--d-model", 10**7]))
+    assert done.code == 1 and "Traceback" not in done.out
+    sentence = r"error: out of memory \(asked for \d+\.\d\d GiB more\): .* --dry-run says"
+    assert re.search(sentence, done.out), done.out
+    # what a GPU's allocator and NumPy say
+    for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
+                  RuntimeError("CUDA error: out of memory"), MemoryError()):
+        code, text, reason = ddp_utils.ending_of(error)
+        assert code == 1 and text == f"error: {reason}"
+        assert f"(asked for {'2.00 GiB' if '2.00' in str(error) else 'memory'} more)" in reason
+    assert ddp_utils.memory_asked_for(RuntimeError("cannot allocate 8 bytes more in a queue")) == ""
+
+
+def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
+    """As torch 2.15 says it: the error is no DistError there."""
+    lost = SimpleNamespace(ask=lambda: "rank 1 stopped responding.")
+    monkeypatch.setattr(ddp_utils, "heartbeat", lost)
+    error = RuntimeError("NCCL operation timed out")
+    assert ddp_utils.ending_of(error) == (1, "error: rank 1 stopped responding.", "")
+    monkeypatch.setattr(ddp_utils, "heartbeat", None)
+    assert ddp_utils.ending_of(error) == (1, "", "RuntimeError: NCCL operation timed out")
+
+
+def test_the_watchdog_of_nccl_does_not_wait_a_minute(world):
+    """It waits four times as long, 15 s each by default, before it gives up a collective that timed out."""
+    assert int(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 2000
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_compiled_blocks_use_the_libdevice_of_triton(tmp_path, monkeypatch, installed):
+    """Else torch warns four times a run, and nodes with a CUDA toolkit may round otherwise."""
+    path = tmp_path / "backends/nvidia/lib/libdevice.10.bc"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py")) if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(os, "environ", {})
+    ddp_utils.use_libdevice_of_triton()
+    assert os.environ.get("TRITON_LIBDEVICE_PATH") == (str(path) if installed else None)
+    os.environ["TRITON_LIBDEVICE_PATH"] = "of the user"
+    ddp_utils.use_libdevice_of_triton()
+    assert os.environ["TRITON_LIBDEVICE_PATH"] == "of the user"
 
 
 def test_checkpoints_from_before_pairs_were_causal_and_learned_everything():
