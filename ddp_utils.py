@@ -1082,6 +1082,21 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return choice
 
 
+class CompileCounter:
+    """Says now and then how many graphs the compiler has begun, as the first step takes minutes."""
+
+    EVERY = 10.0  # seconds
+
+    def __init__(self, say):
+        self.say, self.graphs, self.next_line = say, 0, 0.0
+
+    def __call__(self, _) -> None:
+        self.graphs += 1
+        if time.monotonic() > self.next_line:
+            self.say(f"compiling graph {self.graphs}")
+            self.next_line = time.monotonic() + self.EVERY
+
+
 def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: dict, say) -> None:
     """Sets what --precision, --checkpoint-activations and --compile ask for. `inputs` of forward are those of
     the largest micro-batch.
@@ -1096,6 +1111,8 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: 
         mode = agree_on_checkpointing(model, inputs, args, world, total / 1e9, say)
     elif mode == "auto":
         mode = "none"
+    if compiled:
+        torch._dynamo.callback.on_compile_start(CompileCounter(say))
     # a warning that selective checkpointing must not meet in-place operations: blocks have none
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks_of(model):
@@ -1542,6 +1559,8 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
             raise UserError(f"{where} {fault}: train first, or name another run directory or file, or a "
                             f"model of Hugging Face as hf:{where}.")
         for path in candidates:
+            if resuming:
+                say(f"reading {path}, {path.stat().st_size / 1e9:.3g} GB")
             try:
                 saved = read_checkpoint(path)
                 break
@@ -1876,6 +1895,7 @@ def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, wor
         config = config_of(model_class, saved["model_config"] | changes)  # as the run began
     model = build_model(model_class, config, world, args.strategy)
     if not saved:
+        say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
     return model

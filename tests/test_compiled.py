@@ -2,6 +2,7 @@
 operations, and the choice of activation checkpointing.
 """
 
+import logging
 import os
 
 import pytest
@@ -103,6 +104,18 @@ def test_a_block_is_one_graph_under_ddp(world, monkeypatch, cut, graphs):
     torch._dynamo.utils.counters.clear()
     state.wrapped(*batch("gpt2"))[0].backward()
     assert torch._dynamo.utils.counters["aot_autograd"]["total"] == graphs
+
+
+def test_compiling_is_counted_and_does_not_frighten(world, monkeypatch, capsys):
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compile_(self, backend="aot_eager"))
+    monkeypatch.setattr(ddp_utils.CompileCounter, "EVERY", 0.0)
+    small = GPT2(GPT2Config(**SMALL | {"n_layer": 2}))
+    state = train_state(small, world, compile=True, checkpoint_activations="selective")
+    state.wrapped(*batch("gpt2"))[0].backward()
+    assert "compiling graph 1\ncompiling graph 2\n" in capsys.readouterr().out
+    # torch warns there of in-place operations under selective checkpointing, of which blocks have none
+    assert not logging.getLogger("torch._higher_order_ops.wrap").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
