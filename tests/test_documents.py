@@ -1,11 +1,17 @@
 """The documents: their links lead somewhere, and the commands that others rely on are there."""
 
+import importlib
 import re
 import shutil
 import subprocess
 
 import pytest
 from conftest import ROOT
+from runs import Trainer
+
+import test_ddp
+from ddp_utils import STRATEGIES, memory_of
+from model import num_params
 
 DOCUMENTS = [ROOT / folder / "README.md" for folder in (".", "cluster", "tests")]
 
@@ -52,3 +58,39 @@ def test_the_torch_of_the_tests_is_among_those_that_are_allowed():
     assert numbers == sorted(numbers)
     last = high.rpartition(".")[0] + f".{int(high.rpartition('.')[2]) - 1}"
     assert f"any torch from {low} to {last}" in DOCUMENTS[0].read_text()
+
+
+MEMORY = re.findall(r"^\| [\w-]+ ([\d.]+)([MB]) \(`train_(\w+)\.py (.+?)`\) \|([\d. |]+)\| ([\d.]+) "
+                    r"\((\d+) x (\d+)(?:, (\w+))?\) \|$", DOCUMENTS[1].read_text(), re.M)
+
+
+def model_of(name: str, flags: str):
+    args = importlib.import_module(f"train_{name}").parse_args(flags.split())
+    return args, test_ddp.empty_model(test_ddp.MODELS[name], args)
+
+
+def rounded(cell: str) -> float:
+    """By how much a number may differ from what is printed."""
+    return 0.51 / 10 ** len(cell.partition(".")[2])
+
+
+def test_the_table_of_memory_is_what_dry_run_says():
+    assert len(MEMORY) == 8
+    for size, unit, name, flags, cells, *_ in MEMORY:
+        args, model = model_of(name, flags)
+        assert abs(num_params(model) / {"M": 1e6, "B": 1e9}[unit] - float(size)) <= rounded(size)
+        for strategy, cell in zip(STRATEGIES, cells.strip(" |").split(" | "), strict=True):
+            held = sum(memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
+            assert abs(held - float(cell)) <= rounded(cell), (name, flags, strategy)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("row", MEMORY, ids=lambda row: f"{row[2]}-{row[0]}")
+def test_the_activations_of_the_table_are_what_dry_run_says(row):
+    _, _, name, flags, _, gigabytes, batch, seq_len, mode = row
+    checkpointing = ["--checkpoint-activations", mode] if mode else []
+    done = Trainer(f"train_{name}.py").here(*flags.split(), *checkpointing, "--dry-run", "8x80")
+    assert f"{batch} x {seq_len}, bf16, compile on, activation checkpointing {mode or 'none'};" in done.out
+    activations = float(re.search(r"^ddp( +[\d.]+){4} +([\d.]+)", done.out, re.M)[2])
+    assert abs(activations - float(gigabytes)) <= rounded(gigabytes) + 0.01, done.out
