@@ -1764,6 +1764,8 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     """
     out = directory_of(data, tokenizer_name)
     manifest = read_manifest(out)
+    if manifest and not manifest["shards"]:  # `prepare` has failed early, and begins anew
+        manifest = None
     for flag, limit in (("max_tokens", max_tokens), ("max_samples", max_samples)):
         before = manifest["settings"].get(flag) if manifest else None
         if limit not in (None, before) and (manifest or out == Path(data)):
@@ -1844,7 +1846,10 @@ def info(directory: Path, tokenizer_name: str | None) -> None:
           f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
 
 
-def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int, seed: int) -> None:
+def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None,
+         seed: int) -> None:
+    if seq_len is None:
+        seq_len = row_of(str(directory)) or 128
     if min(rows, seq_len) < 1:
         raise UserError("--rows and --seq-len must be 1 or more.")
     dataset = Dataset([directory], seq_len, tokenizer_name)
@@ -1898,7 +1903,7 @@ def main() -> None:
         if run is peek:
             p.add_argument("--rows", type=int, default=3)
             p.add_argument("--split", default="train", help="train (default), val, or val_NAME")
-            p.add_argument("--seq-len", type=int, default=128)
+            p.add_argument("--seq-len", type=int, help="tokens in a row (default: 128, of pairs their own)")
             p.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     del args["command"]

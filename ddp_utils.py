@@ -57,6 +57,8 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 SYNC_EVERY = 200  # steps between comparisons of the parameters of all ranks, beside those before a save
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# it warns that selective checkpointing must not meet in-place operations, of which blocks have none
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
@@ -1077,8 +1079,8 @@ def agree_on_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namesp
 
 def compiles(choice: bool | None, device: torch.device) -> bool:
     """Whether blocks are compiled, with --compile, --no-compile or neither."""
-    if choice is None:  # as Triton needs
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+    if choice is None:  # as Triton and CUDA 13 need
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
     return choice
 
 
@@ -1113,8 +1115,6 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: 
         mode = "none"
     if compiled:
         torch._dynamo.callback.on_compile_start(CompileCounter(say))
-    # a warning that selective checkpointing must not meet in-place operations: blocks have none
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks_of(model):
         block.checkpointing = mode
         if compiled:  # rounded where eager code rounds, so that recomputing gives the same bits

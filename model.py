@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,7 +306,7 @@ class ModelConfig:
         """
         if device.type != "cuda" or self.head_dim < 16:
             return False
-        return torch.cuda.get_device_capability(device) >= ((7, 0) if self.head_dim <= 64 else (8, 0))
+        return torch.cuda.get_device_capability(device) >= ((7, 5) if self.head_dim <= 64 else (8, 0))
 
 
 @dataclass
@@ -429,7 +430,7 @@ class CausalLM(LanguageModel):
             samples = (targets >= 0) & (idx == c.response)  # one position for each
             all_right = in_each_sample(targets >= 0) == in_each_sample(correct)
             exact = samples & all_right[sample]
-            sums |= {"correct": correct.sum(), "samples": samples.sum(), "exact": exact.sum()}
+            sums |= {"samples": samples.sum(), "exact": exact.sum()}
         return objective, sums
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
@@ -1342,6 +1343,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which has only its owner
 
 
 def _post_processor(around: dict[str, int], prefix: bool) -> dict:

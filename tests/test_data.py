@@ -493,6 +493,23 @@ def test_locate(corpus, shards, tmp_path, monkeypatch):
     assert bins(first) == bins(shards)
 
 
+def test_locate_begins_anew_what_never_got_a_shard(tmp_path, monkeypatch):
+    """As without a network: a manifest is there, and says nothing about limits."""
+    monkeypatch.chdir(tmp_path)
+
+    def no_network(self, start):
+        raise data.NotNow("no network.")
+
+    with monkeypatch.context() as offline:
+        offline.setattr(data.Source, "documents", no_network)
+        with pytest.raises(data.NotNow, match="no network"):
+            data.prepare("task:addition", None, "bytes", workers=1, max_samples=9)
+    begun = data.default_directory("task:addition", "bytes")
+    assert data.read_manifest(begun)["shards"] == []
+    found = data.locate("task:addition", "bytes", 0, 0, max_tokens=2000)
+    assert data.read_manifest(found)["settings"]["max_tokens"] == 2000
+
+
 @pytest.mark.parametrize("text, count", [("5000", 5000), ("500k", 500_000), ("32.3k", 32_300),
                                          ("2.01k", 2010), ("20M", 20_000_000), (" 1.5b ", 1_500_000_000)])
 def test_parse_count(text, count):
