@@ -1703,9 +1703,10 @@ class Checkpoints:
         def job():
             try:
                 function(path, path.with_name(f".tmp-{path.name}"), *args)
-            except Exception as error:  # above all a full disk, for which torch.save raises RuntimeError
-                self.say(f"WARNING: {path.name} was not written: {first_line(error)}; training continues, "
-                         "and tries again at the next save")
+            except Exception as error:  # above all a full disk, of which torch.save's RuntimeError says nothing
+                free = shutil.disk_usage(self.directory).free
+                self.say(f"WARNING: {path.name} was not written: {first_line(error)}, with {free / 1e9:.2g} GB "
+                         "free on the disk; training continues, and tries again at the next save")
 
         Checkpoints.unwritten = [self._thread.submit(job)]
 

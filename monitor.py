@@ -349,9 +349,10 @@ class RunLog:
                 cpu_and_ram()  # the first record has the mean since now
             except ImportError:
                 self.say("curves of CPU and RAM are not written: pip install psutil")
-        if sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns:
+        if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
             from tqdm import tqdm  # comes with datasets
-            self._bar = tqdm(total=settings["steps"], initial=step, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=settings["steps"], initial=step, dynamic_ncols=True,
+                             bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
         return evaluations_of(self.records)
 
     def describe(self, facts: dict, peak_flops: float | None, flops_per_token) -> None:
@@ -510,7 +511,7 @@ class RunLog:
                  "speed": human_count(record["tokens_per_sec"]), "eta": human_time(eta)}
         line = STEP_LINE.format(**record | words)
         if self._bar is not None:
-            self._bar.set_postfix_str(line.partition(" | ")[2], refresh=False)
+            self._bar.set_description_str(line.partition(" | ")[2], refresh=False)
         self.say(f"{self.prefix} {line}", on_screen=self._bar is None)
 
     def evaluation_line(self, step: int, found: dict, entropy: float) -> None:

@@ -428,15 +428,28 @@ def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best)
     assert capsys.readouterr().out.endswith("| best so far\n") == best
 
 
-@pytest.mark.parametrize("columns", [0, 80])
-def test_a_terminal_without_a_size_gets_lines(tmp_path, monkeypatch, columns):
+@pytest.mark.parametrize("columns, rows", [(0, 0), (80, 0), (80, 24)])
+def test_a_terminal_without_a_size_gets_lines(tmp_path, monkeypatch, columns, rows):
     """The progress bar would be nothing there."""
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, fileno=lambda: 1, write=len,
                                                        flush=lambda: None))
-    monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((columns, columns)))
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((columns, rows)))
     log = begun(tmp_path)
-    assert (log._bar is not None) == (columns > 0)
+    assert (log._bar is not None) == (rows > 0)
     log.close()
+
+
+def test_a_bar_of_120_columns_has_a_bar_one_eta_and_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, fileno=lambda: 1, write=len,
+                                                       flush=lambda: None))
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((120, 40)))
+    log = begun(tmp_path)
+    log._bar.n, log._bar.total = 150, 300
+    log._bar.set_description_str("loss 4.7627 | lr 4.1e-03 | grad 0.46 | 8.02k tok/s | 35.1% MFU | 0.9 GB | "
+                                 "eta 1m23s | Sync=OK", refresh=False)
+    text = log._bar.format_meter(**log._bar.format_dict | {"ncols": 120})
+    log.close()
+    assert text.startswith("|█████     | 150/300 | loss 4.7627") and text.endswith("eta 1m23s | Sync=OK")
 
 
 @pytest.mark.parametrize("bar", [False, True], ids=["lines", "progress bar"])
