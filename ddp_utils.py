@@ -488,6 +488,12 @@ nonnegative_int = number(0, number_type=int)
 fraction = number(0, 1, open_end=True)
 
 
+def steps_or_fraction(text: str) -> int | float:
+    """A type for argparse: a number of steps, or, below 1, a fraction of them all."""
+    value = number(0)(text)
+    return int(value) if value >= 1 else value
+
+
 def add_flags(parser: argparse.ArgumentParser, title: str, *flags: tuple) -> None:
     """Adds a group of flags (name, type, default, help); a type is bool, a tuple of choices or a function."""
     group = parser.add_argument_group(title)
@@ -568,8 +574,8 @@ def add_training_flags(parser: ArgumentParser) -> None:
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
         ("--lr", number(0), None, "peak learning rate"),
         ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
-        ("--warmup", nonnegative_int, None, "steps of linear warm-up"),
-        ("--grad-clip", number(0), 1.0, "largest gradient norm; 0: any"),
+        ("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run"),
+        ("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping"),
         ("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none"))
 
 

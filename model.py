@@ -1127,9 +1127,12 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, min_ratio: float) -> float:
-    """The rate of a step (from 0): linear warm-up, then `cosine`, `constant`, or `wsd`: constant until it
-    falls linearly over the last fifth. The last step of `cosine` and `wsd` has the rate lr · min_ratio.
+    """The rate of a step (from 0): linear warm-up, over so many steps or, below 1, such a fraction of them all;
+    then `cosine`, `constant`, or `wsd`: constant until it falls linearly over the last fifth. The last step of
+    `cosine` and `wsd` has the rate lr · min_ratio.
     """
+    if warmup < 1:
+        warmup = round(warmup * steps)
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":

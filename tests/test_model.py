@@ -46,6 +46,7 @@ from model import (
     sample,
     to_hf,
 )
+from train_gpt2 import parse_args
 
 VOCAB, PADDED, SEQ_LEN = 60, 64, 16  # padded, so that every test has ids that must not matter
 MODES = ("block", "selective")
@@ -1008,7 +1009,7 @@ def test_a_frozen_parameter_has_no_optimizer():
         assert len(placed) == len(list(model.parameters())) - 1
 
 
-def rates(schedule: str, steps: int = 100, warmup: int = 10) -> list[float]:
+def rates(schedule: str, steps: int = 100, warmup: float = 10) -> list[float]:
     return [learning_rate(s, steps, 2.0, warmup, schedule, 0.1) for s in range(steps)]
 
 
@@ -1028,6 +1029,14 @@ def test_learning_rate_schedules():
     assert wsd[91] == pytest.approx(1.1)  # half-way down
     assert wsd[-1] == pytest.approx(0.2)
     assert constant[10:] == [2.0] * 91
+
+
+def test_a_warm_up_below_1_is_a_fraction_of_the_run():
+    whole, part = rates("cosine", 200, 10), rates("cosine", 200, 0.05)
+    assert part == whole != rates("cosine", 200, 0.06)
+    parsed = [parse_args(["--warmup", text]).warmup for text in ("0", "0.05", "1", "30")]
+    assert parsed == [0, 0.05, 1, 30] and [type(value) for value in parsed[2:]] == [int, int]
+    assert parse_args([]).warmup == 30
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
