@@ -1071,6 +1071,8 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
             raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
         print(f"training {name} on {dataset}", flush=True)
         tokenizer = train_bpe(first_texts(source, settings), int(bpe[1]))
+        if tokenizer.num_ids < int(bpe[1]):
+            print(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short", flush=True)
     else:
         tokenizer = load_tokenizer(name)
     pairs = settings["row"] is not None

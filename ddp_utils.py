@@ -1562,8 +1562,10 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
         candidates = [Path(where)] if Path(where).is_file() else list_checkpoints(where)
         if not candidates and not resuming:
             fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
-            raise UserError(f"{where} {fault}: train first, or name another run directory or file, or a "
-                            f"model of Hugging Face as hf:{where}.")
+            runs = [str(path.parent) for path in sorted(Path(where).parent.glob("*/checkpoints"))]
+            such_as = f", such as {listed(runs)}" if runs else ""
+            raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}, "
+                            f"or a model of Hugging Face as hf:{where}.")
         for path in candidates:
             if resuming:
                 say(f"reading {path}, {path.stat().st_size / 1e9:.3g} GB")

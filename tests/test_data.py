@@ -695,6 +695,12 @@ def test_bpe_learns_from_texts_with_lone_surrogates(tmp_path):
     assert read_documents(tmp_path / "out", "train") == ["? half an emoji", "more text"]
 
 
+def test_a_text_too_short_for_its_ids_is_told_so(corpus, tmp_path, capsys):
+    for ids, short in ((300, False), (100_000, True)):
+        data.prepare(f"text:{corpus}", tmp_path / str(ids), f"bpe:{ids}", workers=1)
+        assert (f"note: bpe:{ids} has only" in capsys.readouterr().out) == short
+
+
 def test_stream_text_gives_whole_characters(tokenizer):
     for text in TRICKY:
         tokens = tokenizer.encode(text)

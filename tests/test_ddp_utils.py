@@ -408,6 +408,13 @@ def test_ranks_started_by_hand_do_not_wait_for_ever(command, code, sentence):
         assert sentence.format(rank=rank) in done.out, done.out
 
 
+def test_a_run_that_is_not_there_is_told_which_are(tmp_path, world):
+    for name in ("a", "b"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"c does not exist: .* such as {tmp_path}/a, {tmp_path}/b, or a model"):
+        load_checkpoint(tmp_path / "c", world, print)
+
+
 def test_a_model_that_does_not_fit_is_one_sentence(tmp_path, shards):
     """2**50 bytes, for which no machine has addresses."""
     command = [sys.executable, ROOT / "train_gpt2.py", "--data", shards, "--out", tmp_path, "--n-layer", 1]
