@@ -84,8 +84,8 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         return 130, "stopped", ""
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
-    if asked := memory_asked_for(error):
-        reason = (f"out of memory (asked for {asked} more): the same command with --dry-run says what fits, "
+    if (asked := memory_asked_for(error)) is not None:
+        reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
                   "such as a smaller --batch or --checkpoint-activations block.")
         return 1, f"error: {reason}", reason
     # whether another process is gone or late, rather than a mistake in this one
@@ -102,16 +102,16 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
                "cannot reach another."), reason
 
 
-def memory_asked_for(error: BaseException) -> str:
-    """What an allocation that failed has asked for; "" for other errors."""
+def memory_asked_for(error: BaseException) -> str | None:
+    """What an allocation that failed has asked for, if it says so; None for other errors."""
     text = str(error)
     lacked = "out of memory" in text.lower() or "DefaultCPUAllocator" in text
     if not lacked and not isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return ""
+        return None
     if found := re.search(r"allocate (\d+) bytes", text):  # on a CPU
-        return f"{int(found[1]) / 2**30:.2f} GiB"
+        return f" (asked for {int(found[1]) / 2**30:.2f} GiB more)"
     found = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
-    return found[1] if found else "memory"
+    return f" (asked for {found[1]} more)" if found else ""
 
 
 def launch(main) -> None:
@@ -491,6 +491,8 @@ fraction = number(0, 1, open_end=True)
 def steps_or_fraction(text: str) -> int | float:
     """A type for argparse: a number of steps, or, below 1, a fraction of them all."""
     value = number(0)(text)
+    if value > 1 and value % 1:
+        raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor below 1")
     return int(value) if value >= 1 else value
 
 
@@ -1711,10 +1713,13 @@ class Checkpoints:
         def job():
             try:
                 function(path, path.with_name(f".tmp-{path.name}"), *args)
-            except Exception as error:  # above all a full disk, of which torch.save's RuntimeError says nothing
-                free = shutil.disk_usage(self.directory).free
-                self.say(f"WARNING: {path.name} was not written: {first_line(error)}, with {free / 1e9:.2g} GB "
-                         "free on the disk; training continues, and tries again at the next save")
+            except Exception as error:  # above all a full disk, of which torch.save says nothing
+                reason = first_line(error)
+                with contextlib.suppress(OSError):  # the directory may be gone
+                    free = shutil.disk_usage(self.directory).free
+                    reason += f", with {free / 1e9:.2g} GB free on the disk"
+                self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
+                         "again at the next save")
 
         Checkpoints.unwritten = [self._thread.submit(job)]
 

@@ -1100,8 +1100,9 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
                     weight_decay: float, vocab_lr: float = 1.0) -> list[torch.optim.Optimizer]:
     """Fused AdamW, AdamAtan2, or `muon`: Muon for the matrices of each Block, AdamW for the rest. Weight
-    decay is for matrices only; an HRM without `halt` has nothing else. Groups with a `scale`, here the embedding table and the head, have so many times the rate of the others.
-    Raises UserError if Muon has nothing to do.
+    decay is for matrices only; an HRM without `halt` has nothing else. Groups with a `scale`, here the
+    embedding table and the head, have so many times the rate of the others. Raises UserError if Muon has
+    nothing to do.
     """
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
     matrices = {id(p) for p in hidden_matrices(model)} if name == "muon" else set()
@@ -1126,10 +1127,11 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     return optimizers
 
 
-def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, min_ratio: float) -> float:
-    """The rate of a step (from 0): linear warm-up, over so many steps or, below 1, such a fraction of them all;
-    then `cosine`, `constant`, or `wsd`: constant until it falls linearly over the last fifth. The last step of
-    `cosine` and `wsd` has the rate lr · min_ratio.
+def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str,
+                  min_ratio: float) -> float:
+    """The rate of a step (from 0): linear warm-up, over `warmup` steps or, below 1, that fraction of all
+    steps; then `cosine`, `constant`, or `wsd`: constant until it falls linearly over the last fifth. The last
+    step of `cosine` and `wsd` has the rate lr · min_ratio.
     """
     if warmup < 1:
         warmup = round(warmup * steps)

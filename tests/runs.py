@@ -5,6 +5,7 @@ averages and optimizer state, are torch.equal.
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -125,6 +126,7 @@ class Trainer:
             code = error.exit_code
             text.write(f"error: {error}\n")
         finally:
+            gc.unfreeze()  # what a run has frozen; a process of its own would be at its end
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             for number, handler in handlers.items():

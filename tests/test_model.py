@@ -932,6 +932,11 @@ def test_a_step_is_skipped_without_asking_the_host(kind, steps):
     optimizer.found_inf = torch.zeros(())
     optimizer.step()
     assert p.isnan().all()  # as it would be without
+    there = torch.nn.Parameter(torch.empty(6, 4, device="meta"))  # whose numbers cannot be asked for at all
+    there.grad = torch.empty_like(there)
+    optimizer = kind([there], lr=0.1)
+    optimizer.found_inf = torch.empty((), device="meta")
+    optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adam-atan2"])
@@ -1037,6 +1042,8 @@ def test_a_warm_up_below_1_is_a_fraction_of_the_run():
     parsed = [parse_args(["--warmup", text]).warmup for text in ("0", "0.05", "1", "30")]
     assert parsed == [0, 0.05, 1, 30] and [type(value) for value in parsed[2:]] == [int, int]
     assert parse_args([]).warmup == 30
+    with pytest.raises(UserError, match="1.5 is neither a whole number nor below 1"):
+        parse_args(["--warmup", "1.5"])
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
