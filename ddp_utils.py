@@ -1564,7 +1564,8 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
         candidates = [Path(where)] if Path(where).is_file() else list_checkpoints(where)
         if not candidates and not resuming:
             fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
-            runs = [str(path.parent) for path in sorted(Path(where).parent.glob("*/checkpoints"))]
+            checkpoints = Path(where).parent.glob("*/checkpoints/step_*.pt")
+            runs = sorted({str(path.parents[1]) for path in checkpoints})
             such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}, "
                             f"or a model of Hugging Face as hf:{where}.")
