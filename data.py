@@ -380,7 +380,7 @@ class Source:
         self.done, self.total, self.files = 0, None, []
         prefix, _, where = dataset.partition(":")
         if prefix == "task" and where in TASKS:
-            self.identity, self.task = dataset, where
+            self.identity, self.task = f"{dataset}, the harder half of the levels held out", where
         elif dataset in ("stdlib", "pairs:stdlib"):
             root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
@@ -442,12 +442,18 @@ class Source:
                         (first, end), (end, node.end_lineno))), None
 
     def _task(self):
-        """A sample is a function of its number. Its level is its condition, and names its validation set."""
+        """A sample is a function of its number. Its level names its validation set; those of the harder half
+        of the levels are all held out.
+        """
         make, levels = TASKS[self.task]
         for number in itertools.count():
             some = random.Random(f"{self.task} {number}")
-            level = some.randint(1, levels)
-            yield (*make(some, level), str(level), str(level)), None
+            if some.random() < UNTRAINED:
+                level = some.randint(levels // 2 + 1, levels)
+                yield (*make(some, level), f"untrained-{level}"), "val"
+            else:
+                level = some.randint(1, levels // 2)
+                yield (*make(some, level), f"trained-{level}"), None
 
     def _text(self):
         """A document per file; with tail:F, the file that contains the boundary gives two."""
@@ -617,9 +623,10 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
                 return rows(grid), rows(solved)
 
 
-# Tasks of many steps: what makes a sample, and how many levels there are, of which the upper half is hard
+# Tasks of many steps: what makes a sample, and how many levels there are. Training has the lower half.
 TASKS = {"addition": (addition, 8), "doubling": (doubling, 8), "sudoku": (sudoku, 4)}
 TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `tiny` need
+UNTRAINED = 0.025  # of all samples those of the upper half, all held out; of the others as many
 
 
 def wikitext_articles(lines):
@@ -996,7 +1003,7 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     if val_split is None:
         # each text file is one document, so a few of them cannot be split by a hash
         few = prefix == "text" and len(glob.glob(dataset[5:], recursive=True)) < 100
-        val_split = "tail:0.1" if few else "hash:0.05" if prefix == "task" else "hash:0.01"
+        val_split = "tail:0.1" if few else f"hash:{UNTRAINED}" if prefix == "task" else "hash:0.01"
     if val_split.startswith("tail:") and (max_tokens or max_samples):
         limit = "--max-tokens" if max_tokens else "--max-samples"
         raise UserError(f"{limit} does not go with --val-split tail:F, also the default for a few text "
@@ -1011,7 +1018,6 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     if prefix == "task":
         if not (max_tokens or max_samples):
             raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
-        condition_field = condition_field or "level"
         val_field = val_field or "level"
     elif val_field and prefix in ("text", "stdlib", "pairs"):
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
@@ -1544,6 +1550,12 @@ class Dataset:
     def val_splits(self) -> dict[str, Shards]:
         """The validation sets by the names that their files begin with."""
         return {f"val_{name}".rstrip("_"): shards for name, shards in self.val.items()}
+
+    def token_bytes(self):
+        """The number of bytes that each id stands for, int64 (ids,); 0 for special tokens."""
+        import torch
+        spellings = self.tokenizer.spellings()
+        return torch.tensor([len(spellings.get(i, b"")) for i in range(self.tokenizer.num_ids)])
 
     def first_pair(self) -> tuple[str, str]:
         """Prompt, with its condition, and response of the first sample that is held out; "" if there is none

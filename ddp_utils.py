@@ -47,7 +47,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
+from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of,
                   fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, row_of,
                   sources_of, unigram_entropy, validation_batches, without_response, write_atomically)
 from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
@@ -55,6 +55,7 @@ from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimiz
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
+CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")  # fields of a configuration that a resume may change
 SYNC_EVERY = 200  # steps between comparisons of the parameters of all ranks, beside those before a save
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # it warns that selective checkpointing must not meet in-place operations, of which blocks have none
@@ -533,14 +534,13 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     for field in flag_fields(config_class):
         name, text = field.name.replace("_", "-"), field.metadata["help"]
         if field.type is bool:
-            group.add_argument(f"--{name}", action="store_true", help=text)
-            if field.default:
-                group.add_argument(f"--un{name}", action="store_false", dest=field.name, help="the opposite")
+            group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
         elif choices := field.metadata["choices"]:
             group.add_argument(f"--{name}", choices=choices, help=text)
         else:  # the default comes in `parse`, because sizes have defaults of their own
             text += "" if field.name in keys else f" ({field.default})"
-            group.add_argument(f"--{name}", type=positive_int if field.type is int else fraction, help=text)
+            number_type = positive_int if field.type is int else fraction
+            group.add_argument(f"--{name}", type=field.metadata["type"] or number_type, help=text)
     group.add_argument("--compile", action=argparse.BooleanOptionalAction,
                        help="compile each block (default: on GPUs)")
     add_training_flags(parser)
@@ -1595,7 +1595,7 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
 def check_resumable(saved: dict, now: dict, say) -> None:
     """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
     def fixed(run: dict) -> dict:
-        model = {k: v for k, v in run["model_config"].items() if k not in ("dropout", "eval_cycles")}
+        model = {k: v for k, v in run["model_config"].items() if k not in CHANGEABLE}
         fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")}
         loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # once a field of the model
         return fixed | model | fixed | loss  # in this order; seq_len is that of the rows
@@ -1899,7 +1899,7 @@ def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, wor
     pairs = vars(config).get("response", -1) >= 0
     if pairs:
         sample_prompt(args, dataset)
-    names = ("dropout", "eval_cycles", "eot", "attention", "start", "response", "end")
+    names = (*CHANGEABLE, "eot", "attention", "start", "response", "end")
     changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if args.init_from and not saved:
         return trained_model(model_class, args, dataset, world, say, config.vocab_size, pairs, changes)
@@ -2072,22 +2072,25 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, sets: dict[str, Shards], stop: StopVote, batch: int, limit: int = 0,
+def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, limit: int = 0,
              masker=None) -> dict[str, float] | None:
     """Means over the first `limit` rows (0: all) of all validation sets together, and over those of each that
     has a name, such as `val_loss/NAME`, with the averaged weights, if the run keeps any. Every rank calls it.
     None if a stop signal has cut it short.
     """
     model, world = state.model.eval(), state.world
+    token_bytes = dataset.token_bytes().to(world.device)
     totals, of_names = Counter(), {}
     with state.averaged_weights():
-        for name, shards in sets.items():
+        for name, shards in dataset.val.items():
             sums = Counter()
             for micro_batch in validation_batches(shards, batch, world.rank, world.world_size, world.device,
                                                   limit, masker):
                 _, found = model(*micro_batch)
                 sums.update({key: value.double() for key, value in found.items()})
-                sums["labels"] += (micro_batch[-1] >= 0).sum()
+                labels = micro_batch[-1]
+                sums["labels"] += (labels >= 0).sum()
+                sums["bytes"] += (token_bytes[labels.clamp(min=0)] * (labels >= 0)).sum()
                 if stop.vote(state.skipped):
                     break
             sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
@@ -2107,6 +2110,8 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_accuracy"] = sums["correct"] / max(sums["labels"], 1)
     if "exact" in sums:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
+    else:  # so that tokenizers can be compared
+        found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
     return found
 
 

@@ -274,9 +274,11 @@ def init_normal(weight: Tensor, std: float) -> None:
     weight.data.mul_(std / 0.98658)
 
 
-def flag(default, help: str, choices: tuple[str, ...] | None = None):
-    """A field of a configuration that is also a command-line flag of the trainer, with default and help."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def flag(default, help: str, choices: tuple[str, ...] | None = None, type=None):
+    """A field of a configuration that is also a command-line flag of the trainer, with default and help;
+    `type` reads its value from the command line, if that is not a number.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, "type": type})
 
 
 DROPOUT = "probability of dropping an activation while training"
@@ -456,16 +458,19 @@ class HRMConfig(AttentionConfig):
     d_model: int = flag(1536, "channels")
     dropout: float = flag(0.0, DROPOUT)
     ff: int = flag(4096, "hidden units of the MLP")
-    h_cycles: int = flag(2, "calls of the slow stack H")
-    l_cycles: int = flag(3, "calls of the fast stack L for each of H")
+    h_cycles: int = flag(2, "cycles, each of them --l-cycles calls of the stack L and one of H; a range such "
+                         "as 1:8 draws their number anew for each training step", type=str)
+    l_cycles: int = flag(3, "calls of the fast stack L in each cycle")
+    bp_cycles: int = flag(0, "backpropagate through the last so many whole cycles, instead of --bp-steps")
     init: str | None = flag(None, "identity: what is added to the residual stream starts at zero, and the "
                             "head, with weights of its own, small; published: as HRM-Text has it, also with "
                             "such a head; tied: the same, but the embedding table is the head",
                             ("identity", "published", "tied"))
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
-    halt: bool = flag(False, "let each token choose how many H-cycles it gets, up to 4")
-    eval_cycles: int = flag(0, "H-cycles in evaluation and use, with --halt at most; 0, none of its own")
-    max_cycles: int = 4  # the largest number of H-cycles with `halt`
+    halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
+    eval_cycles: int = flag(0, "cycles in evaluation and use; 0: as in training, of a range twice the most")
+    least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
+    max_cycles: int = 4  # the largest number of cycles with `halt`
     tie: bool = True  # head and embedding table are one; both of these come from `init`, if that is given
     zero_init: bool = False
     rope_theta: float = 10000.0
@@ -484,12 +489,36 @@ class HRMConfig(AttentionConfig):
 
     @property
     def cycles(self) -> int:
+        """The most in training."""
         return self.max_cycles if self.halt else self.h_cycles
 
+    @property
+    def used_cycles(self) -> int:
+        """Those of evaluation and use."""
+        return self.eval_cycles or self.cycles * (2 if self.least_cycles else 1)
+
+    def kept_calls(self, bp_steps: int | None, cycles: int) -> list[tuple[int, int]]:
+        """For each of so many cycles, how many calls of L, its last ones, and of H keep a graph."""
+        calls = self.l_cycles + 1
+        whole = min(self.bp_cycles, cycles)
+        if whole and not self.halt:
+            return [(0, 0)] * (cycles - whole) + [(self.l_cycles, 1)] * whole
+        bp_steps = min(whole * calls or bp_steps or cycles * calls, cycles * calls)
+        if self.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
+            return [(min(bp_steps - 1, self.l_cycles), 1)] * cycles
+        h_left = min(cycles, bp_steps - 1)
+        l_left = bp_steps - h_left
+        kept = []
+        for _ in range(cycles):  # from the last one to the first
+            l_kept, h_kept = min(l_left, self.l_cycles), min(h_left, 1)
+            l_left, h_left = l_left - l_kept, h_left - h_kept
+            kept.append((l_kept, h_kept))
+        return kept[::-1]
+
     def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
-        """Whether so many bp_steps, of so many H-cycles, give the embedding table a gradient."""
-        few = bp_steps and bp_steps <= (cycles or self.h_cycles)
-        return self.tie or self.halt or self.inject_input or not few
+        """Whether the graph of so many cycles gives the embedding table a gradient."""
+        _, h_kept = self.kept_calls(bp_steps, cycles or self.cycles)[0]  # z_H = x enters the first cycle
+        return self.tie or self.inject_input or h_kept > 0
 
 
 class HRMBlock(Block):
@@ -542,9 +571,10 @@ class HRM(CausalLM):
         repeat h_cycles times:  (repeat l_cycles times:  z_L = L(z_L + z_H));  z_H = H(z_H + z_L)
         logits = head(z_H)
 
-    Backpropagation is truncated as in the paper: `bp_steps` stack calls keep a graph, the last ones of H, and
-    with what is left (at least one) of L. With `halt`, the output is the mean of each token's z_H over all
-    cycles, weighted by halting probabilities (adaptive computation time, Graves 2016, arXiv 1603.08983).
+    Backpropagation is truncated: as in the paper, `bp_steps` stack calls keep a graph, the last ones of H, and
+    with what is left (at least one) of L; or the last `bp_cycles` cycles do, whole. With `halt`, the output
+    is the mean of each token's z_H over all cycles, weighted by halting probabilities (adaptive computation
+    time, Graves 2016, arXiv 1603.08983).
     """
 
     Config = HRMConfig
@@ -581,7 +611,7 @@ class HRM(CausalLM):
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
         objective, sums = self.loss(z, idx, targets)
-        if not self.config.reaches_embedding(bp_steps, cycles):  # DDP waits for a gradient all the same
+        if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient all the same
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
         if self.config.halt:
@@ -593,42 +623,37 @@ class HRM(CausalLM):
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False, cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
         """The recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost of tokens (B, T),
-        and how many H-cycles ran; with `fixed_depth` all of them, without asking other ranks.
+        and how many cycles ran; with `fixed_depth` all of them, without asking other ranks.
         """
+        c = self.config
+        cycles = cycles or (c.cycles if self.training else c.used_cycles)
+        remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
+        out, ponder = 0.0, torch.zeros_like(remaining)
+        for cycle, z_h in enumerate(self.states(idx, cycles, bp_steps, cache), 1):
+            if c.halt:
+                last = cycle == cycles
+                weight, remaining = self.halting_weight(z_h, remaining, last)
+                out = out + weight.unsqueeze(-1) * z_h
+                ponder = ponder + remaining
+                if not last and not fixed_depth and self.everyone_halted(remaining):
+                    break
+        return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
+
+    def states(self, idx: Tensor, cycles: int, bp_steps: int | None = None, cache: KVCache | None = None):
+        """Yields z_H (B, T, C) of idx (B, T) after each of so many cycles."""
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
         rope, mask = self.rope[:, begin:begin + T], self.mask(idx, cache)
         x = self.embed(idx).to(self.compute_dtype) * c.embed_scale  # (B, T, C)
-        cycles = cycles or (0 if self.training else c.eval_cycles) or c.cycles
-        most = cycles * (c.l_cycles + 1)
-        bp_steps = min(bp_steps or most, most)
+        z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
         grad = torch.is_grad_enabled()
-
-        def recur(z_h: Tensor, z_l: Tensor, l_kept: int, h_kept: bool) -> tuple[Tensor, Tensor]:
-            """One H-cycle. The last `l_kept` calls of L keep a graph, and the call of H if `h_kept`."""
+        for l_kept, h_kept in c.kept_calls(bp_steps, cycles):
             for i in range(c.l_cycles):
                 with torch.set_grad_enabled(grad and i >= c.l_cycles - l_kept):
                     z_l = self.L(z_l + z_h + x if c.inject_input else z_l + z_h, rope, mask, cache)
-            with torch.set_grad_enabled(grad and h_kept):
-                return self.H(z_h + z_l, rope, mask, cache), z_l
-
-        z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
-        remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
-        out, ponder = 0.0, torch.zeros_like(remaining)
-        h_kept = min(cycles, bp_steps - 1)  # calls of H that keep a graph, counted from the end;
-        l_kept = bp_steps - h_kept  # and calls of L
-        for cycle in range(1, cycles + 1):
-            later = cycles - cycle
-            # with `halt` the last cycle is not known in advance, so each one keeps what a last one would
-            kept = (bp_steps - 1, True) if c.halt else (l_kept - later * c.l_cycles, later < h_kept)
-            z_h, z_l = recur(z_h, z_l, *kept)
-            if c.halt:
-                weight, remaining = self.halting_weight(z_h, remaining, not later)
-                out = out + weight.unsqueeze(-1) * z_h
-                ponder = ponder + remaining
-                if later and not fixed_depth and self.everyone_halted(remaining):
-                    break
-        return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
+            with torch.set_grad_enabled(grad and h_kept > 0):
+                z_h = self.H(z_h + z_l, rope, mask, cache)
+            yield z_h
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """The weight (B, T) of this cycle in the output, and the mass that remains for later ones. A token
@@ -651,27 +676,29 @@ class HRM(CausalLM):
     def hidden(self, idx: Tensor, cache: KVCache) -> Tensor:
         return self.think(idx, cache=cache, fixed_depth=True)[0]
 
-    def example(self, batch: int, device, bp_steps: int = 5, cycles: int | None = None) -> dict[str, Any]:
-        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
-                               cycles=cycles)
+    def example(self, batch: int, device, bp_steps: int = 5) -> dict[str, Any]:
+        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True)
 
-    def activation_bytes(self, mode: str, idx: Tensor, bp_steps: int = 5, cycles: int | None = None,
-                         **others) -> int:
+    def activation_bytes(self, mode: str, idx: Tensor, bp_steps: int = 5, **others) -> int:
         """As GPT2.activation_bytes, of the stack calls that keep a graph."""
-        c, cycles = self.config, cycles or self.config.cycles
-        calls = cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, cycles * (c.l_cycles + 1))
+        c = self.config
+        calls = sum(map(sum, c.kept_calls(bp_steps, c.cycles)))
         d, ff = {"none": (26, 6), "selective": (14, 4), "block": (2, 0)}[mode]
         return idx.numel() * calls * c.n_layer * (d * c.d_model + ff * c.ff)
 
-    def flops_per_token(self, bp_steps: int = 5, cycles: float | None = None) -> float:
+    def flops_per_token(self, bp_steps: int = 5, cycles: int | None = None) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T: each stack call
-        forward, those with a graph also backward (twice that), and the head. `cycles`: H-cycles that ran.
+        forward, those with a graph also backward (twice that), and the head. `cycles`: how many ran; None:
+        the mean over the numbers that training draws.
         """
-        c, cycles = self.config, cycles or self.config.cycles
+        c = self.config
+        if not cycles:
+            drawn = range(c.least_cycles or c.cycles, c.cycles + 1)
+            return sum(self.flops_per_token(bp_steps, n) for n in drawn) / len(drawn)
         matrices = c.n_layer * (5 * c.d_model**2 + 3 * c.d_model * c.ff)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
         calls = cycles * (c.l_cycles + 1)
-        kept = cycles * min(bp_steps, c.l_cycles + 1) if c.halt else min(bp_steps, calls)
+        kept = sum(map(sum, c.kept_calls(bp_steps, cycles)))
         return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab
 
 
@@ -1180,8 +1207,7 @@ def hrm_to_hf(c: HRMConfig) -> dict:
     refuse_export(c, "halt", "inject_input")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             # a layer of their cache for each attention call
-            "num_hidden_layers": c.n_layer * (c.eval_cycles or c.h_cycles) * (c.l_cycles + 1),
-            "H_cycles": c.eval_cycles or c.h_cycles,
+            "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
             "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
             "prefix_lm": c.attention == "prefix"}

@@ -96,7 +96,7 @@ def main() -> None:
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
-            found = evaluate(state, dataset.val, stop, micro_batch, eval_rows)
+            found = evaluate(state, dataset, stop, micro_batch, eval_rows)
             if found is None:  # a signal has cut it short; the run that resumes evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)

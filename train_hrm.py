@@ -18,8 +18,8 @@ import data
 from data import UserError
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, add_flags, assert_in_sync, begin_log,
                        begin_sum, end_run, evaluate, identity_of, launch, load_data, log_step, make_parser,
-                       new_model, open_run, parse, plan_run, positive_int, run_directory, sample, seed_step,
-                       set_modes, start, use_model)
+                       new_model, open_run, parse, plan_run, run_directory, sample, seed_step, set_modes,
+                       start, use_model)
 from model import HRM, HRMConfig, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
@@ -30,8 +30,9 @@ SIZES = {
                  warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
                  init="identity"),
     "puzzle": dict(d_model=128, n_head=4, n_layer=1, ff=384, seq_len=256, global_batch=16, batch=8, lr=1e-2,
-                   warmup=30, steps=600, eval_every=150, save_every=150, eval_batches=0, data="task:addition",
-                   init="identity", optimizer="muon", sample_every=1, temperature=0.0, max_new_tokens=48),
+                   warmup=30, steps=600, eval_every=200, save_every=200, eval_batches=0, data="task:addition",
+                   init="identity", optimizer="muon", sample_every=1, temperature=0.0, max_new_tokens=48,
+                   h_cycles="1:8", l_cycles=1, bp_cycles=2, inject_input=True),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
                 steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,
@@ -52,30 +53,38 @@ PONDER_COST = 0.01  # of a cycle more, with --halt
 RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
 
 
-def bp_range(text: str) -> tuple[int, int]:
-    """A type for argparse: '2:5' → (2, 5), and '5' → (5, 5)."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if not match or not 2 <= int(match[1]) <= int(match[2] or match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 2 on nor a ramp such as 2:5")
-    return int(match[1]), int(match[2] or match[1])
+def int_range(flag: str, text, lowest: int) -> tuple[int, int]:
+    """'2:5' → (2, 5), and '5' → (5, 5). Raises UserError."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not lowest <= low <= high:
+        raise UserError(f"{flag} {text} is neither a number from {lowest} on nor a range such as {lowest}:5.")
+    return low, high
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, HRMConfig, SIZES)
     add_flags(
         parser, "recurrence",
-        ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
-         "ramp A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"),
-        ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
+        ("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
+         "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"))
     args = parse(parser, HRMConfig, SIZES, argv)
-    if args.halt and args.random_cycles:
-        raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
-    cycles = HRMConfig.max_cycles if args.halt else max(args.h_cycles, args.random_cycles or 0)
-    high = 5 if args.init == "tied" or args.halt or args.inject_input else max(cycles + 1, 5)
-    args.bp_steps = args.bp_steps or (high if args.init_from else 2, high)  # trained weights need no ramp
+    least, args.h_cycles = int_range("--h-cycles", args.h_cycles, 1)
+    args.least_cycles = least if least < args.h_cycles else 0
+    if args.halt and args.least_cycles:
+        raise UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one number.")
+    cycles = HRMConfig.max_cycles if args.halt else args.h_cycles
     calls = cycles * (args.l_cycles + 1)
+    if args.bp_steps:
+        args.bp_steps, args.bp_cycles = int_range("--bp-steps", args.bp_steps, 2), 0
+    elif args.bp_cycles:
+        args.bp_steps = (args.bp_cycles * (args.l_cycles + 1),) * 2
+    else:
+        high = 5 if args.init == "tied" or args.halt or args.inject_input else max(cycles + 1, 5)
+        args.bp_steps = (high if args.init_from else 2, high)  # trained weights need no ramp
     if args.bp_steps[1] > max(calls, 5):
-        raise UserError(f"--bp-steps {args.bp_steps[1]} is more than the {calls} stack calls that there are.")
+        kept = f"--bp-cycles {args.bp_cycles}" if args.bp_cycles else f"--bp-steps {args.bp_steps[1]}"
+        raise UserError(f"{kept} is more than the {cycles} cycles of {args.l_cycles + 1} stack calls.")
     return args
 
 
@@ -84,7 +93,7 @@ def main() -> None:
     low, high = args.bp_steps
     if args.dry_run is not None:
         from test_ddp import dry_run
-        return dry_run(HRM, args, SIZES[args.size], bp_steps=high, cycles=args.random_cycles)
+        return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
     world = start(args)
     out = run_directory(args, f"hrm-{args.size}")
     if args.export or args.chat or args.prompt is not None:
@@ -95,11 +104,14 @@ def main() -> None:
     log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
     global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
         args, SIZES[args.size], dataset, world, saved, log.say)
-    model = new_model(HRM, args, dataset, world, saved, log.say,
+    model = new_model(HRM, args, dataset, world, saved, log.say, least_cycles=args.least_cycles,
                       vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    if not model.config.reaches_embedding(high, args.random_cycles and 1):
-        raise UserError(f"--bp-steps {high} never trains an untied embedding: give one more than --h-cycles.")
-    examples = [model.example(micro_batch, world.device, n, args.random_cycles) for n in args.bp_steps]
+    c = model.config
+    least_cycles = c.least_cycles or c.cycles
+    if not c.reaches_embedding(high, least_cycles):
+        raise UserError(f"with a graph through {high} stack calls an untied embedding never learns: add "
+                        f"--inject-input, or give --bp-steps {least_cycles + 1}.")
+    examples = [model.example(micro_batch, world.device, n) for n in args.bp_steps]
     set_modes(model, args, world, examples[1], log.say)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY,
@@ -108,9 +120,8 @@ def main() -> None:
     identity = identity_of(HRM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)
     step, samples = checkpoints.resume(saved, state, identity)
-    mean_cycles = args.random_cycles and (1 + args.random_cycles) / 2
     begin_log(log, state, dataset, identity, step, saved, lambda record: model.flops_per_token(
-        record["bp_steps"], mean_cycles or record["cycles"]))
+        record["bp_steps"], round(record["cycles"]) if c.halt else None))
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--prompt")
     state.warm_up(*examples)
@@ -123,11 +134,10 @@ def main() -> None:
     metrics = Metrics(world, epoch_rows, saved)
     log.start_clock(step, samples)
 
-    def plan(step: int) -> tuple[float, int, int | None]:
+    def plan(step: int) -> tuple[float, int, int]:
         """How far the ramps of a step are, its bp_steps and its cycles: the same on all ranks."""
         ramp = min(1.0, step / (RAMP * total_steps))
-        draw = random.Random(f"{args.seed} {step}")
-        cycles = args.random_cycles and draw.randint(1, args.random_cycles)
+        cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
 
     # -------------------------------------------------------------------------------------------- training
@@ -143,7 +153,7 @@ def main() -> None:
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
-            found = evaluate(state, dataset.val, stop, micro_batch, eval_rows)
+            found = evaluate(state, dataset, stop, micro_batch, eval_rows)
             if found is None:  # a signal has cut it short; the run that resumes evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)
@@ -172,7 +182,7 @@ def main() -> None:
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
-        if not model.config.reaches_embedding(*plan(step - state.delay)[1:]):
+        if not c.reaches_embedding(*plan(step - state.delay)[1:]):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         stop.vote(state.skipped)  # for a signal or too many skipped updates; counted after the next step

@@ -16,13 +16,11 @@ the same 15 %.
 
 import argparse
 
-import torch
-
 import data
-from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, World, add_flags, assert_in_sync, begin_log,
+from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, add_flags, assert_in_sync, begin_log,
                        begin_sum, end_run, evaluate, identity_of, launch, load_data, local_rank, log_step,
-                       make_parser, new_model, number, open_run, parse, plan_run, reduce_sum, run_directory,
-                       seed_step, set_modes, start, use_model)
+                       make_parser, new_model, number, open_run, parse, plan_run, run_directory, seed_step,
+                       set_modes, start, use_model)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -84,21 +82,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parse(parser, MLMConfig, RECIPES, argv)
 
 
-def mean_bytes(sets: dict[str, data.Shards], tokenizer, world: World, batch: int, limit: int,
-               masker: data.Masker) -> float:
-    """Mean number of bytes of the tokens that an evaluation masks, over all ranks."""
-    spellings = tokenizer.spellings()
-    lengths = torch.tensor([len(spellings.get(i, "")) for i in range(tokenizer.num_ids)])
-    size = count = 0
-    for shards in sets.values():
-        for _, _, labels in data.validation_batches(shards, batch, world.rank, world.world_size, "cpu",
-                                                    limit, masker):
-            masked = labels[labels >= 0]
-            size, count = size + int(lengths[masked].sum()), count + len(masked)
-    size, count = reduce_sum([size, count], world)
-    return size / count
-
-
 def main() -> None:
     args = parse_args()
     if args.list_presets:
@@ -137,8 +120,6 @@ def main() -> None:
     loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
                          samples, masker)
     eval_rows = args.eval_batches * global_batch  # 0: all
-    if dataset.val:
-        bytes_per_token = mean_bytes(dataset.val, tokenizer, world, micro_batch, eval_rows, eval_masker)
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
     epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
     metrics = Metrics(world, epoch_rows, saved)
@@ -157,10 +138,9 @@ def main() -> None:
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
-            found = evaluate(state, dataset.val, stop, micro_batch, eval_rows, eval_masker)
+            found = evaluate(state, dataset, stop, micro_batch, eval_rows, eval_masker)
             if found is None:  # a signal has cut it short; the run that resumes evaluates this step
                 continue
-            found["val_nats_per_byte"] = found["val_loss"] / bytes_per_token
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, metrics.ends_epoch)
         if stopping or done:

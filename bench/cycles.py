@@ -1,13 +1,11 @@
-"""What more H-cycles give a trained HRM, and which samples take them: exact matches by level of difficulty.
+"""Does an HRM answer better with more cycles? Exact matches by level of difficulty, and the picture of it.
 
-    torchrun --nproc_per_node=2 train_hrm.py --size puzzle --random-cycles 4 --out runs/random
-    python bench/cycles.py runs/random --data shards/task-addition-bytes --cycles 1,2,4,8,16
+    torchrun --nproc_per_node=2 train_hrm.py --size puzzle
+    python bench/cycles.py runs/hrm-puzzle-task-addition-bytes --picture cycles.png
 
-Of models trained with --halt also the expected number of cycles of a response's tokens, by the weights that
-they give to the states after each; --picture draws it.
+The levels are the validation sets of --data. Training has those whose name begins with trained.
 """
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -21,31 +19,36 @@ from model import HRM  # noqa: E402
 
 
 @torch.no_grad()
-def by_level(model: HRM, dataset: data.Dataset, device) -> dict[str, tuple[float, float]]:
-    """Of each level, and of all as "": exact matches, and the mean of the cycles that tokens chose."""
-    sums = {}  # of each level: samples, exact ones, tokens, their cycles
-    for name, shards in dataset.val.items():
-        sums[name] = torch.zeros(4, dtype=torch.float64)
-        for x, y in data.validation_batches(shards, 16, 0, 1, device):
-            _, found = model(x, y)
-            taken = 1 + model.think(x)[1]  # of each token that chooses its cycles
-            counted = y >= 0
-            found = found["samples"], found["exact"], counted.sum(), (taken * counted).sum()
-            sums[name] += torch.stack(found).double().cpu()
-    sums = {"": sum(sums.values())} | sums
-    return {name: ((exact / samples).item(), (cycles / tokens).item())
-            for name, (samples, exact, tokens, cycles) in sums.items()}
+def by_cycles(model: HRM, shards: data.Shards, most: int, device) -> list[float]:
+    """The share of exact matches after each cycle, from 1 to `most`."""
+    exact, samples = torch.zeros(most), 0
+    for x, y in data.validation_batches(shards, 16, 0, 1, device):
+        for cycle, z_h in enumerate(model.states(x, most)):
+            _, found = model.loss(z_h, x, y)
+            exact[cycle] += found["exact"].cpu()
+        samples += found["samples"].item()
+    return (exact / samples).tolist()
 
 
-def draw(lines: dict[str, dict[str, float]], path: Path) -> None:
-    """The mean number of cycles by level."""
+def mean(levels: dict[str, list[float]], prefix: str) -> list[float]:
+    """The mean over the levels whose name begins so, after each cycle."""
+    chosen = [exact for name, exact in levels.items() if name.startswith(prefix)]
+    return [sum(values) / len(values) for values in zip(*chosen)]
+
+
+def draw(levels: dict[str, list[float]], trained_with: int, path: Path) -> None:
+    """A line for each level, dashed for those of training, with a mark at the most cycles of training."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(8, 4.5))
     axes = figure.subplots()
-    for i, (label, levels) in enumerate(lines.items()):
-        axes.plot(levels.keys(), levels.values(), marker="os^Dv"[i % 5], label=label)
-    axes.set(xlabel="level of difficulty", ylabel="expected H-cycles of a token of the response")
-    axes.legend()
+    for i, (name, exact) in enumerate(levels.items()):
+        style = "--" if name.startswith("trained") else "-"
+        axes.plot(range(1, len(exact) + 1), [100 * share for share in exact], color=f"C{i}", label=name,
+                  linestyle=style, marker="os^DvPXh"[i % 8], markevery=3)
+    axes.axvline(trained_with, color="gray", linewidth=1)
+    axes.text(trained_with, 3, " most cycles in training")
+    axes.set(xlabel="cycles", ylabel="exact matches in %", ylim=(0, 101))
+    axes.legend(title="level", loc="lower right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
 
@@ -53,25 +56,25 @@ def draw(lines: dict[str, dict[str, float]], path: Path) -> None:
 def main() -> None:
     parser = data.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories")
-    parser.add_argument("--data", type=Path, required=True, help="what it was trained on, prepared")
-    parser.add_argument("--cycles", default="1,2,4,8,16")
-    parser.add_argument("--picture", type=Path, help="PNG of the cycles by level, a line for each run")
+    parser.add_argument("--data", type=Path, default="shards/task-addition-bytes", help="prepared samples")
+    parser.add_argument("--cycles", default="1,2,3,4,6,8,12,16,24", help="columns of the table")
+    parser.add_argument("--picture", type=Path, help="PNG of the first run, a line for each level")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
-    lines = {}
-    for run, cycles in itertools.product(args.runs, map(int, args.cycles.split(","))):
-        model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None, eval_cycles=cycles)
+    columns = [int(n) for n in args.cycles.split(",")]
+    print("| run | level |" + "".join(f" {n} |" for n in columns) + "\n|---|---|" + "---|" * len(columns))
+    for run in args.runs:
+        model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None)
         model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
-        found = by_level(model.eval(), data.Dataset([args.data], model.config.seq_len), world.device)
-        if not lines:
-            print("| run | cycles |" + "".join(f" {name or 'all'} |" for name in found) + "\n" + "|---" * (
-                len(found) + 2) + "|")
-        print(f"| {run.name} | {cycles} |" + "".join(
-            f" {exact:.1%}" + f" ({taken:.2f} cycles)" * model.config.halt + " |"
-            for exact, taken in found.values()), flush=True)
-        lines[f"{run.name}, at most {cycles}"] = {name: taken for name, (_, taken) in found.items() if name}
-    if args.picture:
-        draw(lines, args.picture)
+        model.eval()
+        dataset = data.Dataset([args.data], model.config.seq_len)
+        levels = {name: by_cycles(model, shards, max(columns), world.device)
+                  for name, shards in dataset.val.items()}
+        means = {f"mean of {prefix}": mean(levels, prefix) for prefix in ("trained", "untrained")}
+        for name, exact in (levels | means).items():
+            print(f"| {run.name} | {name} |" + "".join(f" {exact[n - 1]:.1%} |" for n in columns), flush=True)
+        if args.picture and run == args.runs[0]:
+            draw(levels, model.config.h_cycles, args.picture)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,13 @@ SETTINGS = {
     "plain-muon": "train_hrm.py --h-cycles 1 --l-cycles 1 --optimizer muon",
     "hrm-muon": "train_hrm.py --optimizer muon",
     "gpt2": "train_gpt2.py --modern --optimizer muon",
-    # for tasks: the same four, with one block a stack
+    # for tasks, with one block a stack
     "puzzle": "train_hrm.py --size puzzle",
-    "puzzle-plain": "train_hrm.py --size puzzle --h-cycles 1 --l-cycles 1",
-    "puzzle-deep": "train_hrm.py --size puzzle --h-cycles 1 --l-cycles 1 --n-layer 3",
+    "puzzle-published":
+        "train_hrm.py --size puzzle --h-cycles 2 --l-cycles 3 --bp-steps 2:5 --no-inject-input",
+    "puzzle-calls": "train_hrm.py --size puzzle --h-cycles 1:4 --l-cycles 3 --bp-steps 2:5",  # H first
+    "puzzle-plain": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input",
+    "puzzle-deep": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input --n-layer 3",
     "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 2 --n-head 4",
 }
 
@@ -56,8 +59,10 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),
                                  **ddp_utils.flags_of_model(kind.Config, parsed)))
-    bp_steps = [parsed.bp_steps[1]] if kind is HRM else []
-    return num_params(model), model.flops_per_token(*bp_steps)
+    if kind is GPT2:
+        return num_params(model), model.flops_per_token()
+    model.config.least_cycles = parsed.least_cycles
+    return num_params(model), model.flops_per_token(parsed.bp_steps[1])
 
 
 def harder_half(record: dict) -> float:

@@ -269,6 +269,24 @@ def test_control_one_call_more_or_less_is_noticed():
     assert differing(actual, reference(hrm(), KEPT[4]))
 
 
+@pytest.mark.parametrize("config", [{"inject_input": True}, {"tie": False, "inject_input": True}], ids=str)
+def test_whole_cycles_equal_explicit_detach(config):
+    """Whatever bp_steps says."""
+    expected = reference(hrm(**config), "....LLLH")
+    assert differing(expected, step(hrm(bp_cycles=1, **config), bp_steps=2)[0]) == []
+    both = reference(hrm(**config), "LLLHLLLH")
+    for cycles in (2, 9):
+        assert differing(both, step(hrm(bp_cycles=cycles, **config))[0]) == []
+    assert differing(expected, step(hrm(**config), bp_steps=4)[0])  # control: H first, which is another graph
+
+
+@torch.no_grad()
+def test_states_are_what_fixed_numbers_of_cycles_give():
+    model, x = hrm(inject_input=True), tokens()
+    for cycles, state in enumerate(model.states(x, 4), 1):
+        assert torch.equal(F.linear(state, model.head_weight), model(x, cycles=cycles))
+
+
 @pytest.mark.parametrize("bp_steps, cycle", [(2, "..LH"), (3, ".LLH"), (4, "LLLH"), (5, "LLLH"), (8, "LLLH")])
 def test_with_halt_every_cycle_keeps_what_a_last_one_would(monkeypatch, bp_steps, cycle):
     model, kept = hrm(depth=4), []
@@ -1127,6 +1145,17 @@ def test_flops_are_those_that_torch_counts(bp_steps, tie):
 def test_flops_with_halt_are_those_that_torch_counts(bp_steps):
     model = hrm(depth=4)
     assert model.flops_per_token(bp_steps) == pytest.approx(counted_flops(model, bp_steps), rel=0.01)
+
+
+def test_flops_of_whole_cycles_and_of_a_range():
+    model = hrm(h_cycles=4, least_cycles=3, l_cycles=1, bp_cycles=2, inject_input=True)
+    counted = []
+    for cycles in (3, 4):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            step(model, cycles=cycles)
+        counted.append(counter.get_total_flops() / tokens().numel())
+        assert model.flops_per_token(cycles=cycles) == counted[-1]
+    assert model.flops_per_token() == sum(counted) / 2 != counted[0]
 
 
 def test_flops_of_the_largest_size():

@@ -286,7 +286,7 @@ def test_tags(tmp_path):
     log = begun(tmp_path)
     log.write(record(1, val_loss=4.5, epoch_loss=4.8, epoch_seconds=12.0, bp_steps=2, cycles=2.0, ponder=0.1,
                      val_exact=0.6, **{"val_exact/easy": 0.7}))
-    log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_nats_per_byte=1.0))
+    log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_bits_per_byte=1.0))
     log.sample("def main():\n    pass", 2)
     log.close()
     found = curves(tmp_path)
@@ -413,8 +413,8 @@ def test_wandb(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("found, line", [
     ({"val_accuracy": None}, "step 9 | validation loss 4.6251 | unigram entropy 2.8986\n"),
-    ({"val_accuracy": 0.1234, "val_nats_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
-     "1.5000 nats per masked byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
+    ({"val_accuracy": 0.1234, "val_bits_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
+     "1.5000 bits per byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
 def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
     RunLog(tmp_path, True, "").evaluation_line(9, {"val_loss": 4.62509, **found}, 2.89861)
     assert capsys.readouterr().out == (tmp_path / "train.log").read_text() == line

@@ -1,5 +1,6 @@
 """Tasks of many steps: their answers are right, their levels too, and a trainer learns from them."""
 
+import collections
 import itertools
 import json
 import random
@@ -74,11 +75,37 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
     source = data.Source("task:doubling", data.settings_of("task:doubling", max_samples=3000))
     first = list(itertools.islice(source.documents(0), 50))
     assert list(itertools.islice(source.documents(20), 30)) == first[20:]
-    assert all(level == name for (_, _, level), _, name in first)
-    assert {name for *_, name in first} == set("12345678")
-    assert data.Dataset([whole], 256).val.keys() == set("12345678")
     manifest = json.loads((whole / "manifest.json").read_text())
-    assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.05"
+    assert manifest["row"] == 256 and manifest["settings"]["val_split"] == "hash:0.025"
+
+
+@pytest.mark.parametrize("task", ["addition", "doubling", "sudoku"])
+def test_the_harder_half_of_the_levels_is_all_held_out(tmp_path, task):
+    def level(prompt: str) -> int:
+        if task == "sudoku":
+            return prompt.count("0") // 6
+        if task == "doubling":
+            return int(prompt.split()[0])
+        nines = [int(x) + int(y) == 9 for x, y in zip(*prompt.split("+"))]
+        return max(len([*run]) for nine, run in itertools.groupby(nines) if nine)
+
+    half = data.TASKS[task][1] // 2
+    count = 1000
+    source = data.Source(f"task:{task}", data.settings_of(f"task:{task}", max_samples=count))
+    found = collections.Counter()
+    for (prompt, _), split, name in itertools.islice(source.documents(0), count):
+        kind, number = name.split("-")
+        assert int(number) == level(prompt)
+        assert (kind, split) == (("trained", None) if level(prompt) <= half else ("untrained", "val"))
+        found[name] += 1
+    untrained = sum(n for name, n in found.items() if name.startswith("untrained"))
+    assert len(found) == 2 * half and 5 < untrained < 60
+    shards = data.prepare(f"task:{task}", tmp_path / "shards", max_samples=count, workers=1)
+    dataset = data.Dataset([shards], 256)
+    assert dataset.val.keys() <= found.keys()
+    text = "".join(dataset.tokenizer.decode(tokens[:]) for tokens in dataset.train.tokens)
+    prompts = re.findall(rf"{re.escape(data.EOT)}([^<]+){re.escape(data.RESPONSE)}", text)
+    assert len(prompts) > 900 and {level(prompt) for prompt in prompts} == {*range(1, half + 1)}
 
 
 def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
@@ -86,9 +113,8 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     shards = data.prepare("task:sudoku", tmp_path / "shards", max_samples=200, workers=1)
     dataset = data.Dataset([shards], 256)
     question, answer = dataset.first_pair()
-    assert question[0] in "1234" and len(question) == 42 and len(answer) == 41
-    assert question[1:].count("0") == 6 * int(question[0]) and all(
-        given in ("0", digit) for given, digit in zip(question[1:], answer))
+    assert len(question) == len(answer) == 41 and question.count("0") in (6, 12, 18, 24)
+    assert all(given in ("0", digit) for given, digit in zip(question, answer))
     first = dataset.tokenizer.decode([*dataset.val.values()][0].grids[0][1][0])
     assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
@@ -112,9 +138,11 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
 def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data, "TASK_TOKENS", 30000)
+    monkeypatch.setattr(data, "UNTRAINED", 0.3)
     done = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2).train(
         0, "task:doubling", tmp_path / "run", steps=2, eval_every=2)
     assert done.code == 0 and "task:doubling is prepared up to 30,000 tokens" in done.out, done.out
-    assert re.search(r"exact match .*\| 1 \d+\.\d%, 2 .*, 8 \d+\.\d%", done.out) and "rows of 256" in done.out
+    groups = r"\| trained \d+\.\d% \(1 \d+\.\d%, .*\), untrained \d+\.\d% \(5 .*, 8 \d+\.\d%\)"
+    assert re.search("exact match .*" + groups, done.out) and "rows of 256" in done.out, done.out
     assert (tmp_path / "shards" / "task-doubling-bytes" / "manifest.json").exists()
     assert data.read_manifest(data.locate("task:sudoku", None, 0, 0, max_samples=50, row=300))["row"] == 300

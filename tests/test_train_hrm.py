@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import time
 from pathlib import Path
 
@@ -24,11 +25,12 @@ train, here = HRM.train, HRM.here
 
 EVERYTHING = {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1, "precision": "bf16",
               "optimizer": "adam-atan2"}
+WHOLE_CYCLES = {"h_cycles": "1:4", "l_cycles": 1, "bp_cycles": 2, "inject_input": True, "eval_cycles": 6}
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards):
     """Of one process; of two, test_trainer.py kills them."""
-    HRM.check_killed_run(tmp_path, 0, shards, ema=0.9, random_cycles=3, eval_cycles=4)
+    HRM.check_killed_run(tmp_path, 0, shards, ema=0.9, h_cycles="1:3", eval_cycles=4)
 
 
 @pytest.mark.long
@@ -37,7 +39,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards):
 @pytest.mark.parametrize("changes", [
     {}, {"precision": "bf16"}, {"batch": 1}, {"ema": 0.9}, {"halt": True},
     {"halt": True, "precision": "bf16"}, {"dropout": 0.1, "checkpoint_activations": "selective"},
-    {"optimizer": "muon"}, {"random_cycles": 4}, {"random_cycles": 4, "strategy": "zero3"}, PUBLISHED,
+    {"optimizer": "muon"}, WHOLE_CYCLES, WHOLE_CYCLES | {"strategy": "zero3"}, PUBLISHED,
     PUBLISHED | {"strategy": "zero1"},
     PUBLISHED | {"strategy": "zero2"}, EVERYTHING], ids=str)
 def test_a_killed_run_resumes_bit_for_bit_in_every_variant(tmp_path, shards, ranks, changes):
@@ -53,7 +55,7 @@ def test_another_seed_is_another_run(tmp_path, shards):
 
 
 def test_the_number_of_processes_changes_nothing_but_rounding(tmp_path, shards):
-    common = {"steps": 20, "save_every": 20, "eval_every": 20, "random_cycles": 3}  # alike on all ranks
+    common = {"steps": 20, "save_every": 20, "eval_every": 20, "h_cycles": "1:3"}  # alike on all ranks
     train(0, shards, tmp_path / "one", **common)
     for name, ranks, batch in (("two", 2, None), ("accumulated", 2, 2)):
         assert train(ranks, shards, tmp_path / name, batch=batch, **common).code == 0
@@ -256,9 +258,13 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     others = {"init", "optimizer", "schedule", "grad_clip", "ema"}
     assert differ(wanted, *published, *given) == others  # what is given counts, also what is usual elsewhere
     assert not differ({"bp_steps": (2, 5)}, "--halt")
-    assert not differ({"bp_steps": (2, 9)}, "--random-cycles", "8", "--size", "puzzle")
+    assert not differ({"bp_steps": (2, 9), "h_cycles": 8, "least_cycles": 1}, "--h-cycles", "1:8")
     for reached in (("--init", "tied"), ("--inject-input",)):
-        assert not differ({"bp_steps": (2, 5)}, "--h-cycles", "8", *reached)
+        assert not differ({"bp_steps": (2, 5), "least_cycles": 0}, "--h-cycles", "8", *reached)
+    whole = {"bp_steps": (4, 4), "bp_cycles": 2, "h_cycles": 8, "least_cycles": 1, "inject_input": True}
+    assert not differ(whole, "--size", "puzzle")
+    calls = {"bp_steps": (2, 5), "bp_cycles": 0, "inject_input": False}
+    assert not differ(calls, "--size", "puzzle", "--bp-steps", "2:5", "--no-inject-input")
     assert differ(wanted, "--size", "1b") == others | {"vocab_size", "warmup"}
     assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
 
@@ -303,22 +309,23 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards)
     assert further.code == 2 and "was trained with halt False" in further.out
 
 
-def test_random_cycles_count_in_the_estimates(tmp_path, shards, monkeypatch):
-    """Of memory as many as there can be, of FLOPs their mean, not those of the configuration."""
+def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch):
+    """Of memory as many as there can be, of FLOPs their mean."""
     flags = ("--dry-run", "1x8", "--data", "task:doubling", "--global-batch", "64", "--batch", "64",
              "--d-model", "64", "--n-head", "2", "--n-layer", "1", "--ff", "128", "--no-compile")
     tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
-        ("--random-cycles", "6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
+        ("--h-cycles", "1:6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
     assert tables[0] == tables[1] != tables[2], tables
     begun = {}
     monkeypatch.setattr(train_hrm, "begin_log", lambda *arguments: begun.update(flops=arguments[-1]))
     monkeypatch.setattr(train_hrm.TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
     monkeypatch.setattr(train_hrm, "StopVote", lambda world: 1 / 0)  # and no more
     with pytest.raises(ZeroDivisionError):
-        train(0, shards, tmp_path / "run", random_cycles=6)
+        train(0, shards, tmp_path / "run", h_cycles="1:6")
     state, *examples = begun["warm_up"]
-    assert [(example["bp_steps"], example["cycles"]) for example in examples] == [(2, 6), (7, 6)]
-    assert begun["flops"]({"bp_steps": 7, "cycles": 1.0}) == state.model.flops_per_token(7, 3.5)
+    assert [example["bp_steps"] for example in examples] == [2, 7] and state.model.config.h_cycles == 6
+    mean = statistics.fmean(state.model.flops_per_token(7, cycles) for cycles in range(1, 7))
+    assert begun["flops"]({"bp_steps": 7, "cycles": 1.0}) == mean
 
 
 def test_cycles_of_evaluation(tmp_path, shards):
@@ -361,10 +368,12 @@ def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
     ours, theirs = tensors_of(tmp_path / "run"), tensors_of(tmp_path / "resumed")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     done = train(0, shards, tmp_path / "never", **flags | {"bp_steps": 2})
-    assert done.code == 2 and "--bp-steps 2 never trains an untied embedding" in done.out, done.out
-    for h_cycles in (1, 3):  # which the random ones replace
-        out = tmp_path / f"random{h_cycles}"
-        done = train(0, shards, out, **flags | {"bp_steps": 2, "random_cycles": 3, "h_cycles": h_cycles})
+    assert done.code == 2 and "an untied embedding never learns: add --inject-input" in done.out, done.out
+    done = train(0, shards, tmp_path / "never", **flags | {"bp_cycles": 1, "bp_steps": None})
+    assert done.code == 2 and "an untied embedding never learns: add --inject-input" in done.out, done.out
+    for name, graph in (("calls", {"bp_steps": 2}), ("cycles", {"bp_cycles": 1, "bp_steps": None})):
+        out = tmp_path / name  # the graph reaches the embedding in steps of one cycle
+        done = train(0, shards, out, **flags | graph | {"h_cycles": "1:3"})
         assert done.code == 0, done.out
         cycles = [record["cycles"] for record in steps_of(out)]
         assert set(cycles) == {1, 2, 3}

@@ -1,6 +1,7 @@
 """train_mlm.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -33,10 +34,10 @@ def test_a_run_can_be_used(tmp_path, shards):
     out = tmp_path / "run"
     done = MLM.train(0, shards, out, steps=20)
     assert done.code == 0, done.out
-    assert re.search(r"accuracy [\d.]+% \| [\d.]+ nats per masked byte", done.out), done.out
+    assert re.search(r"accuracy [\d.]+% \| [\d.]+ bits per byte", done.out), done.out
     record = evaluations_of(out)[-1]
     assert 0 <= record["val_accuracy"] <= 1
-    assert record["val_nats_per_byte"] == record["val_loss"]  # ids are bytes
+    assert record["val_bits_per_byte"] == record["val_loss"] / math.log(2)  # ids are bytes
     filled = MLM.here("--out", out, "--export", "--fill", "def [MASK]elf(x[MASK]:")
     lines = filled.out.splitlines()[-2:]
     assert filled.code == 0 and all(len(re.findall(r"[\d.]+%", line)) == 5 for line in lines), filled.out

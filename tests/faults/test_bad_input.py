@@ -214,9 +214,11 @@ MISTAKES = {
     "train_hrm.py --prompt x --out run-hrm --top-p 2": "--top-p & 2 & 1",
     # HRM
     "train_hrm.py --n-head 3": "--n-head 3 & --d-model 32",
-    "train_hrm.py --bp-steps 40": "--bp-steps 40 & 8",
+    "train_hrm.py --bp-steps 40": "--bp-steps 40 & 2 cycles & 4 stack calls",
+    "train_hrm.py --bp-cycles 3": "--bp-cycles 3 & 2 cycles",
     "train_hrm.py --bp-steps 5:2": "--bp-steps & 5:2 & 2:5",
-    "train_hrm.py --halt --random-cycles 3": "--random-cycles & --halt",
+    "train_hrm.py --halt --h-cycles 1:3": "--h-cycles & --halt",
+    "train_hrm.py --h-cycles 3:1": "--h-cycles & 3:1 & 1:5",
     "train_hrm.py --init zero": "--init & zero & identity",
     "train_hrm.py --h-cycles 0": "--h-cycles & 0 & 1",
     # GPT-2
