@@ -496,16 +496,22 @@ def steps_or_fraction(text: str) -> int | float:
     return int(value) if value >= 1 else value
 
 
-def add_flags(parser: argparse.ArgumentParser, title: str, *flags: tuple) -> None:
-    """Adds a group of flags (name, type, default, help); a type is bool, a tuple of choices or a function."""
+def flag_group(parser: argparse.ArgumentParser, title: str):
+    """Begins a group of flags. Returns a function that adds one: its name, type, default and help; a type is
+    bool, a tuple of choices or a function.
+    """
     group = parser.add_argument_group(title)
-    for name, flag_type, default, text in flags:
+
+    def flag(name: str, flag_type, default, text: str) -> None:
         text += "" if default in (None, "") else f" ({default})"
         if flag_type is bool:
             group.add_argument(name, action="store_true", help=text)
+        elif isinstance(flag_type, tuple):
+            group.add_argument(name, choices=flag_type, default=default, help=text)
         else:
-            kind = "choices" if isinstance(flag_type, tuple) else "type"
-            group.add_argument(name, default=default, help=text, **{kind: flag_type})
+            group.add_argument(name, type=flag_type, default=default, help=text)
+
+    return flag
 
 
 def flag_fields(config_class: type) -> list:
@@ -551,87 +557,80 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
 
 
 def add_training_flags(parser: ArgumentParser) -> None:
-    add_flags(
-        parser, "data",
-        ("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
+    flag = flag_group(parser, "data")
+    flag("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
          "which is prepared first if necessary, from the hub 20 tokens for each parameter; A,B,B reads two, "
-         "and B twice in each epoch"),
-        ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
+         "and B twice in each epoch")
+    flag("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for tasks, else "
-         "gpt2)"),
-        ("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B"),
-        ("--max-samples", parse_count, None, "prepare only so many documents"),
-        ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
-    add_flags(
-        parser, "steps and batches",
-        ("--steps", positive_int, None, "optimizer steps of the run"),
-        ("--epochs", number(1e-9), None, "passes over the data, instead of --steps"),
-        ("--global-batch", positive_int, None, "sequences in a step, over all processes"),
-        ("--batch", positive_int, None, "sequences in a micro-batch (default: the largest that divides, up "
-         "to the table's)"),
-        ("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch"))
-    add_flags(
-        parser, "optimization",
-        ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
-         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
-        ("--lr", number(0), None, "peak learning rate"),
-        ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
-        ("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run"),
-        ("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping"),
-        ("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none"))
+         "gpt2)")
+    flag("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B")
+    flag("--max-samples", parse_count, None, "prepare only so many documents")
+    flag("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout")
+    flag = flag_group(parser, "steps and batches")
+    flag("--steps", positive_int, None, "optimizer steps of the run")
+    flag("--epochs", number(1e-9), None, "passes over the data, instead of --steps")
+    flag("--global-batch", positive_int, None, "sequences in a step, over all processes")
+    flag("--batch", positive_int, None, "sequences in a micro-batch (default: the largest that divides, up "
+         "to the table's)")
+    flag("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch")
+    flag = flag_group(parser, "optimization")
+    flag("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
+         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it")
+    flag("--lr", number(0), None, "peak learning rate")
+    flag("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only")
+    flag("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run")
+    flag("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping")
+    flag("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none")
 
 
 def add_running_flags(parser: ArgumentParser) -> None:
-    add_flags(
-        parser, "running",
-        ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
-         "auto: bf16 where the hardware has it"),
-        ("--checkpoint-activations", (*CHECKPOINTING, "auto"), "none", "recompute in the backward pass, "
+    flag = flag_group(parser, "running")
+    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
+         "auto: bf16 where the hardware has it")
+    flag("--checkpoint-activations", (*CHECKPOINTING, "auto"), "none", "recompute in the backward pass, "
          "exactly: block keeps only the input of a block, selective the matrix products too; auto: the first "
-         "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB"),
-        ("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
-         "bits, and so do compiled blocks with other --checkpoint-activations"),
-        ("--strategy", STRATEGIES, "ddp", "what is sharded over the processes: nothing, the optimizer state, "
-         "also gradients, also parameters, and these in host memory; each resumes from any other"),
-        ("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if any"),
-        ("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs"),
-        ("--timeout", positive_int, 600, "seconds to wait for a lost process"))
+         "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB")
+    flag("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
+         "bits, and so do compiled blocks with other --checkpoint-activations")
+    flag("--strategy", STRATEGIES, "ddp", "what is sharded over the processes: nothing, the optimizer state, "
+         "also gradients, also parameters, and these in host memory; each resumes from any other")
+    flag("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if any")
+    flag("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs")
+    flag("--timeout", positive_int, 600, "seconds to wait for a lost process")
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory that each process needs: here, or on, say, 8x141")
-    add_flags(
-        parser, "slow links between nodes, with --strategy ddp",
-        ("--comm", ("fp32", "bf16", "late"), "fp32", "what gradients are sent as; late: as int8, while the "
-         "next step is computed, and applied one step late; best with --optimizer muon"))
-    add_flags(
-        parser, "output",
-        ("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)"),
-        ("--log-every", positive_int, 10, "steps between log lines"),
-        ("--wandb", bool, None, "send the curves to Weights & Biases as well"),
-        ("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too"),
-        ("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all"),
-        ("--save-every", positive_int, None, "steps between checkpoints"),
-        ("--keep-last", positive_int, 3, "checkpoints to keep, beside the best"),
-        ("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
-         "an --out without checkpoints; or the path of a checkpoint or of a run directory"),
-        ("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
-         "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up"),
-        ("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training"))
+    flag = flag_group(parser, "slow links between nodes, with --strategy ddp")
+    flag("--comm", ("fp32", "bf16", "late"), "fp32", "what gradients are sent as; late: as int8, while the "
+         "next step is computed, and applied one step late; best with --optimizer muon")
+    flag = flag_group(parser, "output")
+    flag("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)")
+    flag("--log-every", positive_int, 10, "steps between log lines")
+    flag("--wandb", bool, None, "send the curves to Weights & Biases as well")
+    flag("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too")
+    flag("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all")
+    flag("--save-every", positive_int, None, "steps between checkpoints")
+    flag("--keep-last", positive_int, 3, "checkpoints to keep, beside the best")
+    flag("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
+         "an --out without checkpoints; or the path of a checkpoint or of a run directory")
+    flag("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
+         "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
+    flag("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training")
 
 
 def add_text_flags(parser: ArgumentParser) -> None:
-    add_flags(
-        parser, "prompts and responses",
-        ("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
-         "all)"),
-        ("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training"),
-        ("--chat", bool, None, "answer prompts that are typed in, one after another"),
-        ("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token"),
-        ("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt"),
-        ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
-        ("--max-new-tokens", positive_int, 200, "length of a sample"),
-        ("--temperature", number(0), 0.8, "0: always the likeliest token"),
-        ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
-        ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
+    flag = flag_group(parser, "prompts and responses")
+    flag("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
+         "all)")
+    flag("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training")
+    flag("--chat", bool, None, "answer prompts that are typed in, one after another")
+    flag("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token")
+    flag("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt")
+    flag("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end")
+    flag("--max-new-tokens", positive_int, 200, "length of a sample")
+    flag("--temperature", number(0), 0.8, "0: always the likeliest token")
+    flag("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all")
+    flag("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass")
 
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:

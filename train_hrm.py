@@ -16,8 +16,8 @@ import re
 
 import data
 from data import UserError
-from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, add_flags, assert_in_sync, begin_log,
-                       begin_sum, end_run, evaluate, identity_of, launch, load_data, log_step, make_parser,
+from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
+                       end_run, evaluate, flag_group, identity_of, launch, load_data, log_step, make_parser,
                        new_model, open_run, parse, plan_run, positive_int, run_directory, sample, seed_step,
                        set_modes, start, use_model)
 from model import HRM, HRMConfig, learning_rate, make_optimizers
@@ -62,11 +62,10 @@ def bp_range(text: str) -> tuple[int, int]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, HRMConfig, SIZES)
-    add_flags(
-        parser, "recurrence",
-        ("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
-         "ramp A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"),
-        ("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this"))
+    flag = flag_group(parser, "recurrence")
+    flag("--bp-steps", bp_range, None, "last stack calls that backpropagation goes through: a number, or a "
+         "ramp A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)")
+    flag("--random-cycles", positive_int, None, "H-cycles of each training step, at random from 1 to this")
     args = parse(parser, HRMConfig, SIZES, argv)
     if args.halt and args.random_cycles:
         raise UserError("--random-cycles does not go with --halt, which chooses them: leave one of them out.")
