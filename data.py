@@ -170,10 +170,11 @@ class Tokenizer:
         tokens = sorted(self.ranks, key=self.ranks.get)
         merges = [[spell(part) for part in last_merge(t, self.ranks)] for t in tokens if len(t) > 1]
         model = {"type": "BPE", "vocab": {spell(t): self.ranks[t] for t in tokens}, "merges": merges}
-        added = [{"id": i, "content": s, "single_word": False, "lstrip": s == MASK, "rstrip": False,
-                  "normalized": False, "special": True}
-                 for s, i in sorted(self.specials.items(), key=lambda item: item[1])
-                 if with_mask or s != MASK or self.roles]  # ids after [MASK] must not move
+        added = []
+        for text, i in sorted(self.specials.items(), key=lambda item: item[1]):
+            if with_mask or text != MASK or self.roles:  # ids after [MASK] must not move
+                added.append({"id": i, "content": text, "single_word": False, "lstrip": text == MASK,
+                              "rstrip": False, "normalized": False, "special": True})
         stage = BYTE_LEVEL
         if self.pattern is not None:
             cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated",
@@ -362,12 +363,6 @@ FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of So
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
 
 
-def fields_of(settings: dict) -> list[str]:
-    """The fields of a row that hold the text, or prompt, response and perhaps condition of pairs."""
-    fields = [settings.get(f"{name}_field") for name in ("prompt", "response", "condition")]
-    return [field for field in fields if field] or [settings["text_field"]]
-
-
 class Source:
     """Documents in a fixed order, readable from any number on. `fields` hold the text, or of pairs prompt,
     response and perhaps condition; the last may name the validation set. A resumed `prepare` must find the
@@ -376,7 +371,8 @@ class Source:
 
     def __init__(self, dataset: str, settings: dict):
         self.pairs, self.val_field = settings.get("row") is not None, settings.get("val_field")
-        self.fields = fields_of(settings) + ([self.val_field] if self.val_field else [])
+        names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
+        self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.done, self.total, self.files = 0, None, []
         prefix, _, where = dataset.partition(":")
         if prefix == "task" and where in TASKS:
@@ -398,8 +394,7 @@ class Source:
         if self.files:
             sizes = [[p.name, p.stat().st_size] for p in self.files]
             self.total = sum(size for _, size in sizes)
-            digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
-            self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest}"
+            self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
         val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
         if self.tail and prefix != "text":
@@ -728,24 +723,26 @@ def open_shard(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", HEADER_BYTES))
 
 
+def check_types(part: dict, **types: type) -> None:
+    for name, expected in types.items():
+        if not isinstance(part[name], expected):
+            raise ValueError(f"{name} is of the wrong type")
+
+
 def read_manifest(directory: Path) -> dict | None:
     """The manifest of a prepared directory, None if it has none. Raises UserError if it is malformed."""
     path = directory / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        types = {"dataset": str, "settings": dict, "complete": bool, "dtype": str, "tokenizer": dict,
-                 "shards": list}
-        checks = [(manifest, types),
-                  (manifest["tokenizer"], {"name": str, "sha256": str, "vocab_size": int, "mask": int}),
-                  *((shard, {"tokens": int, "documents": int, "sha256": str, "end": list})
-                    for shard in manifest["shards"])]
+        check_types(manifest, dataset=str, settings=dict, complete=bool, dtype=str, tokenizer=dict, shards=list)
+        check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
         if "roles" in manifest:
-            checks += [(manifest, {"row": int, "roles": dict}),
-                       (manifest["roles"], dict.fromkeys(("start", "response", "end"), int))]
-        if manifest["format"] != 1 or not all(isinstance(part[key], expected) for part, types in checks
-                                              for key, expected in types.items()):
-            raise ValueError("a field of the wrong type")
+            check_types(manifest, row=int, roles=dict)
+            check_types(manifest["roles"], start=int, response=int, end=int)
+        if manifest["format"] != 1:
+            raise ValueError("another format")
         for shard in manifest["shards"]:
+            check_types(shard, tokens=int, documents=int, sha256=str, end=list)
             # never a path elsewhere
             match = re.fullmatch(r"(train|val|val_[\w-]+)_[0-9]{6}\.bin", shard["file"])
             if not match or match[1] != shard["split"]:
@@ -760,7 +757,7 @@ def read_manifest(directory: Path) -> dict | None:
 
 
 def manifest_digest(manifest: dict) -> str:
-    return hashlib.sha256(json.dumps(manifest | {"checksum": None}).encode()).hexdigest()
+    return digest_json(manifest | {"checksum": None})
 
 
 def write_manifest(directory: Path, manifest: dict) -> None:
@@ -868,10 +865,10 @@ class Packer:
     def close(self, count: int) -> list[np.ndarray]:
         """The fullest `count` open rows, which are then closed."""
         closed, self.open = self.open[:count], self.open[count:]
-        rows = [np.full(self.row, self.roles["start"], samples[0].dtype) for _, _, samples in closed]
-        for row, (_, _, samples) in zip(rows, closed):
+        rows = []
+        for _, _, samples in closed:
             used = np.concatenate(samples)
-            row[:len(used)] = used
+            rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.roles["start"]))
         return rows
 
 
@@ -1078,11 +1075,10 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     pairs = settings["row"] is not None
     tokenizer = with_roles(tokenizer) if pairs else tokenizer
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
+    recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
+                "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
-                "dtype": shard_dtype(tokenizer.vocab_size),
-                "tokenizer": {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
-                              "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
-                              "mask": tokenizer.mask}}
+                "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
     manifest |= {"row": settings["row"], "roles": tokenizer.roles} if pairs else {}
     write_manifest(out, manifest)  # before the first shard: a directory with shards alone is not ours
     return manifest
@@ -1249,11 +1245,11 @@ def describe(manifest: dict) -> str:
     documents = sum(s["documents"] for s in shards)
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{documents:,} documents")
-    if counts := dict(manifest.get("pairs", {})):
-        counts.pop("read", 0), counts.pop("documents", 0)
-        fill = counts.pop("tokens", 0) / max(train + val, 1)
-        text += f" in rows of {manifest['row']}, {fill:.1%} full: " + ", ".join(
-            f"{n:,} {what}" for what, n in sorted(counts.items()))
+    if counts := manifest.get("pairs"):
+        fill = counts.get("tokens", 0) / max(train + val, 1)
+        shown = sorted(counts.keys() - {"read", "documents", "tokens"})
+        parts = [f"{counts[what]:,} {what}" for what in shown]
+        text += f" in rows of {manifest['row']}, {fill:.1%} full: {', '.join(parts)}"
     return text
 
 
@@ -1841,8 +1837,9 @@ def info(directory: Path, tokenizer_name: str | None) -> None:
     print(f"{manifest['dataset']}: {describe(manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
     for split, shards in {"train": dataset.train, **dataset.val_splits()}.items():
+        entropy = unigram_entropy([shards])
         print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
-              f"unigram entropy {unigram_entropy([shards]):.4f} nats")
+              f"unigram entropy {entropy:.4f} nats")
     tokenizer = dataset.tokenizer
     print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
           f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
