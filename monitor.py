@@ -87,8 +87,8 @@ def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) ->
     """(bytes in use, limit) of the tightest memory limit of cgroups v2 on this process, as containers have;
     else None. Inactive file cache, which the kernel can drop, does not count as in use.
     """
-    lines = own.read_text().splitlines() if own.exists() else []
-    group, found = root / next((line[4:] for line in lines if line.startswith("0::/")), ""), []
+    member = re.search("^0::/(.*)", own.read_text() if own.exists() else "", re.M)
+    group, found = root / (member[1] if member else ""), []
     for directory in (group, *group.parents):  # the limit of a parent can be tighter
         with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
             limit = int((directory / "memory.max").read_text())
@@ -153,10 +153,11 @@ def read_gpus() -> list[dict]:
     for i in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(i)
         load, memory, power = (query(name, gpu) for name in ("UtilizationRates", "MemoryInfo", "PowerUsage"))
-        found.append({"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
-                      "memory_used": memory and memory.used, "memory_total": memory and memory.total,
-                      "power_watts": power and power / 1000,
-                      "temperature_celsius": query("Temperature", gpu, pynvml.NVML_TEMPERATURE_GPU)})
+        values = {"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
+                  "memory_used": memory and memory.used, "memory_total": memory and memory.total}
+        values["power_watts"] = power and power / 1000
+        values["temperature_celsius"] = query("Temperature", gpu, pynvml.NVML_TEMPERATURE_GPU)
+        found.append(values)
     return found
 
 
@@ -194,11 +195,10 @@ def format_reading(r: dict) -> list[str]:
     gpu_formats = {"utilization_percent": "Util: {:.0f}%", "memory": "Memory: {}",
                    "power_watts": "Power: {:.0f} W", "temperature_celsius": "Temp: {:.0f} C"}
     ram, disk = gigabytes(r["ram_used"], r["ram_total"]), gigabytes(r["disk_used"], r["disk_total"])
-    received, sent = r["received_per_sec"] / MB, r["sent_per_sec"] / MB
+    network = f"{r['received_per_sec'] / MB:.1f} MB/s in, {r['sent_per_sec'] / MB:.1f} MB/s out"
     lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | "
-             f"process RAM: {r['process_ram'] / GB:.1f} GB",
-             f"  - Disk: {r['disk_percent']:.1f}% ({disk}) | Network: {received:.1f} MB/s in, "
-             f"{sent:.1f} MB/s out"]
+             f"process RAM: {r['process_ram'] / GB:.1f} GB"]
+    lines.append(f"  - Disk: {r['disk_percent']:.1f}% ({disk}) | Network: {network}")
     for gpu in r["gpus"]:
         if gpu["memory_total"] is not None:
             gpu = gpu | {"memory": gigabytes(gpu["memory_used"], gpu["memory_total"])}
@@ -272,11 +272,6 @@ def curve_values(record: dict) -> dict[str, float]:
         if name and base in TAGS:
             tags[key] = f"{TAGS[base]}/{name}"
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
-
-
-def names_of_sets(record: dict) -> list[str]:
-    """The validation sets that have a name."""
-    return [key.removeprefix("val_loss/") for key in record if key.startswith("val_loss/")]
 
 
 @dataclass
@@ -405,10 +400,10 @@ class RunLog:
         now, seq_len = time.perf_counter(), run["seq_len"]
         tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
         self.restart_clock(samples)
-        record = {"step": step, **{key: numbers[key] for key in ("loss", "lr", "grad_norm")}}
-        record |= {"skipped": int(not math.isfinite(numbers["grad_norm"])), "tokens": samples * seq_len,
-                   "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None, "mem_gb": numbers["mem_gb"]}
-        record |= numbers | {"time": round(time.time(), 3)}
+        skipped = int(not math.isfinite(numbers["grad_norm"]))
+        record = {"step": step, "loss": numbers["loss"]} | numbers
+        record |= {"skipped": skipped, "tokens": samples * seq_len, "mfu": None,
+                   "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
         if self.facts["peak_flops"]:
             flops = tokens_per_sec * self.facts["flops_per_token"](record)
             record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
@@ -446,12 +441,13 @@ class RunLog:
         clock, seq_len = self.clock, self.settings["seq_len"]
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * seq_len / seconds
-        sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.lstat())}
+        took = f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included"
+        files = [path.lstat() for path in self.out.rglob("*")]
+        size = sum({file.st_ino: file.st_size for file in files}.values())  # a link counts once
         losses = [(loss, at) for at, loss in self.evaluations.items()]
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
-        self.say(f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included: "
-                 f"{human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
-                 f"{sum(sizes.values()) / 1e9:.2g} GB on disk")
+        self.say(f"{took}: {human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
+                 f"{size / 1e9:.2g} GB on disk")
         self.close()
         self.say(ending)
 
@@ -520,10 +516,10 @@ class RunLog:
         """
         before = evaluations_of(self.records[:-1]).values()
         parts = [f"step {step}", *format_known(found, EVALUATION)]
-        key, form = ("val_exact", "{} {:.1%}") if "val_exact" in found else ("val_loss", "{} {:.4f}")
-        sets = {name: found[f"{key}/{name}"] for name in names_of_sets(found)}
+        prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in found else ("val_loss/", "{} {:.4f}")
+        sets = [key for key in found if key.startswith(prefix)]  # those with a name
         if sets:
-            parts.append(", ".join(form.format(name, value) for name, value in sets.items()))
+            parts.append(", ".join(form.format(key.removeprefix(prefix), found[key]) for key in sets))
         parts.append(f"unigram entropy {entropy:.4f}")
         if before and found["val_loss"] < min(before):
             parts.append("best so far")
@@ -618,25 +614,29 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     own = dict.fromkeys(key for records in runs.values() for record in records for key in own_keys(record))
     figure = Figure(figsize=(8, 8 + 1.6 * len(own)))
-    loss, lr, speed, *others = figure.subplots(3 + len(own), 1, sharex=True,
-                                               height_ratios=(3, *[1] * (2 + len(own))))
+    heights = (3, *[1] * (2 + len(own)))
+    loss, *others = figure.subplots(3 + len(own), 1, sharex=True, height_ratios=heights)
+    below = dict(zip(("lr", "tokens_per_sec", *own), others))
     x = "step" if len(runs) == 1 else "tokens"
+
+    def curve(axes, records: list[dict], key: str, **style) -> None:
+        points = [r for r in records if r.get(x) is not None and r.get(key) is not None]
+        axes.plot([r[x] for r in points], [r[key] for r in points], **style)
+
     for i, (name, records) in enumerate(runs.items()):
         style = {"color": f"C{i}", "linestyle": LINES[i % len(LINES)]}
-        markers = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5}
-        for axes, key, more in ((loss, "loss", {"linewidth": 1, "alpha": 0.6}),
-                                (loss, "val_loss", markers | {"label": name}),
-                                (lr, "lr", {}), (speed, "tokens_per_sec", {}),
-                                *((axes, key, {}) for axes, key in zip(others, own))):
-            points = [r for r in records if r.get(x) is not None and r.get(key) is not None]
-            axes.plot([r[x] for r in points], [r[key] for r in points], **style, **more)
+        marker = MARKERS[i % len(MARKERS)]
+        curve(loss, records, "loss", linewidth=1, alpha=0.6, **style)
+        curve(loss, records, "val_loss", marker=marker, markersize=5, label=name, **style)
+        for key, axes in below.items():
+            curve(axes, records, key, **style)
     loss.set(title="validation loss (with markers) and training loss (thin)", ylabel="loss (nats per token)")
     loss.legend(handlelength=4)
-    lr.set(ylabel="learning rate")
-    lr.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
-    speed.set(ylabel="tokens/s", ylim=(0, None))
-    for axes, key in zip(others, own):
+    for key, axes in below.items():
         axes.set(ylabel=key)
+    below["lr"].set(ylabel="learning rate")
+    below["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
+    below["tokens_per_sec"].set(ylabel="tokens/s", ylim=(0, None))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.axes[-1].set(xlabel=x)
@@ -657,10 +657,10 @@ def summarize(records: list[dict]) -> dict:
         if record.get("tokens_per_sec"):
             seconds += (record["tokens"] - tokens) / record["tokens_per_sec"]
             tokens = record["tokens"]
-    return {"step": last.get("step", 0), "loss": last.get("loss"),
-            "val_loss": evals[-1][0] if evals else None, "best_val_loss": best, "best_step": best_step,
-            "tokens": tokens, "tokens_per_sec": round(tokens / seconds, 1) if seconds else None,
-            "hours": round(seconds / 3600, 4)}
+    found = {"step": last.get("step", 0), "loss": last.get("loss"),
+             "val_loss": evals[-1][0] if evals else None, "best_val_loss": best, "best_step": best_step}
+    speed = round(tokens / seconds, 1) if seconds else None
+    return found | {"tokens": tokens, "tokens_per_sec": speed, "hours": round(seconds / 3600, 4)}
 
 
 def format_table(runs: dict[str, list[dict]]) -> list[str]:
@@ -668,8 +668,9 @@ def format_table(runs: dict[str, list[dict]]) -> list[str]:
     for name, records in runs.items():
         s = summarize(records)
         losses = ["-" if s[k] is None else f"{s[k]:.4f}" for k in ("loss", "val_loss", "best_val_loss")]
-        rows.append([name, str(s["step"]), *losses, str(s["best_step"] or "-"), human_count(s["tokens"]),
-                     human_count(s["tokens_per_sec"] or 0), f"{s['hours']:.3f}"])
+        best, tokens, speed = s["best_step"] or "-", s["tokens"], s["tokens_per_sec"] or 0
+        rows.append([name, str(s["step"]), *losses, str(best), human_count(tokens), human_count(speed),
+                     f"{s['hours']:.3f}"])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
