@@ -680,22 +680,34 @@ def fsync_directory(path: Path) -> None:
     os.close(descriptor)
 
 
-def write_atomically(path: Path, *chunks) -> None:
-    """Writes a file so that readers see all of it or nothing, even after a crash, or raises UserError."""
+@contextlib.contextmanager
+def replacing(path: Path):
+    """A file to write, which takes the place of `path` at the end: readers see all of it or nothing, even
+    after a crash.
+    """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         temporary.unlink(missing_ok=True)  # it could be a link to a file elsewhere
         with open(temporary, "xb") as file:
-            file.writelines(chunks)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_directory(path.parent)
-    except OSError as error:
+    except Exception:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        raise
+
+
+def write_atomically(path: Path, *chunks) -> None:
+    """Writes a whole file, see `replacing`, or raises UserError."""
+    try:
+        with replacing(path) as file:
+            file.writelines(chunks)
+    except OSError as error:
         raise NotNow(f"{path} cannot be written: {error.strerror}; free some space or choose another "
-                        "place, and run the same command again.")
+                     "place, and run the same command again.")
 
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:

@@ -48,8 +48,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, Shards, UserError, cpu_count, directory_of,
-                  fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, row_of,
-                  sources_of, unigram_entropy, validation_batches, without_response, write_atomically)
+                  fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing,
+                  row_of, sources_of, unigram_entropy, validation_batches, without_response, write_atomically)
 from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
                    continue_text, fill_masks, from_hf, hidden_matrices, num_params, pad_vocab, to_hf)
 
@@ -1712,7 +1712,7 @@ class Checkpoints:
     def _submit(self, function, path: Path, *args) -> None:
         def job():
             try:
-                function(path, path.with_name(f".tmp-{path.name}"), *args)
+                function(path, *args)
             except Exception as error:  # above all a full disk, of which torch.save says nothing
                 reason = first_line(error)
                 with contextlib.suppress(OSError):  # the directory may be gone
@@ -1723,34 +1723,27 @@ class Checkpoints:
 
         Checkpoints.unwritten = [self._thread.submit(job)]
 
-    def _write(self, path: Path, temporary: Path, content: dict, begun: float) -> None:
+    def _write(self, path: Path, content: dict, begun: float) -> None:
         for key, tensor in self._copies["model"].items():
             if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN add up
                 raise RuntimeError(f"{key} is not finite")
-        try:
-            with open(temporary, "wb") as file:
-                torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        fsync_directory(self.directory)
-        removed = list_checkpoints(self.run_directory)[self.keep_last:]
-        for old in removed:
+        with replacing(path) as file:
+            torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
+        text = (f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
+                f"{time.perf_counter() - begun:.1f} s)")
+        for old in list_checkpoints(self.run_directory)[self.keep_last:]:
             old.unlink()
-        self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
-                 f"{time.perf_counter() - begun:.1f} s)"
-                 + "".join(f"; removed {old.name}" for old in removed))
+            text += f"; removed {old.name}"
+        self.say(text)
 
-    def _link_best(self, path: Path, temporary: Path, newest: Path, step: int, loss: float,
-                   others: dict) -> None:
+    def _link_best(self, path: Path, newest: Path, step: int, loss: float, others: dict) -> None:
         if not newest.exists():  # that save has failed, and said so
             self._lost.add(step)
             return
         saved = [other for at, other in others.items() if at not in self._lost]
         if not loss < min(saved, default=math.inf):
             return
+        temporary = path.with_name(".tmp-best.pt")
         temporary.unlink(missing_ok=True)
         try:
             os.link(newest, temporary)
