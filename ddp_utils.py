@@ -326,9 +326,9 @@ def listed(names: list[str]) -> str:
 class Heartbeat:
     """Shows the other ranks that this one is alive, and finds out, after a collective has failed, who is not.
 
-    A thread writes `name|counter|state` to the store every BEAT seconds; the state is empty, `failed` or
+    A thread writes `name|time|state` to the store every BEAT seconds; the state is empty, `failed` or
     `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that,
-    then for counters that stopped, then for ranks that did not fail, because they were busy. The first to
+    then for times that stand still, then for ranks that did not fail, because they were busy. The first to
     find the cause publishes it, so that all ranks print the same sentence.
     """
 
@@ -339,16 +339,12 @@ class Heartbeat:
         self.rank, self.world_size, self.where, self.timeout = rank, world_size, where, timeout
         # a second connection for this thread; the first stays open, because it may be the server of all ranks
         self.store, self._server = dist.PrefixStore("heartbeat", store.clone()), store
-        node, host = f"node{os.environ.get('GROUP_RANK', 0)}", os.uname().nodename
-        self.name, self._host = f"rank {rank} on {node} ({host})", f"{node}-{host}"
+        self.name = f"rank {rank} on node{os.environ.get('GROUP_RANK', 0)} ({os.uname().nodename})"
         self.keys = [str(r) for r in range(world_size)]
-        self._node_keys = [f"node{i}" for i in range(int(os.environ.get("GROUP_WORLD_SIZE", 1)))]
-        # the first process of each of several nodes also says how busy its machine is
-        self._machine_key = node if len(self._node_keys) > 1 and local_rank() == 0 else ""
         self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
         several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._leaves_last = hosts_store or several_nodes and os.environ.get("GROUP_RANK", "0") == "0"
-        self._state, self._beats, self._seen, self._next_look = "", 0, {}, 0.0
+        self._state, self._seen, self._next_look = "", {}, 0.0
         self._stopped = threading.Event()
         self._beat()
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
@@ -391,13 +387,6 @@ class Heartbeat:
         """Adds to a counter in the store; returns the sum."""
         return self.call(lambda: self.store.add(key, amount))
 
-    def machines(self) -> dict[str, float]:
-        """The curves of all nodes, by tag and host, from their beats: nobody waits for another node."""
-        with contextlib.suppress(RunError):
-            found = self.call(lambda: self.store.multi_get(self._node_keys), self.BEAT)
-            return {tag: value for curves in found for tag, value in json.loads(curves).items()}
-        return {}
-
     def call(self, function, timeout: float = 0):
         """function(), which uses self.store, with a time-out, which its own calls lack: then a RunError."""
         answer = []
@@ -432,15 +421,11 @@ class Heartbeat:
                 self._beat()
 
     def _beat(self) -> None:
-        self._beats += 1
-        self.store.set(self.keys[self.rank], f"{self.name}|{self._beats}|{self._state}")
+        self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")
         if self._own_cause:
             self.store.compare_set("cause", "", self._own_cause)
         if self.store.check(["cause"]):
             self.cause = self.store.get("cause").decode()
-        if self._machine_key and self._beats % 4 == 1:
-            curves = {f"{tag}/{self._host}": value for tag, value in monitor.machine_curves().items()}
-            self.store.set(self._machine_key, json.dumps(curves))
 
     def _names(self, beats: list[bytes]) -> str:
         return listed([beat.decode().partition("|")[0] for beat in beats])
@@ -2045,6 +2030,20 @@ class Metrics:
                 "ends_epoch": self.ends_epoch}
 
 
+def share_curves(world: World) -> None:
+    """On the first process of each node: puts the curves of its machine into the store."""
+    host = f"{world.node}-{os.uname().nodename}"
+    curves = {f"{tag}/{host}": value for tag, value in monitor.machine_curves().items()}
+    heartbeat.call(lambda: heartbeat.store.set(world.node, json.dumps(curves)))
+
+
+def shared_curves(world: World) -> dict[str, float]:
+    """The curves of all nodes, by tag and host, once each has put them into the store."""
+    nodes = [f"node{i}" for i in range(world.nodes)]
+    found = heartbeat.call(lambda: heartbeat.store.multi_get(nodes))
+    return {tag: value for curves in found for tag, value in json.loads(curves).items()}
+
+
 def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: Tensor,
              **numbers) -> None:
     """Gives the log a step that it wants, with the means over all ranks. Every rank calls it after each step.
@@ -2054,9 +2053,11 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     log.tick(step)
     if not log.wants(step, metrics.ends_epoch):  # the same on all ranks
         return
+    if world.nodes > 1 and world.local_rank == 0:
+        share_curves(world)
     means, epoch = metrics.reduce()
-    machines = heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None
     memory = largest(monitor.memory_gb(world.device), world)
+    machines = shared_curves(world) if world.nodes > 1 and world.is_rank0 else None
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
     numbers |= {"grad_norm": grad_norm.item(), "labels": int(metrics.labels), "mem_gb": round(memory, 3)}
     numbers |= means
