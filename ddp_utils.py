@@ -510,12 +510,13 @@ def flags_of_model(config_class: type, args: argparse.Namespace) -> dict:
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
     """The parser of a trainer: --size (or --preset), the flags of its model, and those that all share."""
-    keys = list(dict.fromkeys(itertools.chain(*sizes.values())))
-    columns = [["--size", *keys],
-               *([name, *(str(row.get(key, "")) for key in keys)] for name, row in sizes.items())]
-    columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    keys = dict.fromkeys(itertools.chain(*sizes.values()))
+    table = [["--size", *sizes]]
+    for key in keys:
+        table.append([key, *(str(row.get(key, "")) for row in sizes.values())])
+    widths = [max(map(len, column)) for column in zip(*table)]
     parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
-        "  " + "  ".join(row).rstrip() for row in zip(*columns)))
+        "  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:
