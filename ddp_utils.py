@@ -119,10 +119,10 @@ def launch(main) -> None:
 
     It leaves by os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
-    code, text, reason = 0, "", ""
     get_error_handler().initialize()
     try:
         main()
+        code, text, reason = 0, "", ""
     except BaseException as error:
         code, text, reason = ending_of(error)
     unwritten = Checkpoints.unwritten if code == 1 else []
@@ -242,7 +242,8 @@ def use_libdevice_of_triton() -> None:
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
     """This process's device, the backend, and why that one. Raises UserError if the machine lacks them."""
-    host, gpus = os.uname().nodename, torch.cuda.device_count()
+    host = os.uname().nodename
+    gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError(f"no GPU is visible on {host}: leave --device out, or use --device cpu.")
     device = device if device != "auto" else "cuda" if gpus else "cpu"
@@ -336,15 +337,21 @@ class Heartbeat:
     PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
 
     def __init__(self, store, rank: int, world_size: int, where: str, timeout: float, hosts_store: bool):
-        self.rank, self.world_size, self.where, self.timeout = rank, world_size, where, timeout
+        self.rank = rank
+        self.world_size = world_size
+        self.where = where
+        self.timeout = timeout
         # a second connection for this thread; the first stays open, because it may be the server of all ranks
-        self.store, self._server = dist.PrefixStore("heartbeat", store.clone()), store
+        self.store = dist.PrefixStore("heartbeat", store.clone())
+        self._server = store
         self.name = f"rank {rank} on node{os.environ.get('GROUP_RANK', 0)} ({os.uname().nodename})"
         self.keys = [str(r) for r in range(world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
         several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._leaves_last = hosts_store or several_nodes and os.environ.get("GROUP_RANK", "0") == "0"
-        self._state, self._seen, self._next_look = "", {}, 0.0
+        self._state = ""
+        self._seen = {}
+        self._next_look = 0.0
         self._stopped = threading.Event()
         self._beat()
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
@@ -435,7 +442,8 @@ class Heartbeat:
                 f"down): {WAY_BACK}.")
 
     def _find_cause(self) -> None:
-        self._state, before = "failed", self.store.multi_get(self.keys)
+        before = self.store.multi_get(self.keys)
+        self._state = "failed"
         deadline = time.monotonic() + self.PATIENCE
         while not self.cause:
             time.sleep(self.BEAT / 4)
@@ -523,7 +531,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         choice.add_argument("--preset", choices=presets, help="a recipe instead of a --size")
     group = parser.add_argument_group("model")
     for field in flag_fields(config_class):
-        name, text = field.name.replace("_", "-"), field.metadata["help"]
+        name = field.name.replace("_", "-")
+        text = field.metadata["help"]
         if field.type is bool:
             group.add_argument(f"--{name}", action="store_true", help=text)
             if field.default:
@@ -690,7 +699,8 @@ def on_all(what: str, function):
     """
     if not heartbeat:
         return function()
-    what, store = f"{what} {next(_waits)}", heartbeat.store
+    what = f"{what} {next(_waits)}"
+    store = heartbeat.store
     try:
         result = function()
     except BaseException as error:
@@ -745,13 +755,15 @@ def largest(value: float, world: World) -> float:
 
 def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
     """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None."""
-    low, high = numbers.clone(), numbers.clone()
+    low = numbers.clone()
+    high = numbers.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     different = (low != high).nonzero()
     if not len(different):
         return None
-    index, values = int(different[0]), [0] * dist.get_world_size()
+    index = int(different[0])
+    values = [0] * dist.get_world_size()
     dist.all_gather_object(values, int(numbers[index]))
     usual = max(values, key=values.count)  # the first of the most frequent
     return index, next(rank for rank, value in enumerate(values) if value != usual)
@@ -902,7 +914,8 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
     the parameters; the context is extended to `seq_len` if the positional encoding allows that, and the
     vocabulary to `ids`, of which new ones begin as the mean of the others.
     """
-    saved, weights = None, {}
+    saved = None
+    weights = {}
 
     def read_hf() -> dict:
         model = from_hf(model_class, str(source)[3:])
@@ -990,7 +1003,8 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
 def assert_trained_with(args: argparse.Namespace, config, where) -> None:
     """Raises UserError if a switch is given that a model did not have when it was trained."""
     for field in flag_fields(type(config)):
-        value, was = getattr(args, field.name), getattr(config, field.name)
+        value = getattr(args, field.name)
+        was = getattr(config, field.name)
         if field.type is bool and was != value != field.default:
             raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
                             f"{field.name} {value}.")
@@ -1018,11 +1032,13 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
     everything = 4 * num_params(model)
-    outside, block = everything - sum(blocks), max(blocks, default=0)
+    outside = everything - sum(blocks)
+    block = max(blocks, default=0)
     state = 2 * everything  # AdamW keeps two numbers for each, Muon one
     if args.optimizer == "muon":
         state -= 4 * sum(p.numel() for p in hidden_matrices(model))
-    sharded, offload = strategy in SHARDED, strategy == "zero3-offload"
+    sharded = strategy in SHARDED
+    offload = strategy == "zero3-offload"
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
@@ -1083,7 +1099,9 @@ class CompileCounter:
     EVERY = 10.0  # seconds
 
     def __init__(self, say):
-        self.say, self.graphs, self.next_line = say, 0, 0.0
+        self.say = say
+        self.graphs = 0
+        self.next_line = 0.0
 
     def __call__(self, _) -> None:
         self.graphs += 1
@@ -1096,7 +1114,8 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: 
     """Sets what --precision, --checkpoint-activations and --compile ask for. `inputs` of forward are those of
     the largest micro-batch.
     """
-    compiled, on_cuda = compiles(args.compile, world.device), world.device.type == "cuda"
+    compiled = compiles(args.compile, world.device)
+    on_cuda = world.device.type == "cuda"
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.compile_loss = compiled and on_cuda
     torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
@@ -1180,7 +1199,9 @@ class EMA:
     """An exponential moving average of the parameters, for evaluation, sampling and export."""
 
     def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay, self.params = model, decay, dict(model.named_parameters())
+        self.model = model
+        self.decay = decay
+        self.params = dict(model.named_parameters())
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
     @torch.no_grad()
@@ -1192,7 +1213,8 @@ class EMA:
     def swap(self) -> None:
         """Exchanges the average with the parameters; a second call restores both, bit for bit."""
         for name, p in self.params.items():
-            p, average = local_shard(p), local_shard(self.average[name])
+            p = local_shard(p)
+            average = local_shard(self.average[name])
             held = p.clone()
             p.copy_(average)
             average.copy_(held)
@@ -1226,7 +1248,8 @@ class Late:
     START = 0.1  # of a run, in which a delay costs most: there each step waits for its own gradient
 
     def __init__(self, model: nn.Module, world: World):
-        self.world, self.params = world, [p for p in model.parameters() if p.requires_grad]
+        self.world = world
+        self.params = [p for p in model.parameters() if p.requires_grad]
         numbers = sum(p.numel() for p in self.params)
         self._share = -(-numbers // (128 * world.world_size)) * 128  # of the sum, each rank makes one
         device = world.device
@@ -1275,7 +1298,8 @@ class Late:
         if copied:
             torch.cuda.set_device(self.world.device)  # else this thread would open a context on the first GPU
             copied.synchronize()
-        received, together = torch.empty_like(packed), torch.empty_like(packed)
+        received = torch.empty_like(packed)
+        together = torch.empty_like(packed)
         dist.all_to_all_single(received, packed, group=self._group)
         share = quantise(sum(map(dequantise, received)))  # in the order of ranks
         dist.all_gather([*together], share, group=self._group)
@@ -1290,7 +1314,8 @@ class Late:
 
     def _wait(self) -> None:
         if self._under_way:
-            together, self._under_way = self._under_way.result().to(self.world.device), None
+            together = self._under_way.result().to(self.world.device)
+            self._under_way = None
             self.gradient = torch.cat([*map(dequantise, together)])[:len(self.moved)]
 
     @contextlib.contextmanager
@@ -1312,7 +1337,8 @@ class TrainState:
 
     def __init__(self, model: nn.Module, optimizers: list, world: World, strategy: str = "ddp",
                  comm: str = "fp32", ema: float = 0.0):
-        self.model, self.world = model, world
+        self.model = model
+        self.world = world
         self.optimizers = shard_optimizers(optimizers, strategy)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, ema) if ema else None
@@ -1408,7 +1434,8 @@ class TrainState:
                 inner = inner_optimizer(optimizer)
                 if inner.defaults.get("fused") or isinstance(inner, SkippingOptimizer):
                     device = optimizer.param_groups[0]["params"][0].device  # the host's with zero3-offload
-                    inner.grad_scale, inner.found_inf = None, skip.to(device)
+                    inner.grad_scale = None
+                    inner.found_inf = skip.to(device)
                     optimizer.step()
                 elif not skip.item():
                     optimizer.step()
@@ -1460,7 +1487,8 @@ class TrainState:
         rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
         another type starts without optimizer state.
         """
-        tensors, world = dict.fromkeys(GROUPS, {}) | saved["tensors"], self.world
+        tensors = dict.fromkeys(GROUPS, {}) | saved["tensors"]
+        world = self.world
         if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels, and their number
             share = torch.where(late["labels"] > 0, 1 / late["labels"], 0.0).float()
             tensors["late"] = late | {"gradient": late["gradient"] * share}
@@ -1585,7 +1613,8 @@ def check_resumable(saved: dict, now: dict, say) -> None:
         loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # once a field of the model
         return fixed | model | fixed | loss  # in this order; seq_len is that of the rows
 
-    was, is_ = {"attention": "causal", "loss": "all"} | fixed(saved), fixed(now)
+    was = {"attention": "causal", "loss": "all"} | fixed(saved)
+    is_ = fixed(now)
     for what in is_:
         if was.get(what, is_[what]) != is_[what]:  # checkpoints of older versions lack some
             raise UserError(f"{saved['path']} belongs to a run with another {what} ({was[what]}, now "
@@ -1611,8 +1640,11 @@ class Checkpoints:
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
         self._lock = lock or contextlib.ExitStack()  # of the directory, see lock_run_dir
-        self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
-        self.world, self.keep_last, self.say = world, keep_last, say
+        self.run_directory = Path(run_directory)
+        self.directory = Path(run_directory, "checkpoints")
+        self.world = world
+        self.keep_last = keep_last
+        self.say = say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._lost: set[int] = set()  # steps with an evaluation, but without a checkpoint
@@ -1621,7 +1653,8 @@ class Checkpoints:
 
     def load(self, resume: str) -> dict | None:
         """The checkpoint that --resume means, None to start from scratch. Raises UserError on all ranks."""
-        world, directory = self.world, self.run_directory
+        world = self.world
+        directory = self.run_directory
         newest = on_rank0(world, lambda: next((path.name for path in list_checkpoints(directory)), None))
         if resume == "none" and newest:
             raise UserError(f"{directory} holds checkpoints ({newest}): choose another --out, or delete it.")
@@ -1641,7 +1674,8 @@ class Checkpoints:
         state.restore(saved, self.say)
         del saved["tensors"]
         if Path(saved["path"]).parent == self.directory:
-            self.saved_step, self._newest = saved["step"], Path(saved["path"])
+            self.saved_step = saved["step"]
+            self._newest = Path(saved["path"])
         return saved["step"], saved["samples"]
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
@@ -1651,7 +1685,8 @@ class Checkpoints:
         if step == self.saved_step:
             return
         assert_in_sync(state.model.state_dict())
-        world, self.saved_step = self.world, step
+        world = self.world
+        self.saved_step = step
         steps = meta["settings"]["steps"]
         say_on_other_nodes(world, f"step {step}/{steps} | in sync, node 0 saves a checkpoint")
         # The copies are in use until the last one is written, which may take longer than --timeout.
@@ -1783,7 +1818,8 @@ class StopVote:
     MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
-        self.signal, self._since = 0, 0.0  # what this rank has got, and when
+        self.signal = 0  # what this rank has got
+        self._since = 0.0  # and when
         self.agreed = 0  # the signal at which all ranks have agreed to stop
         self._vote = self._arrive = None  # the vote under way, and what waits for it
         self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
@@ -1798,7 +1834,8 @@ class StopVote:
             os.write(2, b"\nleaving at once, without a checkpoint\n")
             os._exit(130)
         if not self.signal:
-            self.signal, self._since = number, time.monotonic()
+            self.signal = number
+            self._since = time.monotonic()
 
     def vote(self, skipped: Tensor) -> int:
         """Begins a vote, with the number of updates that were `skipped` in a row, of TrainState. Returns what
@@ -1812,7 +1849,8 @@ class StopVote:
         self._arrive = work.wait
         if self._copied:
             work.wait()  # orders the streams; the host does not wait
-            self._vote, self._arrive = self._vote.to("cpu", non_blocking=True), self._copied.synchronize
+            self._vote = self._vote.to("cpu", non_blocking=True)
+            self._arrive = self._copied.synchronize
             self._copied.record()
         return found
 
@@ -1936,7 +1974,10 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     """Opens the log of a run after so many steps, writes config.json and tokenizer.json, says what is going
     to be done. flops_per_token(record) are the FLOPs of a training step.
     """
-    world, model, settings, say = state.world, state.model, identity["settings"], log.say
+    world = state.world
+    model = state.model
+    settings = identity["settings"]
+    say = log.say
     log.settings = settings
     # only rank 0 reads what the log has already
     log.evaluations = on_rank0(world, lambda: log.begin(step, settings))
@@ -1945,7 +1986,10 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
         write_atomically(log.out / "tokenizer.json", dataset.tokenizer.to_json().encode())
     names = [None] * world.world_size
     dist.all_gather_object(names, hardware(world.device))
-    blocks, c, data, on_off = blocks_of(model), model.config, dataset.train, ("off", "on")
+    blocks = blocks_of(model)
+    c = model.config
+    data = dataset.train
+    on_off = ("off", "on")
     shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))]
     facts = {"model": identity["family"], "parameters": num_params(model), "blocks": len(blocks),
              "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape),
@@ -1987,9 +2031,12 @@ class Metrics:
         """
         saved = saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
-        epoch, self.world, self._rows = saved["epoch"], world, rows
+        epoch = saved["epoch"]
+        self.world = world
+        self._rows = rows
         self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
-        self._samples, self._steps = saved["samples"], epoch["steps"]
+        self._samples = saved["samples"]
+        self._steps = epoch["steps"]
         self._begun = time.perf_counter() - epoch["seconds"]
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # of the last step, over all ranks
@@ -2005,7 +2052,9 @@ class Metrics:
 
     def end_step(self, samples: int, labels: Tensor) -> None:
         """Ends a step, after which so many samples of the run are consumed, with `labels` on all ranks."""
-        self.labels, before, self._samples = labels, self._samples, samples
+        self.labels = labels
+        before = self._samples
+        self._samples = samples
         self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
@@ -2016,7 +2065,9 @@ class Metrics:
     def begin_epoch(self) -> None:
         """Sets the sums over an epoch to 0."""
         self._epoch_loss.zero_()
-        self.ends_epoch, self._steps, self._begun = False, 0, time.perf_counter()
+        self.ends_epoch = False
+        self._steps = 0
+        self._begun = time.perf_counter()
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
@@ -2072,8 +2123,10 @@ def evaluate(state: TrainState, sets: dict[str, Shards], stop: StopVote, batch: 
     has a name, such as `val_loss/NAME`, with the averaged weights, if the run keeps any. Every rank calls it.
     None if a stop signal has cut it short.
     """
-    model, world = state.model.eval(), state.world
-    totals, of_names = Counter(), {}
+    model = state.model.eval()
+    world = state.world
+    totals = Counter()
+    of_names = {}
     with state.averaged_weights():
         for name, shards in sets.items():
             sums = Counter()
@@ -2108,7 +2161,8 @@ def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]
     """What samples continue: of pairs, by default, one that is held out, and the response that it has.
     Raises UserError if it fills a row.
     """
-    prompt, expected = args.sample_prompt, ""
+    prompt = args.sample_prompt
+    expected = ""
     if dataset.roles["response"] >= 0:
         if not prompt and not args.condition:
             prompt, expected = dataset.first_pair()
@@ -2132,7 +2186,9 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,
             samples: int) -> None:
     """Waits for the last checkpoint and says how the run has ended."""
-    world, settings, stopping = checkpoints.world, log.settings, stop.agreed
+    world = checkpoints.world
+    settings = log.settings
+    stopping = stop.agreed
     memory = largest(monitor.memory_gb(world.device), world)
     stop.read()  # no vote is left under way; a signal after the last step changes nothing
     checkpoints.close()  # after all collectives, because rank 0 may write for longer than --timeout

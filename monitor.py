@@ -31,7 +31,8 @@ from pathlib import Path
 
 from data import ArgumentParser, UserError, write_atomically
 
-GB, MB = 2**30, 2**20
+GB = 2**30
+MB = 2**20
 
 # Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
 # first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
@@ -88,7 +89,8 @@ def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) ->
     else None. Inactive file cache, which the kernel can drop, does not count as in use.
     """
     member = re.search("^0::/(.*)", own.read_text() if own.exists() else "", re.M)
-    group, found = root / (member[1] if member else ""), []
+    group = root / (member[1] if member else "")
+    found = []
     for directory in (group, *group.parents):  # the limit of a parent can be tighter
         with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
             limit = int((directory / "memory.max").read_text())
@@ -102,7 +104,8 @@ def cpu_and_ram() -> dict:
     """CPU use since the last call; RAM in bytes, the container's if it has a limit. Raises ImportError."""
     import psutil
     memory = psutil.virtual_memory()
-    used, total = memory.total - memory.available, memory.total
+    used = memory.total - memory.available
+    total = memory.total
     container = cgroup_memory()
     if container and container[1] < total:
         used, total = container
@@ -194,7 +197,8 @@ def format_reading(r: dict) -> list[str]:
 
     gpu_formats = {"utilization_percent": "Util: {:.0f}%", "memory": "Memory: {}",
                    "power_watts": "Power: {:.0f} W", "temperature_celsius": "Temp: {:.0f} C"}
-    ram, disk = gigabytes(r["ram_used"], r["ram_total"]), gigabytes(r["disk_used"], r["disk_total"])
+    ram = gigabytes(r["ram_used"], r["ram_total"])
+    disk = gigabytes(r["disk_used"], r["disk_total"])
     network = f"{r['received_per_sec'] / MB:.1f} MB/s in, {r['sent_per_sec'] / MB:.1f} MB/s out"
     lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | "
              f"process RAM: {r['process_ram'] / GB:.1f} GB"]
@@ -291,7 +295,9 @@ class RunLog:
     """
 
     def __init__(self, out: Path, active: bool, prefix: str):
-        self.out, self.active, self.prefix = Path(out), active, prefix
+        self.out = Path(out)
+        self.active = active
+        self.prefix = prefix
         self.records: list[dict] = []
         self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
         self.settings: dict = {}  # of the run, by flag
@@ -358,7 +364,9 @@ class RunLog:
             "out": self.out, "peak_flops": peak_flops, "flops_per_token": flops_per_token}
         if not self.active:
             return
-        rows, steps, batch = facts["rows"], self.settings["steps"], self.settings["global_batch"]
+        rows = facts["rows"]
+        steps = self.settings["steps"]
+        batch = self.settings["global_batch"]
         passes = steps * batch / rows
         if passes > 20 and not self.settings["epochs"]:
             self.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
@@ -380,7 +388,8 @@ class RunLog:
 
     def restart_clock(self, samples: int) -> None:
         """After a pause, such as an evaluation, which does not count in tokens per second."""
-        self.clock.lap_samples, self.clock.lap_began = samples, time.perf_counter()
+        self.clock.lap_samples = samples
+        self.clock.lap_began = time.perf_counter()
 
     def wants(self, step: int, ends_epoch: bool) -> bool:
         """Whether a step is logged."""
@@ -396,8 +405,10 @@ class RunLog:
         """
         if not self.active:
             return
-        run, clock = self.settings, self.clock
-        now, seq_len = time.perf_counter(), run["seq_len"]
+        run = self.settings
+        clock = self.clock
+        now = time.perf_counter()
+        seq_len = run["seq_len"]
         tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
         self.restart_clock(samples)
         skipped = int(not math.isfinite(numbers["grad_norm"]))
@@ -438,7 +449,8 @@ class RunLog:
         """Says how fast the run was, how large it is, and how it has ended."""
         if not self.active:
             return
-        clock, seq_len = self.clock, self.settings["seq_len"]
+        clock = self.clock
+        seq_len = self.settings["seq_len"]
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * seq_len / seconds
         took = f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included"
@@ -668,7 +680,9 @@ def format_table(runs: dict[str, list[dict]]) -> list[str]:
     for name, records in runs.items():
         s = summarize(records)
         losses = ["-" if s[k] is None else f"{s[k]:.4f}" for k in ("loss", "val_loss", "best_val_loss")]
-        best, tokens, speed = s["best_step"] or "-", s["tokens"], s["tokens_per_sec"] or 0
+        best = s["best_step"] or "-"
+        tokens = s["tokens"]
+        speed = s["tokens_per_sec"] or 0
         rows.append([name, str(s["step"]), *losses, str(best), human_count(tokens), human_count(speed),
                      f"{s['hours']:.3f}"])
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -698,7 +712,8 @@ def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
 def watch_machine(args: argparse.Namespace) -> None:
     wait = min(0.5, args.interval)  # the first reading comes soon
     while True:
-        reading, wait = read_machine(wait), args.interval
+        reading = read_machine(wait)
+        wait = args.interval
         print(json.dumps(reading) if args.json else "\n".join(format_reading(reading)), flush=True)
         if args.once:
             return

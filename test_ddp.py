@@ -99,7 +99,8 @@ def problem_in(reports: list[dict]) -> str:
 
 def compare(report: dict) -> None:
     """Prints and compares the reports of all ranks. Raises UserError on all ranks."""
-    heartbeat, reports = ddp_utils.heartbeat, [report]
+    heartbeat = ddp_utils.heartbeat
+    reports = [report]
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
         own = keys[heartbeat.rank], json.dumps(report)
@@ -137,8 +138,10 @@ def step(what: str, function, *args):
 
 def check_collectives(world: World) -> str:
     """Names those of three collectives that give wrong numbers on this rank."""
-    size, base = world.world_size, torch.arange(100_000, dtype=torch.float64, device=world.device)
-    reduced, sent = base + world.rank, base * (world.rank == size - 1)
+    size = world.world_size
+    base = torch.arange(100_000, dtype=torch.float64, device=world.device)
+    reduced = base + world.rank
+    sent = base * (world.rank == size - 1)
     gathered = [torch.empty_like(base) for _ in range(size)]
     dist.all_gather(gathered, reduced)
     dist.all_reduce(reduced)
