@@ -46,6 +46,7 @@ import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -855,6 +856,7 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
     return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
 
 
+@dataclass
 class Packer:
     """Packs whole samples into rows of `row` tokens: each into the open row that it fills best, of at most
     WINDOW. What is left of a row becomes start tokens; if these end a sample, the row keeps room for one. A
@@ -864,12 +866,13 @@ class Packer:
 
     WINDOW = 1000
 
-    def __init__(self, row: int, roles: dict[str, int], truncate: bool, counts: Counter):
-        self.row = row
-        self.roles = roles
-        self.truncate = truncate
-        self.counts = counts
-        self.space = row - (roles["end"] < 0)
+    row: int
+    roles: dict[str, int]
+    truncate: bool
+    counts: Counter
+
+    def __post_init__(self):
+        self.space = self.row - (self.roles["end"] < 0)
         self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
 
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
@@ -907,6 +910,7 @@ class Packer:
         return rows
 
 
+@dataclass
 class ShardWriter:
     """Collects tokens and writes them as shards, in a thread. It packs pairs into rows, and ends their shard
     with one more start token, because a row is read with what follows. What was collected of all splits is
@@ -915,16 +919,17 @@ class ShardWriter:
 
     MOST_SETS = 16  # validation sets
 
-    def __init__(self, directory: Path, manifest: dict, thread: ThreadPoolExecutor):
-        self.directory = directory
-        self.manifest = manifest
-        self._thread = thread
-        shards = manifest["shards"]
+    directory: Path
+    manifest: dict
+    thread: ThreadPoolExecutor
+
+    def __post_init__(self):
+        shards = self.manifest["shards"]
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
         self.splits = {shard["split"] for shard in shards}
         self.packers: dict[str, Packer] = {}
-        self.writing = thread.submit(lambda: None)  # the last write, a Future
-        self.counts = Counter(manifest.get("pairs"))
+        self.writing = self.thread.submit(lambda: None)  # the last write, a Future
+        self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
             self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
             self.counts["documents"] = sum(s["documents"] for s in shards)
@@ -967,7 +972,7 @@ class ShardWriter:
             return  # all pairs so far were left out, and only a shard keeps the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
-        self.writing = self._thread.submit(self._write, self.arrays, self.documents, self.position, complete)
+        self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
         self._begin_shard()
 
     def _write(self, arrays: dict, documents: Counter, position: list, complete: bool) -> None:

@@ -324,6 +324,7 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+@dataclass
 class Heartbeat:
     """Shows the other ranks that this one is alive, and finds out, after a collective has failed, who is not.
 
@@ -336,19 +337,21 @@ class Heartbeat:
     BEAT = 1.0  # seconds
     PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
 
-    def __init__(self, store, rank: int, world_size: int, where: str, timeout: float, hosts_store: bool):
-        self.rank = rank
-        self.world_size = world_size
-        self.where = where
-        self.timeout = timeout
-        # a second connection for this thread; the first stays open, because it may be the server of all ranks
-        self.store = dist.PrefixStore("heartbeat", store.clone())
-        self._server = store
-        self.name = f"rank {rank} on node{os.environ.get('GROUP_RANK', 0)} ({os.uname().nodename})"
-        self.keys = [str(r) for r in range(world_size)]
+    server: dist.Store  # stays open, because it may be the server of all ranks
+    rank: int
+    world_size: int
+    where: str
+    timeout: float
+    hosts_store: bool
+
+    def __post_init__(self):
+        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection for this thread
+        node = os.environ.get("GROUP_RANK", "0")
+        self.name = f"rank {self.rank} on node{node} ({os.uname().nodename})"
+        self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
-        several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self._leaves_last = hosts_store or several_nodes and os.environ.get("GROUP_RANK", "0") == "0"
+        several_nodes = self.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self._leaves_last = self.hosts_store or several_nodes and node == "0"
         self._state = ""
         self._seen = {}
         self._next_look = 0.0
@@ -1195,13 +1198,15 @@ def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Gene
     return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
 
 
+@dataclass
 class EMA:
     """An exponential moving average of the parameters, for evaluation, sampling and export."""
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.model = model
-        self.decay = decay
-        self.params = dict(model.named_parameters())
+    model: nn.Module
+    decay: float
+
+    def __post_init__(self):
+        self.params = dict(self.model.named_parameters())
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
     @torch.no_grad()
