@@ -1045,10 +1045,11 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
-    return {"parameters": held + gathered,
-            "gradients": held + (outside + block if sharded else largest_one) + late,  # copies
-            "optimizer": 0 if offload else state if strategy == "ddp" else state / processes,
-            "other": (args.ema > 0) * held + late, "activations": activations}
+    gradients = held + (outside + block if sharded else largest_one) + late  # copies
+    optimizer = 0 if offload else state if strategy == "ddp" else state / processes
+    averaged = (args.ema > 0) * held
+    return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
+            "other": averaged + late, "activations": activations}
 
 
 def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
@@ -1966,9 +1967,10 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
     settings, some of which `settings` replaces.
     """
     modes = {block.checkpointing for block in blocks_of(model)}
-    settings = json.loads(json.dumps(vars(args), default=str)) | settings | {
-        "world_size": world.world_size, "precision": str(model.compute_dtype).removeprefix("torch."),
-        "checkpoint_activations": modes.pop() if modes else "none"}
+    settings = json.loads(json.dumps(vars(args), default=str)) | settings
+    settings["world_size"] = world.world_size
+    settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
+    settings["checkpoint_activations"] = modes.pop() if modes else "none"
     return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
             "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
@@ -1994,21 +1996,22 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     blocks = blocks_of(model)
     c = model.config
     data = dataset.train
-    on_off = ("off", "on")
+    val = [*dataset.val.values()]
     shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))]
+    hosts = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     facts = {"model": identity["family"], "parameters": num_params(model), "blocks": len(blocks),
-             "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape),
-             "ids": c.vocab_size, "padded_ids": c.padded_vocab}
-    facts |= {"nodes": world.nodes, "backend": f"{world.backend} ({world.backend_reason})",
-              "hosts": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
-              "threads": torch.get_num_threads(), "scaler": on_off[state.scaler.is_enabled()],
-              "compile": on_off[compiles(settings["compile"], world.device)]}
-    facts |= {"data": dataset.name, "train_tokens": data.num_tokens, "rows": data.rows,
-              "val_tokens": sum(shards.num_tokens for shards in dataset.val.values()),
-              "entropy": unigram_entropy([*dataset.val.values()] or [data])}
-    facts |= {"fast": ", --fast: a resumed run differs in the last bits" * settings["fast"],
-              "loss": dataset.loss, "sync": "shards" if settings["strategy"] in SHARDED else "OK",
-              "resumed": f", resuming after step {step} from {saved['path']}" if saved else ""}
+             "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape)}
+    facts |= {"ids": c.vocab_size, "padded_ids": c.padded_vocab, "nodes": world.nodes}
+    facts |= {"backend": f"{world.backend} ({world.backend_reason})", "hosts": ", ".join(hosts),
+              "threads": torch.get_num_threads()}
+    facts["scaler"] = "on" if state.scaler.is_enabled() else "off"
+    facts["compile"] = "on" if compiles(settings["compile"], world.device) else "off"
+    facts |= {"data": dataset.name, "train_tokens": data.num_tokens, "rows": data.rows, "loss": dataset.loss}
+    facts["val_tokens"] = sum(shards.num_tokens for shards in val)
+    facts["entropy"] = unigram_entropy(val or [data])
+    facts["sync"] = "shards" if settings["strategy"] in SHARDED else "OK"
+    facts["fast"] = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
+    facts["resumed"] = f", resuming after step {step} from {saved['path']}" if saved else ""
     if not blocks:
         say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
             "recomputed by --checkpoint-activations or sharded by itself")
