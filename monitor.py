@@ -200,8 +200,8 @@ def format_reading(r: dict) -> list[str]:
     ram = gigabytes(r["ram_used"], r["ram_total"])
     disk = gigabytes(r["disk_used"], r["disk_total"])
     network = f"{r['received_per_sec'] / MB:.1f} MB/s in, {r['sent_per_sec'] / MB:.1f} MB/s out"
-    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | "
-             f"process RAM: {r['process_ram'] / GB:.1f} GB"]
+    own = f"process RAM: {r['process_ram'] / GB:.1f} GB"
+    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | {own}"]
     lines.append(f"  - Disk: {r['disk_percent']:.1f}% ({disk}) | Network: {network}")
     for gpu in r["gpus"]:
         if gpu["memory_total"] is not None:
@@ -236,8 +236,6 @@ START_BLOCK = (
     "batch {batch} x accumulation {grad_accum} x {world_size} processes = {global_batch} sequences, "
     "{tokens:,} tokens a step; {steps} steps, {steps_per_epoch:.1f} an epoch",
     "run directory {out}{resumed}")
-STEP_LINE = ("step {step}/{steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.2f} | {own}{speed} "
-             "tok/s | {mfu}{mem_gb:.1f} GB | eta {eta} | Sync={sync}")
 
 # How the results of an evaluation are printed, by the keys of a record and in this order
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
@@ -513,14 +511,17 @@ class RunLog:
 
     def step_line(self, record: dict, eta: float) -> None:
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds."""
-        mfu = "" if record["mfu"] is None else f"{record['mfu']:.1%} MFU | "
-        own = [f"{key} {record[key]:.4g} | " for key in own_keys(record) if record[key] is not None]
-        words = {"steps": self.settings["steps"], "sync": self.facts["sync"], "own": "".join(own), "mfu": mfu,
-                 "speed": human_count(record["tokens_per_sec"]), "eta": human_time(eta)}
-        line = STEP_LINE.format(**record | words)
+        parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
+        parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
+        parts.append(f"{human_count(record['tokens_per_sec'])} tok/s")
+        if record["mfu"] is not None:
+            parts.append(f"{record['mfu']:.1%} MFU")
+        parts += [f"{record['mem_gb']:.1f} GB", f"eta {human_time(eta)}", f"Sync={self.facts['sync']}"]
+        line = " | ".join(parts)
         if self._bar is not None:
-            self._bar.set_description_str(line.partition(" | ")[2], refresh=False)
-        self.say(f"{self.prefix} {line}", on_screen=self._bar is None)
+            self._bar.set_description_str(line, refresh=False)
+        steps = f"step {record['step']}/{self.settings['steps']}"
+        self.say(f"{self.prefix} {steps} | {line}", on_screen=self._bar is None)
 
     def evaluation_line(self, step: int, found: dict, entropy: float) -> None:
         """Prints what the evaluation that was written last has found, beside the unigram entropy (the loss
