@@ -46,6 +46,7 @@ import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,9 @@ def cpu_count() -> int:
 # -----------------------------------------------------------------------------------------------------------
 # Tokenizers. tiktoken runs every byte-level BPE; on disk each tokenizer is a Hugging Face tokenizer.json.
 
-EOT, MASK, RESPONSE = "<|endoftext|>", "[MASK]", "<|response|>"
+EOT = "<|endoftext|>"
+MASK = "[MASK]"
+RESPONSE = "<|response|>"
 # What marks the start of a sample, of its response and its end in the tokenizer of HRM-Text. Elsewhere it is
 # <|endoftext|>, <|response|> and the start of the next sample.
 HRM_TEXT_ROLES = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
@@ -126,7 +129,9 @@ class Tokenizer:
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
-        self.name, self.ranks, self.pattern = name, ranks, pattern
+        self.name = name
+        self.ranks = ranks
+        self.pattern = pattern
         self.eot = specials[EOT]
         last = max(*ranks.values(), *specials.values())
         self.mask = specials.get(MASK, last + 1)
@@ -170,10 +175,11 @@ class Tokenizer:
         tokens = sorted(self.ranks, key=self.ranks.get)
         merges = [[spell(part) for part in last_merge(t, self.ranks)] for t in tokens if len(t) > 1]
         model = {"type": "BPE", "vocab": {spell(t): self.ranks[t] for t in tokens}, "merges": merges}
-        added = [{"id": i, "content": s, "single_word": False, "lstrip": s == MASK, "rstrip": False,
-                  "normalized": False, "special": True}
-                 for s, i in sorted(self.specials.items(), key=lambda item: item[1])
-                 if with_mask or s != MASK or self.roles]  # ids after [MASK] must not move
+        added = []
+        for text, i in sorted(self.specials.items(), key=lambda item: item[1]):
+            if with_mask or text != MASK or self.roles:  # ids after [MASK] must not move
+                added.append({"id": i, "content": text, "single_word": False, "lstrip": text == MASK,
+                              "rstrip": False, "normalized": False, "special": True})
         stage = BYTE_LEVEL
         if self.pattern is not None:
             cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated",
@@ -198,7 +204,8 @@ class HuggingFaceTokenizer:
         mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
         self._tokenizer.add_special_tokens([eot, mask])
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.eot, self.mask = vocab[eot], vocab[mask]
+        self.eot = vocab[eot]
+        self.mask = vocab[mask]
         self.num_ids = max(vocab.values()) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -217,7 +224,8 @@ class HuggingFaceTokenizer:
 
     def spellings(self) -> dict[int, bytes]:
         """The bytes of each ordinary id, with a blank in front where a word begins."""
-        special, vocab = set(self.specials.values()), self._tokenizer.get_vocab()
+        special = set(self.specials.values())
+        vocab = self._tokenizer.get_vocab()
         word_piece = any(word.startswith("##") for word in vocab)  # it marks what continues a word
 
         def spell(word: str) -> bytes:
@@ -259,9 +267,12 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
     """What Tokenizer.to_json has written as a Tokenizer; any other tokenizer.json is run by `tokenizers`."""
     try:
         spec = json.loads(text)
-        model, stage, pattern = spec["model"], spec["pre_tokenizer"], None
+        model = spec["model"]
+        stage = spec["pre_tokenizer"]
+        pattern = None
         if stage and stage["type"] == "Sequence" and stage["pretokenizers"]:
-            split, stage = stage["pretokenizers"][0], stage["pretokenizers"][-1]
+            split = stage["pretokenizers"][0]
+            stage = stage["pretokenizers"][-1]
             pattern = split.get("pattern", {}).get("Regex")
         # other writers list more of a model, such as its dropout
         if model.keys() == {"type", "vocab", "merges"} and stage == BYTE_LEVEL and not spec.get("normalizer"):
@@ -324,7 +335,8 @@ def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
     """Ids (n,) of a sample up to where its response begins. The condition is text, unless a special token has
     its name; UserError if it looks like one that the tokenizer lacks.
     """
-    roles, ids = tokenizer.roles, tokenizer.specials.get(condition)
+    roles = tokenizer.roles
+    ids = tokenizer.specials.get(condition)
     if ids in roles.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
         known = ", ".join(name for name, i in tokenizer.specials.items() if i not in roles.values())
         raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
@@ -334,7 +346,8 @@ def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
 
 def stream_text(tokenizer, ids):
     """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character."""
-    context, pending = [], []  # with some tokenizers the text of an id depends on the ids before it
+    context = []  # with some tokenizers the text of an id depends on the ids before it
+    pending = []
     for i in ids:
         pending.append(int(i))
         text = tokenizer.decode(context + pending)
@@ -362,12 +375,6 @@ FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of So
 BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
 
 
-def fields_of(settings: dict) -> list[str]:
-    """The fields of a row that hold the text, or prompt, response and perhaps condition of pairs."""
-    fields = [settings.get(f"{name}_field") for name in ("prompt", "response", "condition")]
-    return [field for field in fields if field] or [settings["text_field"]]
-
-
 class Source:
     """Documents in a fixed order, readable from any number on. `fields` hold the text, or of pairs prompt,
     response and perhaps condition; the last may name the validation set. A resumed `prepare` must find the
@@ -375,14 +382,20 @@ class Source:
     """
 
     def __init__(self, dataset: str, settings: dict):
-        self.pairs, self.val_field = settings.get("row") is not None, settings.get("val_field")
-        self.fields = fields_of(settings) + ([self.val_field] if self.val_field else [])
-        self.done, self.total, self.files = 0, None, []
+        self.pairs = settings.get("row") is not None
+        self.val_field = settings.get("val_field")
+        names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
+        self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
+        self.done = 0
+        self.total = None
+        self.files = []
         prefix, _, where = dataset.partition(":")
         if prefix == "task" and where in TASKS:
-            self.identity, self.task = f"{dataset}, the harder half of the levels held out", where
+            self.identity = f"{dataset}, the harder half of the levels held out"
+            self.task = where
         elif dataset in ("stdlib", "pairs:stdlib"):
-            root, skipped = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
+            root = Path(sysconfig.get_path("stdlib"))
+            skipped = {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
         elif prefix in FILE_PREFIXES and where:
             self.files = sorted(Path(p) for p in glob.glob(where, recursive=True) if Path(p).is_file())
@@ -391,15 +404,15 @@ class Source:
                 raise UserError(f"no file matches {where!r}{hint}.")
         elif dataset in SHORT_NAMES or prefix == "hf" and where:
             self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
-            prefix, self.identity = "hub", f"{self.repo}:{self.config}"
+            prefix = "hub"
+            self.identity = f"{self.repo}:{self.config}"
         else:
             raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
         self._read = getattr(self, f"_{prefix}")
         if self.files:
             sizes = [[p.name, p.stat().st_size] for p in self.files]
             self.total = sum(size for _, size in sizes)
-            digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
-            self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest}"
+            self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
         val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
         if self.tail and prefix != "text":
@@ -437,7 +450,8 @@ class Source:
             lines = io.StringIO(text, newline=None).readlines()  # as ast counts them
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
-                    first, end = node.lineno - 1, node.body[0].end_lineno
+                    first = node.lineno - 1
+                    end = node.body[0].end_lineno
                     yield tuple(textwrap.dedent("".join(lines[a:b])) for a, b in (
                         (first, end), (end, node.end_lineno))), None
 
@@ -692,22 +706,34 @@ def fsync_directory(path: Path) -> None:
     os.close(descriptor)
 
 
-def write_atomically(path: Path, *chunks) -> None:
-    """Writes a file so that readers see all of it or nothing, even after a crash, or raises UserError."""
+@contextlib.contextmanager
+def replacing(path: Path):
+    """A file to write, which takes the place of `path` at the end: readers see all of it or nothing, even
+    after a crash.
+    """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         temporary.unlink(missing_ok=True)  # it could be a link to a file elsewhere
         with open(temporary, "xb") as file:
-            file.writelines(chunks)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_directory(path.parent)
-    except OSError as error:
+    except Exception:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        raise
+
+
+def write_atomically(path: Path, *chunks) -> None:
+    """Writes a whole file, see `replacing`, or raises UserError."""
+    try:
+        with replacing(path) as file:
+            file.writelines(chunks)
+    except OSError as error:
         raise NotNow(f"{path} cannot be written: {error.strerror}; free some space or choose another "
-                        "place, and run the same command again.")
+                     "place, and run the same command again.")
 
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
@@ -735,24 +761,27 @@ def open_shard(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", HEADER_BYTES))
 
 
+def check_types(part: dict, **types: type) -> None:
+    for name, expected in types.items():
+        if not isinstance(part[name], expected):
+            raise ValueError(f"{name} is of the wrong type")
+
+
 def read_manifest(directory: Path) -> dict | None:
     """The manifest of a prepared directory, None if it has none. Raises UserError if it is malformed."""
     path = directory / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        types = {"dataset": str, "settings": dict, "complete": bool, "dtype": str, "tokenizer": dict,
-                 "shards": list}
-        checks = [(manifest, types),
-                  (manifest["tokenizer"], {"name": str, "sha256": str, "vocab_size": int, "mask": int}),
-                  *((shard, {"tokens": int, "documents": int, "sha256": str, "end": list})
-                    for shard in manifest["shards"])]
+        check_types(manifest, dataset=str, settings=dict, complete=bool, dtype=str, tokenizer=dict,
+                    shards=list)
+        check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
         if "roles" in manifest:
-            checks += [(manifest, {"row": int, "roles": dict}),
-                       (manifest["roles"], dict.fromkeys(("start", "response", "end"), int))]
-        if manifest["format"] != 1 or not all(isinstance(part[key], expected) for part, types in checks
-                                              for key, expected in types.items()):
-            raise ValueError("a field of the wrong type")
+            check_types(manifest, row=int, roles=dict)
+            check_types(manifest["roles"], start=int, response=int, end=int)
+        if manifest["format"] != 1:
+            raise ValueError("another format")
         for shard in manifest["shards"]:
+            check_types(shard, tokens=int, documents=int, sha256=str, end=list)
             # never a path elsewhere
             match = re.fullmatch(r"(train|val|val_[\w-]+)_[0-9]{6}\.bin", shard["file"])
             if not match or match[1] != shard["split"]:
@@ -767,7 +796,7 @@ def read_manifest(directory: Path) -> dict | None:
 
 
 def manifest_digest(manifest: dict) -> str:
-    return hashlib.sha256(json.dumps(manifest | {"checksum": None}).encode()).hexdigest()
+    return digest_json(manifest | {"checksum": None})
 
 
 def write_manifest(directory: Path, manifest: dict) -> None:
@@ -782,7 +811,8 @@ def sha256_of(path: Path) -> str:
 
 def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None) -> str:
     """The tokenizer.json beside a manifest. Raises UserError if it has changed or is not that of `name`."""
-    path, recorded = directory / "tokenizer.json", manifest["tokenizer"]
+    path = directory / "tokenizer.json"
+    recorded = manifest["tokenizer"]
     if not path.is_file() or sha256_of(path) != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: copy it or prepare the data again.")
     text = path.read_text(encoding="utf-8")
@@ -834,6 +864,7 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
     return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
 
 
+@dataclass
 class Packer:
     """Packs whole samples into rows of `row` tokens: each into the open row that it fills best, of at most
     WINDOW. What is left of a row becomes start tokens; if these end a sample, the row keeps room for one. A
@@ -843,9 +874,13 @@ class Packer:
 
     WINDOW = 1000
 
-    def __init__(self, row: int, roles: dict[str, int], truncate: bool, counts: Counter):
-        self.row, self.roles, self.truncate, self.counts = row, roles, truncate, counts
-        self.space = row - (roles["end"] < 0)
+    row: int
+    roles: dict[str, int]
+    truncate: bool
+    counts: Counter
+
+    def __post_init__(self):
+        self.space = self.row - (self.roles["end"] < 0)
         self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
 
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
@@ -874,14 +909,16 @@ class Packer:
 
     def close(self, count: int) -> list[np.ndarray]:
         """The fullest `count` open rows, which are then closed."""
-        closed, self.open = self.open[:count], self.open[count:]
-        rows = [np.full(self.row, self.roles["start"], samples[0].dtype) for _, _, samples in closed]
-        for row, (_, _, samples) in zip(rows, closed):
+        closed = self.open[:count]
+        self.open = self.open[count:]
+        rows = []
+        for _, _, samples in closed:
             used = np.concatenate(samples)
-            row[:len(used)] = used
+            rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.roles["start"]))
         return rows
 
 
+@dataclass
 class ShardWriter:
     """Collects tokens and writes them as shards, in a thread. It packs pairs into rows, and ends their shard
     with one more start token, because a row is read with what follows. What was collected of all splits is
@@ -890,24 +927,30 @@ class ShardWriter:
 
     MOST_SETS = 16  # validation sets
 
-    def __init__(self, directory: Path, manifest: dict, thread: ThreadPoolExecutor):
-        self.directory, self.manifest, self._thread = directory, manifest, thread
-        shards = manifest["shards"]
+    directory: Path
+    manifest: dict
+    thread: ThreadPoolExecutor
+
+    def __post_init__(self):
+        shards = self.manifest["shards"]
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
         self.splits = {shard["split"] for shard in shards}
         self.packers: dict[str, Packer] = {}
-        self.writing = thread.submit(lambda: None)  # the last write, a Future
-        self.counts = Counter(manifest.get("pairs"))
+        self.writing = self.thread.submit(lambda: None)  # the last write, a Future
+        self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
             self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
             self.counts["documents"] = sum(s["documents"] for s in shards)
         self._begin_shard()
 
     def _begin_shard(self) -> None:
-        self.arrays, self.tokens, self.documents = defaultdict(list), Counter(), Counter()
+        self.arrays = defaultdict(list)
+        self.tokens = Counter()
+        self.documents = Counter()
 
     def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
-        settings, arrays = self.manifest["settings"], [tokens]
+        settings = self.manifest["settings"]
+        arrays = [tokens]
         self.splits.add(split)
         if len(self.splits - {"train"}) > self.MOST_SETS:
             raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, of "
@@ -937,7 +980,7 @@ class ShardWriter:
             return  # all pairs so far were left out, and only a shard keeps the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
-        self.writing = self._thread.submit(self._write, self.arrays, self.documents, self.position, complete)
+        self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
         self._begin_shard()
 
     def _write(self, arrays: dict, documents: Counter, position: list, complete: bool) -> None:
@@ -971,7 +1014,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
         for key in manifest["settings"] | settings:
-            before, now = manifest["settings"].get(key), settings.get(key)
+            before = manifest["settings"].get(key)
+            now = settings.get(key)
             if before != now:
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): choose "
                                 "another --out, or delete it.")
@@ -1029,7 +1073,8 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     if not pairs and (row or long):
         raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
     if pairs:
-        row, long = row or (TASK_ROW if prefix == "task" else 1024), long or "truncate"
+        row = row or (TASK_ROW if prefix == "task" else 1024)
+        long = long or "truncate"
         if row < 4:
             raise UserError("--row must be 4 or more.")
     return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
@@ -1084,11 +1129,10 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     pairs = settings["row"] is not None
     tokenizer = with_roles(tokenizer) if pairs else tokenizer
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
+    recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
+                "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
-                "dtype": shard_dtype(tokenizer.vocab_size),
-                "tokenizer": {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
-                              "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
-                              "mask": tokenizer.mask}}
+                "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
     manifest |= {"row": settings["row"], "roles": tokenizer.roles} if pairs else {}
     write_manifest(out, manifest)  # before the first shard: a directory with shards alone is not ours
     return manifest
@@ -1096,7 +1140,8 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
 
 def first_texts(source: Source, settings: dict) -> list[str]:
     """About the first BPE_TRAIN_CHARS characters of the training split."""
-    texts, budget = [], BPE_TRAIN_CHARS
+    texts = []
+    budget = BPE_TRAIN_CHARS
     for _, _, split, text in read_pieces(source, settings):
         if split == "train":
             texts += [text] if isinstance(text, str) else text
@@ -1110,8 +1155,11 @@ def first_texts(source: Source, settings: dict) -> list[str]:
 def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: int) -> None:
     """Encodes the source from the writer's position on, up to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
-    settings, counts = writer.manifest["settings"], writer.counts
-    limit, first, start = settings["max_tokens"], counts["read"], time.perf_counter()
+    settings = writer.manifest["settings"]
+    counts = writer.counts
+    limit = settings["max_tokens"]
+    first = counts["read"]
+    start = time.perf_counter()
     batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
@@ -1165,13 +1213,15 @@ def characters(text: str | tuple) -> int:
 
 def in_batches(items, chars: int = BLOCK // 2):
     """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work for a process."""
-    batch, size = [], 0
+    batch = []
+    size = 0
     for item in items:
         batch.append(item)
         size += characters(item[-1])
         if size >= chars:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -1255,11 +1305,11 @@ def describe(manifest: dict) -> str:
     documents = sum(s["documents"] for s in shards)
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{documents:,} documents")
-    if counts := dict(manifest.get("pairs", {})):
-        counts.pop("read", 0), counts.pop("documents", 0)
-        fill = counts.pop("tokens", 0) / max(train + val, 1)
-        text += f" in rows of {manifest['row']}, {fill:.1%} full: " + ", ".join(
-            f"{n:,} {what}" for what, n in sorted(counts.items()))
+    if counts := manifest.get("pairs"):
+        fill = counts.get("tokens", 0) / max(train + val, 1)
+        shown = sorted(counts.keys() - {"read", "documents", "tokens"})
+        parts = [f"{counts[what]:,} {what}" for what in shown]
+        text += f" in rows of {manifest['row']}, {fill:.1%} full: {', '.join(parts)}"
     return text
 
 
@@ -1303,7 +1353,8 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
     """Rows, int64, of samples at these positions (int64) in endless shuffled epochs."""
-    epochs, found = positions // rows, np.empty_like(positions)
+    epochs = positions // rows
+    found = np.empty_like(positions)
     for epoch in np.unique(epochs):
         found[epochs == epoch] = permute(positions[epochs == epoch] % rows, rows, seed, int(epoch))
     return found
@@ -1319,7 +1370,9 @@ class Masker:
 
     def __init__(self, tokenizer, seq_len: int, rate: float, seed: int, mask_all: bool = False,
                  whole_words: bool = False):
-        self.k, self.mask, self.mask_all = max(1, round(rate * seq_len)), tokenizer.mask, mask_all
+        self.k = max(1, round(rate * seq_len))
+        self.mask = tokenizer.mask
+        self.mask_all = mask_all
         self.positions = np.arange(seq_len, dtype=np.uint64)
         self.seed = splitmix64(np.array([seed], np.uint64) ^ np.uint64(0x6D61736B))
         self.special = np.zeros(tokenizer.num_ids, dtype=bool)
@@ -1417,8 +1470,10 @@ def documents(x: np.ndarray, roles: dict[str, int]) -> tuple[np.ndarray, np.ndar
     """Of rows x (B, T), int64 (B, T) each: the number of a token's document in its row, the first position of
     that, and the position of its <|response|>, or −1. A document runs from one `start` to the next.
     """
-    t, T = np.arange(x.shape[1]), x.shape[1]
-    starts, marks = x == roles["start"], x == roles["response"]
+    t = np.arange(x.shape[1])
+    T = x.shape[1]
+    starts = x == roles["start"]
+    marks = x == roles["response"]
     number = starts.cumsum(1)
     first = np.maximum.accumulate(np.where(starts, t, 0), axis=1)
     # the last <|response|> up to each position, and the next from there on
@@ -1448,7 +1503,9 @@ class Shards:
 
     def __init__(self, paths: list[Path], seq_len: int, learned=None):
         self.tokens = [open_shard(path) for path in paths]
-        self.seq_len, self.dtype, self.learned = seq_len, self.tokens[0].dtype, learned
+        self.seq_len = seq_len
+        self.dtype = self.tokens[0].dtype
+        self.learned = learned
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
             raise UserError(f"{paths[0].parent} mixes 16-bit and 32-bit shards: prepare it again.")
         self.num_tokens = sum(map(len, self.tokens))
@@ -1486,7 +1543,8 @@ def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
     """Entropy of the token frequencies in nats: the loss of the best model that ignores all context. Of pairs
     that of the labels to be learned.
     """
-    limit, found = max(limit // sum(len(shards.tokens) for shards in sets), 1), []
+    limit = max(limit // sum(len(shards.tokens) for shards in sets), 1)
+    found = []
     for shards in sets:
         if shards.learned:
             rows = np.arange(min(limit // 8 // shards.seq_len + 1, shards.rows))
@@ -1525,7 +1583,8 @@ class Dataset:
                             "--prompt-field and --response-field.")
         self.loss = loss or ("response" if pairs else "all")
         which = functools.partial(learned, roles=self.roles, loss=self.loss) if pairs else None
-        train, held_out = [], defaultdict(list)
+        train = []
+        held_out = defaultdict(list)
         for directory in directories:
             train += [directory / shard["file"] for shard in found[directory][0]["shards"]
                       if shard["split"] == "train"]
@@ -1561,7 +1620,8 @@ class Dataset:
         """Prompt, with its condition, and response of the first sample that is held out; "" if there is none
         or its text gives other tokens.
         """
-        roles, row = self.roles, []
+        roles = self.roles
+        row = []
         for shards in [*self.val.values()][:1]:
             row = shards.tokens[0][1:shards.seq_len].tolist()
         middle = row.index(roles["response"]) if roles["response"] in row else 0
@@ -1658,11 +1718,16 @@ class Loader:
     def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
                  samples: int = 0, masker: Masker | None = None):
         import torch
-        self.shards, self.batch, self.seed, self.masker = shards, batch, seed, masker
-        self.position, self.stride = samples + rank * batch, batch * world_size  # of the next step
+        self.shards = shards
+        self.batch = batch
+        self.seed = seed
+        self.masker = masker
+        self.position = samples + rank * batch  # of the next step
+        self.stride = batch * world_size
         self.device = torch.device(device)
         self._cuda = torch.cuda if self.device.type == "cuda" else None
-        self._thread, self._micro_batches = None, 0  # in each of the steps that the thread reads
+        self._thread = None
+        self._micro_batches = 0  # in each of the steps that the thread reads
 
     def step(self, micro_batches: int) -> tuple[int, list[tuple]]:
         """The next step: how many labels this rank has in it, and its micro-batches on `device`, x and y
@@ -1684,7 +1749,9 @@ class Loader:
         """Reads ahead from here on, so many micro-batches a step."""
         import torch
         self.close()
-        self._micro_batches, self._free, self._ready = micro_batches, queue.Queue(), queue.Queue()
+        self._micro_batches = micro_batches
+        self._free = queue.Queue()
+        self._ready = queue.Queue()
         parts = [(self.shards.seq_len, getattr(torch, self.shards.dtype.name))]
         parts += [(self.masker.k, torch.int64)] * 2 if self.masker else [(self.shards.seq_len, torch.int32)]
         for _ in range(2):  # of one step each
@@ -1735,7 +1802,8 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
-    x, y = np.empty((batch, shards.seq_len), shards.dtype), np.empty((batch, shards.seq_len), np.int32)
+    x = np.empty((batch, shards.seq_len), shards.dtype)
+    y = np.empty((batch, shards.seq_len), np.int32)
     stride = batch * world_size
     for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
@@ -1853,8 +1921,9 @@ def info(directory: Path, tokenizer_name: str | None) -> None:
     print(f"{manifest['dataset']}: {describe(manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
     for split, shards in {"train": dataset.train, **dataset.val_splits()}.items():
+        entropy = unigram_entropy([shards])
         print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
-              f"unigram entropy {unigram_entropy([shards]):.4f} nats")
+              f"unigram entropy {entropy:.4f} nats")
     tokenizer = dataset.tokenizer
     print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
           f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")

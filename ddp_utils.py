@@ -47,9 +47,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of,
-                  fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, row_of,
-                  sources_of, unigram_entropy, validation_batches, without_response, write_atomically)
+from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
+                  load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
+                  unigram_entropy, validation_batches, without_response, write_atomically)
 from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
                    continue_text, fill_masks, from_hf, hidden_matrices, num_params, pad_vocab, to_hf)
 
@@ -120,10 +120,10 @@ def launch(main) -> None:
 
     It leaves by os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
-    code, text, reason = 0, "", ""
     get_error_handler().initialize()
     try:
         main()
+        code, text, reason = 0, "", ""
     except BaseException as error:
         code, text, reason = ending_of(error)
     unwritten = Checkpoints.unwritten if code == 1 else []
@@ -243,7 +243,8 @@ def use_libdevice_of_triton() -> None:
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
     """This process's device, the backend, and why that one. Raises UserError if the machine lacks them."""
-    host, gpus = os.uname().nodename, torch.cuda.device_count()
+    host = os.uname().nodename
+    gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError(f"no GPU is visible on {host}: leave --device out, or use --device cpu.")
     device = device if device != "auto" else "cuda" if gpus else "cpu"
@@ -324,32 +325,37 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+@dataclass
 class Heartbeat:
     """Shows the other ranks that this one is alive, and finds out, after a collective has failed, who is not.
 
-    A thread writes `name|counter|state` to the store every BEAT seconds; the state is empty, `failed` or
+    A thread writes `name|time|state` to the store every BEAT seconds; the state is empty, `failed` or
     `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that,
-    then for counters that stopped, then for ranks that did not fail, because they were busy. The first to
+    then for times that stand still, then for ranks that did not fail, because they were busy. The first to
     find the cause publishes it, so that all ranks print the same sentence.
     """
 
     BEAT = 1.0  # seconds
     PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
 
-    def __init__(self, store, rank: int, world_size: int, where: str, timeout: float, hosts_store: bool):
-        self.rank, self.world_size, self.where, self.timeout = rank, world_size, where, timeout
-        # a second connection for this thread; the first stays open, because it may be the server of all ranks
-        self.store, self._server = dist.PrefixStore("heartbeat", store.clone()), store
-        node, host = f"node{os.environ.get('GROUP_RANK', 0)}", os.uname().nodename
-        self.name, self._host = f"rank {rank} on {node} ({host})", f"{node}-{host}"
-        self.keys = [str(r) for r in range(world_size)]
-        self._node_keys = [f"node{i}" for i in range(int(os.environ.get("GROUP_WORLD_SIZE", 1)))]
-        # the first process of each of several nodes also says how busy its machine is
-        self._machine_key = node if len(self._node_keys) > 1 and local_rank() == 0 else ""
+    server: dist.Store  # stays open, because it may be the server of all ranks
+    rank: int
+    world_size: int
+    where: str
+    timeout: float
+    hosts_store: bool
+
+    def __post_init__(self):
+        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection for this thread
+        node = os.environ.get("GROUP_RANK", "0")
+        self.name = f"rank {self.rank} on node{node} ({os.uname().nodename})"
+        self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
-        several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self._leaves_last = hosts_store or several_nodes and os.environ.get("GROUP_RANK", "0") == "0"
-        self._state, self._beats, self._seen, self._next_look = "", 0, {}, 0.0
+        several_nodes = self.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self._leaves_last = self.hosts_store or several_nodes and node == "0"
+        self._state = ""
+        self._seen = {}
+        self._next_look = 0.0
         self._stopped = threading.Event()
         self._beat()
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
@@ -392,13 +398,6 @@ class Heartbeat:
         """Adds to a counter in the store; returns the sum."""
         return self.call(lambda: self.store.add(key, amount))
 
-    def machines(self) -> dict[str, float]:
-        """The curves of all nodes, by tag and host, from their beats: nobody waits for another node."""
-        with contextlib.suppress(RunError):
-            found = self.call(lambda: self.store.multi_get(self._node_keys), self.BEAT)
-            return {tag: value for curves in found for tag, value in json.loads(curves).items()}
-        return {}
-
     def call(self, function, timeout: float = 0):
         """function(), which uses self.store, with a time-out, which its own calls lack: then a RunError."""
         answer = []
@@ -433,15 +432,11 @@ class Heartbeat:
                 self._beat()
 
     def _beat(self) -> None:
-        self._beats += 1
-        self.store.set(self.keys[self.rank], f"{self.name}|{self._beats}|{self._state}")
+        self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")
         if self._own_cause:
             self.store.compare_set("cause", "", self._own_cause)
         if self.store.check(["cause"]):
             self.cause = self.store.get("cause").decode()
-        if self._machine_key and self._beats % 4 == 1:
-            curves = {f"{tag}/{self._host}": value for tag, value in monitor.machine_curves().items()}
-            self.store.set(self._machine_key, json.dumps(curves))
 
     def _names(self, beats: list[bytes]) -> str:
         return listed([beat.decode().partition("|")[0] for beat in beats])
@@ -451,7 +446,8 @@ class Heartbeat:
                 f"down): {WAY_BACK}.")
 
     def _find_cause(self) -> None:
-        self._state, before = "failed", self.store.multi_get(self.keys)
+        before = self.store.multi_get(self.keys)
+        self._state = "failed"
         deadline = time.monotonic() + self.PATIENCE
         while not self.cause:
             time.sleep(self.BEAT / 4)
@@ -497,16 +493,22 @@ def steps_or_fraction(text: str) -> int | float:
     return int(value) if value >= 1 else value
 
 
-def add_flags(parser: argparse.ArgumentParser, title: str, *flags: tuple) -> None:
-    """Adds a group of flags (name, type, default, help); a type is bool, a tuple of choices or a function."""
+def flag_group(parser: argparse.ArgumentParser, title: str):
+    """Begins a group of flags. Returns a function that adds one: its name, type, default and help; a type is
+    bool, a tuple of choices or a function.
+    """
     group = parser.add_argument_group(title)
-    for name, flag_type, default, text in flags:
+
+    def flag(name: str, flag_type, default, text: str) -> None:
         text += "" if default in (None, "") else f" ({default})"
         if flag_type is bool:
             group.add_argument(name, action="store_true", help=text)
+        elif isinstance(flag_type, tuple):
+            group.add_argument(name, choices=flag_type, default=default, help=text)
         else:
-            kind = "choices" if isinstance(flag_type, tuple) else "type"
-            group.add_argument(name, default=default, help=text, **{kind: flag_type})
+            group.add_argument(name, type=flag_type, default=default, help=text)
+
+    return flag
 
 
 def flag_fields(config_class: type) -> list:
@@ -520,19 +522,21 @@ def flags_of_model(config_class: type, args: argparse.Namespace) -> dict:
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
     """The parser of a trainer: --size (or --preset), the flags of its model, and those that all share."""
-    keys = list(dict.fromkeys(itertools.chain(*sizes.values())))
-    columns = [["--size", *keys],
-               *([name, *(str(row.get(key, "")) for key in keys)] for name, row in sizes.items())]
-    columns = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    keys = dict.fromkeys(itertools.chain(*sizes.values()))
+    table = [["--size", *sizes]]
+    for key in keys:
+        table.append([key, *(str(row.get(key, "")) for row in sizes.values())])
+    widths = [max(map(len, column)) for column in zip(*table)]
     parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
-        "  " + "  ".join(row).rstrip() for row in zip(*columns)))
+        "  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:
         choice.add_argument("--preset", choices=presets, help="a recipe instead of a --size")
     group = parser.add_argument_group("model")
     for field in flag_fields(config_class):
-        name, text = field.name.replace("_", "-"), field.metadata["help"]
+        name = field.name.replace("_", "-")
+        text = field.metadata["help"]
         if field.type is bool:
             group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
         elif choices := field.metadata["choices"]:
@@ -551,87 +555,80 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
 
 
 def add_training_flags(parser: ArgumentParser) -> None:
-    add_flags(
-        parser, "data",
-        ("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
+    flag = flag_group(parser, "data")
+    flag("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
          "which is prepared first if necessary, from the hub 20 tokens for each parameter; A,B,B reads two, "
-         "and B twice in each epoch"),
-        ("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
+         "and B twice in each epoch")
+    flag("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for tasks, else "
-         "gpt2)"),
-        ("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B"),
-        ("--max-samples", parse_count, None, "prepare only so many documents"),
-        ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
-    add_flags(
-        parser, "steps and batches",
-        ("--steps", positive_int, None, "optimizer steps of the run"),
-        ("--epochs", number(1e-9), None, "passes over the data, instead of --steps"),
-        ("--global-batch", positive_int, None, "sequences in a step, over all processes"),
-        ("--batch", positive_int, None, "sequences in a micro-batch (default: the largest that divides, up "
-         "to the table's)"),
-        ("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch"))
-    add_flags(
-        parser, "optimization",
-        ("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
-         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it"),
-        ("--lr", number(0), None, "peak learning rate"),
-        ("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only"),
-        ("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run"),
-        ("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping"),
-        ("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none"))
+         "gpt2)")
+    flag("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B")
+    flag("--max-samples", parse_count, None, "prepare only so many documents")
+    flag("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout")
+    flag = flag_group(parser, "steps and batches")
+    flag("--steps", positive_int, None, "optimizer steps of the run")
+    flag("--epochs", number(1e-9), None, "passes over the data, instead of --steps")
+    flag("--global-batch", positive_int, None, "sequences in a step, over all processes")
+    flag("--batch", positive_int, None, "sequences in a micro-batch (default: the largest that divides, up "
+         "to the table's)")
+    flag("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch")
+    flag = flag_group(parser, "optimization")
+    flag("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
+         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it")
+    flag("--lr", number(0), None, "peak learning rate")
+    flag("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only")
+    flag("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run")
+    flag("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping")
+    flag("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none")
 
 
 def add_running_flags(parser: ArgumentParser) -> None:
-    add_flags(
-        parser, "running",
-        ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
-         "auto: bf16 where the hardware has it"),
-        ("--checkpoint-activations", (*CHECKPOINTING, "auto"), "none", "recompute in the backward pass, "
+    flag = flag_group(parser, "running")
+    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
+         "auto: bf16 where the hardware has it")
+    flag("--checkpoint-activations", (*CHECKPOINTING, "auto"), "none", "recompute in the backward pass, "
          "exactly: block keeps only the input of a block, selective the matrix products too; auto: the first "
-         "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB"),
-        ("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
-         "bits, and so do compiled blocks with other --checkpoint-activations"),
-        ("--strategy", STRATEGIES, "ddp", "what is sharded over the processes: nothing, the optimizer state, "
-         "also gradients, also parameters, and these in host memory; each resumes from any other"),
-        ("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if any"),
-        ("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs"),
-        ("--timeout", positive_int, 600, "seconds to wait for a lost process"))
+         "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB")
+    flag("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
+         "bits, and so do compiled blocks with other --checkpoint-activations")
+    flag("--strategy", STRATEGIES, "ddp", "what is sharded over the processes: nothing, the optimizer state, "
+         "also gradients, also parameters, and these in host memory; each resumes from any other")
+    flag("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if any")
+    flag("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs")
+    flag("--timeout", positive_int, 600, "seconds to wait for a lost process")
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory that each process needs: here, or on, say, 8x141")
-    add_flags(
-        parser, "slow links between nodes, with --strategy ddp",
-        ("--comm", ("fp32", "bf16", "late"), "fp32", "what gradients are sent as; late: as int8, while the "
-         "next step is computed, and applied one step late; best with --optimizer muon"))
-    add_flags(
-        parser, "output",
-        ("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)"),
-        ("--log-every", positive_int, 10, "steps between log lines"),
-        ("--wandb", bool, None, "send the curves to Weights & Biases as well"),
-        ("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too"),
-        ("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all"),
-        ("--save-every", positive_int, None, "steps between checkpoints"),
-        ("--keep-last", positive_int, 3, "checkpoints to keep, beside the best"),
-        ("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
-         "an --out without checkpoints; or the path of a checkpoint or of a run directory"),
-        ("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
-         "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up"),
-        ("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training"))
+    flag = flag_group(parser, "slow links between nodes, with --strategy ddp")
+    flag("--comm", ("fp32", "bf16", "late"), "fp32", "what gradients are sent as; late: as int8, while the "
+         "next step is computed, and applied one step late; best with --optimizer muon")
+    flag = flag_group(parser, "output")
+    flag("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)")
+    flag("--log-every", positive_int, 10, "steps between log lines")
+    flag("--wandb", bool, None, "send the curves to Weights & Biases as well")
+    flag("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too")
+    flag("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all")
+    flag("--save-every", positive_int, None, "steps between checkpoints")
+    flag("--keep-last", positive_int, 3, "checkpoints to keep, beside the best")
+    flag("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
+         "an --out without checkpoints; or the path of a checkpoint or of a run directory")
+    flag("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
+         "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
+    flag("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training")
 
 
 def add_text_flags(parser: ArgumentParser) -> None:
-    add_flags(
-        parser, "prompts and responses",
-        ("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
-         "all)"),
-        ("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training"),
-        ("--chat", bool, None, "answer prompts that are typed in, one after another"),
-        ("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token"),
-        ("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt"),
-        ("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end"),
-        ("--max-new-tokens", positive_int, 200, "length of a sample"),
-        ("--temperature", number(0), 0.8, "0: always the likeliest token"),
-        ("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all"),
-        ("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass"))
+    flag = flag_group(parser, "prompts and responses")
+    flag("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
+         "all)")
+    flag("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training")
+    flag("--chat", bool, None, "answer prompts that are typed in, one after another")
+    flag("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token")
+    flag("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt")
+    flag("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end")
+    flag("--max-new-tokens", positive_int, 200, "length of a sample")
+    flag("--temperature", number(0), 0.8, "0: always the likeliest token")
+    flag("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all")
+    flag("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass")
 
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:
@@ -705,7 +702,8 @@ def on_all(what: str, function):
     """
     if not heartbeat:
         return function()
-    what, store = f"{what} {next(_waits)}", heartbeat.store
+    what = f"{what} {next(_waits)}"
+    store = heartbeat.store
     try:
         result = function()
     except BaseException as error:
@@ -760,13 +758,15 @@ def largest(value: float, world: World) -> float:
 
 def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
     """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None."""
-    low, high = numbers.clone(), numbers.clone()
+    low = numbers.clone()
+    high = numbers.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     different = (low != high).nonzero()
     if not len(different):
         return None
-    index, values = int(different[0]), [0] * dist.get_world_size()
+    index = int(different[0])
+    values = [0] * dist.get_world_size()
     dist.all_gather_object(values, int(numbers[index]))
     usual = max(values, key=values.count)  # the first of the most frequent
     return index, next(rank for rank, value in enumerate(values) if value != usual)
@@ -917,7 +917,8 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
     the parameters; the context is extended to `seq_len` if the positional encoding allows that, and the
     vocabulary to `ids`, of which new ones begin as the mean of the others.
     """
-    saved, weights = None, {}
+    saved = None
+    weights = {}
 
     def read_hf() -> dict:
         model = from_hf(model_class, str(source)[3:])
@@ -1005,7 +1006,8 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
 def assert_trained_with(args: argparse.Namespace, config, where) -> None:
     """Raises UserError if a switch is given that a model did not have when it was trained."""
     for field in flag_fields(type(config)):
-        value, was = getattr(args, field.name), getattr(config, field.name)
+        value = getattr(args, field.name)
+        was = getattr(config, field.name)
         if field.type is bool and was != value != field.default:
             raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
                             f"{field.name} {value}.")
@@ -1033,18 +1035,21 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
     everything = 4 * num_params(model)
-    outside, block = everything - sum(blocks), max(blocks, default=0)
+    outside = everything - sum(blocks)
+    block = max(blocks, default=0)
     state = 2 * everything  # AdamW keeps two numbers for each, Muon one
     if args.optimizer == "muon":
         state -= 4 * sum(p.numel() for p in hidden_matrices(model))
-    sharded, offload = strategy in SHARDED, strategy == "zero3-offload"
+    sharded = strategy in SHARDED
+    offload = strategy == "zero3-offload"
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
-    return {"parameters": held + gathered,
-            "gradients": held + (outside + block if sharded else largest_one) + late,  # copies
-            "optimizer": 0 if offload else state if strategy == "ddp" else state / processes,
-            "other": (args.ema > 0) * held + late, "activations": activations}
+    gradients = held + (outside + block if sharded else largest_one) + late  # copies
+    optimizer = 0 if offload else state if strategy == "ddp" else state / processes
+    averaged = (args.ema > 0) * held
+    return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
+            "other": averaged + late, "activations": activations}
 
 
 def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
@@ -1098,7 +1103,9 @@ class CompileCounter:
     EVERY = 10.0  # seconds
 
     def __init__(self, say):
-        self.say, self.graphs, self.next_line = say, 0, 0.0
+        self.say = say
+        self.graphs = 0
+        self.next_line = 0.0
 
     def __call__(self, _) -> None:
         self.graphs += 1
@@ -1111,7 +1118,8 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: 
     """Sets what --precision, --checkpoint-activations and --compile ask for. `inputs` of forward are those of
     the largest micro-batch.
     """
-    compiled, on_cuda = compiles(args.compile, world.device), world.device.type == "cuda"
+    compiled = compiles(args.compile, world.device)
+    on_cuda = world.device.type == "cuda"
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.compile_loss = compiled and on_cuda
     torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
@@ -1191,11 +1199,15 @@ def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Gene
     return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
 
 
+@dataclass
 class EMA:
     """An exponential moving average of the parameters, for evaluation, sampling and export."""
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay, self.params = model, decay, dict(model.named_parameters())
+    model: nn.Module
+    decay: float
+
+    def __post_init__(self):
+        self.params = dict(self.model.named_parameters())
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
     @torch.no_grad()
@@ -1207,7 +1219,8 @@ class EMA:
     def swap(self) -> None:
         """Exchanges the average with the parameters; a second call restores both, bit for bit."""
         for name, p in self.params.items():
-            p, average = local_shard(p), local_shard(self.average[name])
+            p = local_shard(p)
+            average = local_shard(self.average[name])
             held = p.clone()
             p.copy_(average)
             average.copy_(held)
@@ -1241,7 +1254,8 @@ class Late:
     START = 0.1  # of a run, in which a delay costs most: there each step waits for its own gradient
 
     def __init__(self, model: nn.Module, world: World):
-        self.world, self.params = world, [p for p in model.parameters() if p.requires_grad]
+        self.world = world
+        self.params = [p for p in model.parameters() if p.requires_grad]
         numbers = sum(p.numel() for p in self.params)
         self._share = -(-numbers // (128 * world.world_size)) * 128  # of the sum, each rank makes one
         device = world.device
@@ -1290,7 +1304,8 @@ class Late:
         if copied:
             torch.cuda.set_device(self.world.device)  # else this thread would open a context on the first GPU
             copied.synchronize()
-        received, together = torch.empty_like(packed), torch.empty_like(packed)
+        received = torch.empty_like(packed)
+        together = torch.empty_like(packed)
         dist.all_to_all_single(received, packed, group=self._group)
         share = quantise(sum(map(dequantise, received)))  # in the order of ranks
         dist.all_gather([*together], share, group=self._group)
@@ -1305,7 +1320,8 @@ class Late:
 
     def _wait(self) -> None:
         if self._under_way:
-            together, self._under_way = self._under_way.result().to(self.world.device), None
+            together = self._under_way.result().to(self.world.device)
+            self._under_way = None
             self.gradient = torch.cat([*map(dequantise, together)])[:len(self.moved)]
 
     @contextlib.contextmanager
@@ -1327,7 +1343,8 @@ class TrainState:
 
     def __init__(self, model: nn.Module, optimizers: list, world: World, strategy: str = "ddp",
                  comm: str = "fp32", ema: float = 0.0):
-        self.model, self.world = model, world
+        self.model = model
+        self.world = world
         self.optimizers = shard_optimizers(optimizers, strategy)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, ema) if ema else None
@@ -1423,7 +1440,8 @@ class TrainState:
                 inner = inner_optimizer(optimizer)
                 if inner.defaults.get("fused") or isinstance(inner, SkippingOptimizer):
                     device = optimizer.param_groups[0]["params"][0].device  # the host's with zero3-offload
-                    inner.grad_scale, inner.found_inf = None, skip.to(device)
+                    inner.grad_scale = None
+                    inner.found_inf = skip.to(device)
                     optimizer.step()
                 elif not skip.item():
                     optimizer.step()
@@ -1475,7 +1493,8 @@ class TrainState:
         rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
         another type starts without optimizer state.
         """
-        tensors, world = dict.fromkeys(GROUPS, {}) | saved["tensors"], self.world
+        tensors = dict.fromkeys(GROUPS, {}) | saved["tensors"]
+        world = self.world
         if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels, and their number
             share = torch.where(late["labels"] > 0, 1 / late["labels"], 0.0).float()
             tensors["late"] = late | {"gradient": late["gradient"] * share}
@@ -1600,7 +1619,8 @@ def check_resumable(saved: dict, now: dict, say) -> None:
         loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # once a field of the model
         return fixed | model | fixed | loss  # in this order; seq_len is that of the rows
 
-    was, is_ = {"attention": "causal", "loss": "all"} | fixed(saved), fixed(now)
+    was = {"attention": "causal", "loss": "all"} | fixed(saved)
+    is_ = fixed(now)
     for what in is_:
         if was.get(what, is_[what]) != is_[what]:  # checkpoints of older versions lack some
             raise UserError(f"{saved['path']} belongs to a run with another {what} ({was[what]}, now "
@@ -1626,8 +1646,11 @@ class Checkpoints:
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
         self._lock = lock or contextlib.ExitStack()  # of the directory, see lock_run_dir
-        self.run_directory, self.directory = Path(run_directory), Path(run_directory, "checkpoints")
-        self.world, self.keep_last, self.say = world, keep_last, say
+        self.run_directory = Path(run_directory)
+        self.directory = Path(run_directory, "checkpoints")
+        self.world = world
+        self.keep_last = keep_last
+        self.say = say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._lost: set[int] = set()  # steps with an evaluation, but without a checkpoint
@@ -1636,7 +1659,8 @@ class Checkpoints:
 
     def load(self, resume: str) -> dict | None:
         """The checkpoint that --resume means, None to start from scratch. Raises UserError on all ranks."""
-        world, directory = self.world, self.run_directory
+        world = self.world
+        directory = self.run_directory
         newest = on_rank0(world, lambda: next((path.name for path in list_checkpoints(directory)), None))
         if resume == "none" and newest:
             raise UserError(f"{directory} holds checkpoints ({newest}): choose another --out, or delete it.")
@@ -1656,7 +1680,8 @@ class Checkpoints:
         state.restore(saved, self.say)
         del saved["tensors"]
         if Path(saved["path"]).parent == self.directory:
-            self.saved_step, self._newest = saved["step"], Path(saved["path"])
+            self.saved_step = saved["step"]
+            self._newest = Path(saved["path"])
         return saved["step"], saved["samples"]
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
@@ -1666,7 +1691,8 @@ class Checkpoints:
         if step == self.saved_step:
             return
         assert_in_sync(state.model.state_dict())
-        world, self.saved_step = self.world, step
+        world = self.world
+        self.saved_step = step
         steps = meta["settings"]["steps"]
         say_on_other_nodes(world, f"step {step}/{steps} | in sync, node 0 saves a checkpoint")
         # The copies are in use until the last one is written, which may take longer than --timeout.
@@ -1713,7 +1739,7 @@ class Checkpoints:
     def _submit(self, function, path: Path, *args) -> None:
         def job():
             try:
-                function(path, path.with_name(f".tmp-{path.name}"), *args)
+                function(path, *args)
             except Exception as error:  # above all a full disk, of which torch.save says nothing
                 reason = first_line(error)
                 with contextlib.suppress(OSError):  # the directory may be gone
@@ -1724,34 +1750,27 @@ class Checkpoints:
 
         Checkpoints.unwritten = [self._thread.submit(job)]
 
-    def _write(self, path: Path, temporary: Path, content: dict, begun: float) -> None:
+    def _write(self, path: Path, content: dict, begun: float) -> None:
         for key, tensor in self._copies["model"].items():
             if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN add up
                 raise RuntimeError(f"{key} is not finite")
-        try:
-            with open(temporary, "wb") as file:
-                torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        fsync_directory(self.directory)
-        removed = list_checkpoints(self.run_directory)[self.keep_last:]
-        for old in removed:
+        with replacing(path) as file:
+            torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
+        text = (f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
+                f"{time.perf_counter() - begun:.1f} s)")
+        for old in list_checkpoints(self.run_directory)[self.keep_last:]:
             old.unlink()
-        self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
-                 f"{time.perf_counter() - begun:.1f} s)"
-                 + "".join(f"; removed {old.name}" for old in removed))
+            text += f"; removed {old.name}"
+        self.say(text)
 
-    def _link_best(self, path: Path, temporary: Path, newest: Path, step: int, loss: float,
-                   others: dict) -> None:
+    def _link_best(self, path: Path, newest: Path, step: int, loss: float, others: dict) -> None:
         if not newest.exists():  # that save has failed, and said so
             self._lost.add(step)
             return
         saved = [other for at, other in others.items() if at not in self._lost]
         if not loss < min(saved, default=math.inf):
             return
+        temporary = path.with_name(".tmp-best.pt")
         temporary.unlink(missing_ok=True)
         try:
             os.link(newest, temporary)
@@ -1805,7 +1824,8 @@ class StopVote:
     MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
-        self.signal, self._since = 0, 0.0  # what this rank has got, and when
+        self.signal = 0  # what this rank has got
+        self._since = 0.0  # and when
         self.agreed = 0  # the signal at which all ranks have agreed to stop
         self._vote = self._arrive = None  # the vote under way, and what waits for it
         self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
@@ -1820,7 +1840,8 @@ class StopVote:
             os.write(2, b"\nleaving at once, without a checkpoint\n")
             os._exit(130)
         if not self.signal:
-            self.signal, self._since = number, time.monotonic()
+            self.signal = number
+            self._since = time.monotonic()
 
     def vote(self, skipped: Tensor) -> int:
         """Begins a vote, with the number of updates that were `skipped` in a row, of TrainState. Returns what
@@ -1834,7 +1855,8 @@ class StopVote:
         self._arrive = work.wait
         if self._copied:
             work.wait()  # orders the streams; the host does not wait
-            self._vote, self._arrive = self._vote.to("cpu", non_blocking=True), self._copied.synchronize
+            self._vote = self._vote.to("cpu", non_blocking=True)
+            self._arrive = self._copied.synchronize
             self._copied.record()
         return found
 
@@ -1945,9 +1967,10 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
     settings, some of which `settings` replaces.
     """
     modes = {block.checkpointing for block in blocks_of(model)}
-    settings = json.loads(json.dumps(vars(args), default=str)) | settings | {
-        "world_size": world.world_size, "precision": str(model.compute_dtype).removeprefix("torch."),
-        "checkpoint_activations": modes.pop() if modes else "none"}
+    settings = json.loads(json.dumps(vars(args), default=str)) | settings
+    settings["world_size"] = world.world_size
+    settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
+    settings["checkpoint_activations"] = modes.pop() if modes else "none"
     return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
             "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
@@ -1958,7 +1981,10 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     """Opens the log of a run after so many steps, writes config.json and tokenizer.json, says what is going
     to be done. flops_per_token(record) are the FLOPs of a training step.
     """
-    world, model, settings, say = state.world, state.model, identity["settings"], log.say
+    world = state.world
+    model = state.model
+    settings = identity["settings"]
+    say = log.say
     log.settings = settings
     # only rank 0 reads what the log has already
     log.evaluations = on_rank0(world, lambda: log.begin(step, settings))
@@ -1967,21 +1993,25 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
         write_atomically(log.out / "tokenizer.json", dataset.tokenizer.to_json().encode())
     names = [None] * world.world_size
     dist.all_gather_object(names, hardware(world.device))
-    blocks, c, data, on_off = blocks_of(model), model.config, dataset.train, ("off", "on")
+    blocks = blocks_of(model)
+    c = model.config
+    data = dataset.train
+    val = [*dataset.val.values()]
     shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))]
+    hosts = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     facts = {"model": identity["family"], "parameters": num_params(model), "blocks": len(blocks),
-             "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape),
-             "ids": c.vocab_size, "padded_ids": c.padded_vocab}
-    facts |= {"nodes": world.nodes, "backend": f"{world.backend} ({world.backend_reason})",
-              "hosts": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
-              "threads": torch.get_num_threads(), "scaler": on_off[state.scaler.is_enabled()],
-              "compile": on_off[compiles(settings["compile"], world.device)]}
-    facts |= {"data": dataset.name, "train_tokens": data.num_tokens, "rows": data.rows,
-              "val_tokens": sum(shards.num_tokens for shards in dataset.val.values()),
-              "entropy": unigram_entropy([*dataset.val.values()] or [data])}
-    facts |= {"fast": ", --fast: a resumed run differs in the last bits" * settings["fast"],
-              "loss": dataset.loss, "sync": "shards" if settings["strategy"] in SHARDED else "OK",
-              "resumed": f", resuming after step {step} from {saved['path']}" if saved else ""}
+             "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape)}
+    facts |= {"ids": c.vocab_size, "padded_ids": c.padded_vocab, "nodes": world.nodes}
+    facts |= {"backend": f"{world.backend} ({world.backend_reason})", "hosts": ", ".join(hosts),
+              "threads": torch.get_num_threads()}
+    facts["scaler"] = "on" if state.scaler.is_enabled() else "off"
+    facts["compile"] = "on" if compiles(settings["compile"], world.device) else "off"
+    facts |= {"data": dataset.name, "train_tokens": data.num_tokens, "rows": data.rows, "loss": dataset.loss}
+    facts["val_tokens"] = sum(shards.num_tokens for shards in val)
+    facts["entropy"] = unigram_entropy(val or [data])
+    facts["sync"] = "shards" if settings["strategy"] in SHARDED else "OK"
+    facts["fast"] = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
+    facts["resumed"] = f", resuming after step {step} from {saved['path']}" if saved else ""
     if not blocks:
         say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
             "recomputed by --checkpoint-activations or sharded by itself")
@@ -2009,9 +2039,12 @@ class Metrics:
         """
         saved = saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
-        epoch, self.world, self._rows = saved["epoch"], world, rows
+        epoch = saved["epoch"]
+        self.world = world
+        self._rows = rows
         self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
-        self._samples, self._steps = saved["samples"], epoch["steps"]
+        self._samples = saved["samples"]
+        self._steps = epoch["steps"]
         self._begun = time.perf_counter() - epoch["seconds"]
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # of the last step, over all ranks
@@ -2027,7 +2060,9 @@ class Metrics:
 
     def end_step(self, samples: int, labels: Tensor) -> None:
         """Ends a step, after which so many samples of the run are consumed, with `labels` on all ranks."""
-        self.labels, before, self._samples = labels, self._samples, samples
+        self.labels = labels
+        before = self._samples
+        self._samples = samples
         self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
@@ -2038,7 +2073,9 @@ class Metrics:
     def begin_epoch(self) -> None:
         """Sets the sums over an epoch to 0."""
         self._epoch_loss.zero_()
-        self.ends_epoch, self._steps, self._begun = False, 0, time.perf_counter()
+        self.ends_epoch = False
+        self._steps = 0
+        self._begun = time.perf_counter()
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
@@ -2053,6 +2090,20 @@ class Metrics:
                 "ends_epoch": self.ends_epoch}
 
 
+def share_curves(world: World) -> None:
+    """On the first process of each node: puts the curves of its machine into the store."""
+    host = f"{world.node}-{os.uname().nodename}"
+    curves = {f"{tag}/{host}": value for tag, value in monitor.machine_curves().items()}
+    heartbeat.call(lambda: heartbeat.store.set(world.node, json.dumps(curves)))
+
+
+def shared_curves(world: World) -> dict[str, float]:
+    """The curves of all nodes, by tag and host, once each has put them into the store."""
+    nodes = [f"node{i}" for i in range(world.nodes)]
+    found = heartbeat.call(lambda: heartbeat.store.multi_get(nodes))
+    return {tag: value for curves in found for tag, value in json.loads(curves).items()}
+
+
 def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: Tensor,
              **numbers) -> None:
     """Gives the log a step that it wants, with the means over all ranks. Every rank calls it after each step.
@@ -2062,9 +2113,11 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     log.tick(step)
     if not log.wants(step, metrics.ends_epoch):  # the same on all ranks
         return
+    if world.nodes > 1 and world.local_rank == 0:
+        share_curves(world)
     means, epoch = metrics.reduce()
-    machines = heartbeat.machines() if world.nodes > 1 and world.is_rank0 else None
     memory = largest(monitor.memory_gb(world.device), world)
+    machines = shared_curves(world) if world.nodes > 1 and world.is_rank0 else None
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
     numbers |= {"grad_norm": grad_norm.item(), "labels": int(metrics.labels), "mem_gb": round(memory, 3)}
     numbers |= means
@@ -2078,9 +2131,11 @@ def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, li
     has a name, such as `val_loss/NAME`, with the averaged weights, if the run keeps any. Every rank calls it.
     None if a stop signal has cut it short.
     """
-    model, world = state.model.eval(), state.world
+    model = state.model.eval()
+    world = state.world
     token_bytes = dataset.token_bytes().to(world.device)
-    totals, of_names = Counter(), {}
+    totals = Counter()
+    of_names = {}
     with state.averaged_weights():
         for name, shards in dataset.val.items():
             sums = Counter()
@@ -2119,7 +2174,8 @@ def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]
     """What samples continue: of pairs, by default, one that is held out, and the response that it has.
     Raises UserError if it fills a row.
     """
-    prompt, expected = args.sample_prompt, ""
+    prompt = args.sample_prompt
+    expected = ""
     if dataset.roles["response"] >= 0:
         if not prompt and not args.condition:
             prompt, expected = dataset.first_pair()
@@ -2143,7 +2199,9 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,
             samples: int) -> None:
     """Waits for the last checkpoint and says how the run has ended."""
-    world, settings, stopping = checkpoints.world, log.settings, stop.agreed
+    world = checkpoints.world
+    settings = log.settings
+    stopping = stop.agreed
     memory = largest(monitor.memory_gb(world.device), world)
     stop.read()  # no vote is left under way; a signal after the last step changes nothing
     checkpoints.close()  # after all collectives, because rank 0 may write for longer than --timeout

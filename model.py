@@ -571,10 +571,10 @@ class HRM(CausalLM):
         repeat h_cycles times:  (repeat l_cycles times:  z_L = L(z_L + z_H));  z_H = H(z_H + z_L)
         logits = head(z_H)
 
-    Backpropagation is truncated: as in the paper, `bp_steps` stack calls keep a graph, the last ones of H, and
-    with what is left (at least one) of L; or the last `bp_cycles` cycles do, whole. With `halt`, the output
-    is the mean of each token's z_H over all cycles, weighted by halting probabilities (adaptive computation
-    time, Graves 2016, arXiv 1603.08983).
+    Backpropagation is truncated: as in the paper, `bp_steps` stack calls keep a graph, the last ones of H,
+    and with what is left (at least one) of L; or the last `bp_cycles` cycles do, whole. With `halt`, the
+    output is the mean of each token's z_H over all cycles, weighted by halting probabilities (adaptive
+    computation time, Graves 2016, arXiv 1603.08983).
     """
 
     Config = HRMConfig

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from data import ArgumentParser, UserError, write_atomically
 
-GB, MB = 2**30, 2**20
+GB = 2**30
+MB = 2**20
 
 # Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
 # first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
@@ -88,8 +89,9 @@ def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) ->
     """(bytes in use, limit) of the tightest memory limit of cgroups v2 on this process, as containers have;
     else None. Inactive file cache, which the kernel can drop, does not count as in use.
     """
-    lines = own.read_text().splitlines() if own.exists() else []
-    group, found = root / next((line[4:] for line in lines if line.startswith("0::/")), ""), []
+    member = re.search("^0::/(.*)", own.read_text() if own.exists() else "", re.M)
+    group = root / (member[1] if member else "")
+    found = []
     for directory in (group, *group.parents):  # the limit of a parent can be tighter
         with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
             limit = int((directory / "memory.max").read_text())
@@ -103,7 +105,8 @@ def cpu_and_ram() -> dict:
     """CPU use since the last call; RAM in bytes, the container's if it has a limit. Raises ImportError."""
     import psutil
     memory = psutil.virtual_memory()
-    used, total = memory.total - memory.available, memory.total
+    used = memory.total - memory.available
+    total = memory.total
     container = cgroup_memory()
     if container and container[1] < total:
         used, total = container
@@ -154,10 +157,11 @@ def read_gpus() -> list[dict]:
     for i in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(i)
         load, memory, power = (query(name, gpu) for name in ("UtilizationRates", "MemoryInfo", "PowerUsage"))
-        found.append({"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
-                      "memory_used": memory and memory.used, "memory_total": memory and memory.total,
-                      "power_watts": power and power / 1000,
-                      "temperature_celsius": query("Temperature", gpu, pynvml.NVML_TEMPERATURE_GPU)})
+        values = {"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
+                  "memory_used": memory and memory.used, "memory_total": memory and memory.total}
+        values["power_watts"] = power and power / 1000
+        values["temperature_celsius"] = query("Temperature", gpu, pynvml.NVML_TEMPERATURE_GPU)
+        found.append(values)
     return found
 
 
@@ -194,12 +198,12 @@ def format_reading(r: dict) -> list[str]:
 
     gpu_formats = {"utilization_percent": "Util: {:.0f}%", "memory": "Memory: {}",
                    "power_watts": "Power: {:.0f} W", "temperature_celsius": "Temp: {:.0f} C"}
-    ram, disk = gigabytes(r["ram_used"], r["ram_total"]), gigabytes(r["disk_used"], r["disk_total"])
-    received, sent = r["received_per_sec"] / MB, r["sent_per_sec"] / MB
-    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | "
-             f"process RAM: {r['process_ram'] / GB:.1f} GB",
-             f"  - Disk: {r['disk_percent']:.1f}% ({disk}) | Network: {received:.1f} MB/s in, "
-             f"{sent:.1f} MB/s out"]
+    ram = gigabytes(r["ram_used"], r["ram_total"])
+    disk = gigabytes(r["disk_used"], r["disk_total"])
+    network = f"{r['received_per_sec'] / MB:.1f} MB/s in, {r['sent_per_sec'] / MB:.1f} MB/s out"
+    own = f"process RAM: {r['process_ram'] / GB:.1f} GB"
+    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | {own}"]
+    lines.append(f"  - Disk: {r['disk_percent']:.1f}% ({disk}) | Network: {network}")
     for gpu in r["gpus"]:
         if gpu["memory_total"] is not None:
             gpu = gpu | {"memory": gigabytes(gpu["memory_used"], gpu["memory_total"])}
@@ -233,8 +237,6 @@ START_BLOCK = (
     "batch {batch} x accumulation {grad_accum} x {world_size} processes = {global_batch} sequences, "
     "{tokens:,} tokens a step; {steps} steps, {steps_per_epoch:.1f} an epoch",
     "run directory {out}{resumed}")
-STEP_LINE = ("step {step}/{steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.2f} | {own}{speed} "
-             "tok/s | {mfu}{mem_gb:.1f} GB | eta {eta} | Sync={sync}")
 
 # How the results of an evaluation are printed, by the keys of a record and in this order
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
@@ -275,20 +277,16 @@ def curve_values(record: dict) -> dict[str, float]:
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
 
 
-def names_of_sets(record: dict) -> list[str]:
-    """The validation sets that have a name."""
-    return [key.removeprefix("val_loss/") for key in record if key.startswith("val_loss/")]
-
-
 def grouped_sets(found: dict) -> list[str]:
     """What an evaluation found on each set that has a name: exact matches of pairs, else losses. Sets such as
     trained-1 and trained-2 become a group with their mean: 'trained 97.5% (1 98.0%, 2 97.0%)'.
     """
-    key, form = ("val_exact", "{} {:.1%}") if "val_exact" in found else ("val_loss", "{} {:.4f}")
+    prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in found else ("val_loss/", "{} {:.4f}")
     groups = {}
-    for name in names_of_sets(found):
-        group, _, member = name.rpartition("-")
-        groups.setdefault(group, {})[member] = found[f"{key}/{name}"]
+    for key in found:
+        if key.startswith(prefix):
+            group, _, member = key.removeprefix(prefix).rpartition("-")
+            groups.setdefault(group, {})[member] = found[key]
     texts = []
     for group, members in groups.items():
         each = ", ".join(form.format(member, value) for member, value in members.items())
@@ -314,7 +312,9 @@ class RunLog:
     """
 
     def __init__(self, out: Path, active: bool, prefix: str):
-        self.out, self.active, self.prefix = Path(out), active, prefix
+        self.out = Path(out)
+        self.active = active
+        self.prefix = prefix
         self.records: list[dict] = []
         self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
         self.settings: dict = {}  # of the run, by flag
@@ -381,7 +381,9 @@ class RunLog:
             "out": self.out, "peak_flops": peak_flops, "flops_per_token": flops_per_token}
         if not self.active:
             return
-        rows, steps, batch = facts["rows"], self.settings["steps"], self.settings["global_batch"]
+        rows = facts["rows"]
+        steps = self.settings["steps"]
+        batch = self.settings["global_batch"]
         passes = steps * batch / rows
         if passes > 20 and not self.settings["epochs"]:
             self.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
@@ -403,7 +405,8 @@ class RunLog:
 
     def restart_clock(self, samples: int) -> None:
         """After a pause, such as an evaluation, which does not count in tokens per second."""
-        self.clock.lap_samples, self.clock.lap_began = samples, time.perf_counter()
+        self.clock.lap_samples = samples
+        self.clock.lap_began = time.perf_counter()
 
     def wants(self, step: int, ends_epoch: bool) -> bool:
         """Whether a step is logged."""
@@ -419,14 +422,16 @@ class RunLog:
         """
         if not self.active:
             return
-        run, clock = self.settings, self.clock
-        now, seq_len = time.perf_counter(), run["seq_len"]
+        run = self.settings
+        clock = self.clock
+        now = time.perf_counter()
+        seq_len = run["seq_len"]
         tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
         self.restart_clock(samples)
-        record = {"step": step, **{key: numbers[key] for key in ("loss", "lr", "grad_norm")}}
-        record |= {"skipped": int(not math.isfinite(numbers["grad_norm"])), "tokens": samples * seq_len,
-                   "tokens_per_sec": round(tokens_per_sec, 1), "mfu": None, "mem_gb": numbers["mem_gb"]}
-        record |= numbers | {"time": round(time.time(), 3)}
+        skipped = int(not math.isfinite(numbers["grad_norm"]))
+        record = {"step": step, "loss": numbers["loss"]} | numbers
+        record |= {"skipped": skipped, "tokens": samples * seq_len, "mfu": None,
+                   "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
         if self.facts["peak_flops"]:
             flops = tokens_per_sec * self.facts["flops_per_token"](record)
             record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
@@ -461,15 +466,17 @@ class RunLog:
         """Says how fast the run was, how large it is, and how it has ended."""
         if not self.active:
             return
-        clock, seq_len = self.clock, self.settings["seq_len"]
+        clock = self.clock
+        seq_len = self.settings["seq_len"]
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * seq_len / seconds
-        sizes = {stat.st_ino: stat.st_size for path in self.out.rglob("*") if (stat := path.lstat())}
+        took = f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included"
+        files = [path.lstat() for path in self.out.rglob("*")]
+        size = sum({file.st_ino: file.st_size for file in files}.values())  # a link counts once
         losses = [(loss, at) for at, loss in self.evaluations.items()]
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
-        self.say(f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included: "
-                 f"{human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
-                 f"{sum(sizes.values()) / 1e9:.2g} GB on disk")
+        self.say(f"{took}: {human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
+                 f"{size / 1e9:.2g} GB on disk")
         self.close()
         self.say(ending)
 
@@ -523,14 +530,17 @@ class RunLog:
 
     def step_line(self, record: dict, eta: float) -> None:
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds."""
-        mfu = "" if record["mfu"] is None else f"{record['mfu']:.1%} MFU | "
-        own = [f"{key} {record[key]:.4g} | " for key in own_keys(record) if record[key] is not None]
-        words = {"steps": self.settings["steps"], "sync": self.facts["sync"], "own": "".join(own), "mfu": mfu,
-                 "speed": human_count(record["tokens_per_sec"]), "eta": human_time(eta)}
-        line = STEP_LINE.format(**record | words)
+        parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
+        parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
+        parts.append(f"{human_count(record['tokens_per_sec'])} tok/s")
+        if record["mfu"] is not None:
+            parts.append(f"{record['mfu']:.1%} MFU")
+        parts += [f"{record['mem_gb']:.1f} GB", f"eta {human_time(eta)}", f"Sync={self.facts['sync']}"]
+        line = " | ".join(parts)
         if self._bar is not None:
-            self._bar.set_description_str(line.partition(" | ")[2], refresh=False)
-        self.say(f"{self.prefix} {line}", on_screen=self._bar is None)
+            self._bar.set_description_str(line, refresh=False)
+        steps = f"step {record['step']}/{self.settings['steps']}"
+        self.say(f"{self.prefix} {steps} | {line}", on_screen=self._bar is None)
 
     def evaluation_line(self, step: int, found: dict, entropy: float) -> None:
         """Prints what the evaluation that was written last has found, beside the unigram entropy (the loss
@@ -633,25 +643,29 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     own = dict.fromkeys(key for records in runs.values() for record in records for key in own_keys(record))
     figure = Figure(figsize=(8, 8 + 1.6 * len(own)))
-    loss, lr, speed, *others = figure.subplots(3 + len(own), 1, sharex=True,
-                                               height_ratios=(3, *[1] * (2 + len(own))))
+    heights = (3, *[1] * (2 + len(own)))
+    loss, *others = figure.subplots(3 + len(own), 1, sharex=True, height_ratios=heights)
+    below = dict(zip(("lr", "tokens_per_sec", *own), others))
     x = "step" if len(runs) == 1 else "tokens"
+
+    def curve(axes, records: list[dict], key: str, **style) -> None:
+        points = [r for r in records if r.get(x) is not None and r.get(key) is not None]
+        axes.plot([r[x] for r in points], [r[key] for r in points], **style)
+
     for i, (name, records) in enumerate(runs.items()):
         style = {"color": f"C{i}", "linestyle": LINES[i % len(LINES)]}
-        markers = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5}
-        for axes, key, more in ((loss, "loss", {"linewidth": 1, "alpha": 0.6}),
-                                (loss, "val_loss", markers | {"label": name}),
-                                (lr, "lr", {}), (speed, "tokens_per_sec", {}),
-                                *((axes, key, {}) for axes, key in zip(others, own))):
-            points = [r for r in records if r.get(x) is not None and r.get(key) is not None]
-            axes.plot([r[x] for r in points], [r[key] for r in points], **style, **more)
+        marker = MARKERS[i % len(MARKERS)]
+        curve(loss, records, "loss", linewidth=1, alpha=0.6, **style)
+        curve(loss, records, "val_loss", marker=marker, markersize=5, label=name, **style)
+        for key, axes in below.items():
+            curve(axes, records, key, **style)
     loss.set(title="validation loss (with markers) and training loss (thin)", ylabel="loss (nats per token)")
     loss.legend(handlelength=4)
-    lr.set(ylabel="learning rate")
-    lr.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
-    speed.set(ylabel="tokens/s", ylim=(0, None))
-    for axes, key in zip(others, own):
+    for key, axes in below.items():
         axes.set(ylabel=key)
+    below["lr"].set(ylabel="learning rate")
+    below["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
+    below["tokens_per_sec"].set(ylabel="tokens/s", ylim=(0, None))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.axes[-1].set(xlabel=x)
@@ -672,10 +686,10 @@ def summarize(records: list[dict]) -> dict:
         if record.get("tokens_per_sec"):
             seconds += (record["tokens"] - tokens) / record["tokens_per_sec"]
             tokens = record["tokens"]
-    return {"step": last.get("step", 0), "loss": last.get("loss"),
-            "val_loss": evals[-1][0] if evals else None, "best_val_loss": best, "best_step": best_step,
-            "tokens": tokens, "tokens_per_sec": round(tokens / seconds, 1) if seconds else None,
-            "hours": round(seconds / 3600, 4)}
+    found = {"step": last.get("step", 0), "loss": last.get("loss"),
+             "val_loss": evals[-1][0] if evals else None, "best_val_loss": best, "best_step": best_step}
+    speed = round(tokens / seconds, 1) if seconds else None
+    return found | {"tokens": tokens, "tokens_per_sec": speed, "hours": round(seconds / 3600, 4)}
 
 
 def format_table(runs: dict[str, list[dict]]) -> list[str]:
@@ -683,8 +697,11 @@ def format_table(runs: dict[str, list[dict]]) -> list[str]:
     for name, records in runs.items():
         s = summarize(records)
         losses = ["-" if s[k] is None else f"{s[k]:.4f}" for k in ("loss", "val_loss", "best_val_loss")]
-        rows.append([name, str(s["step"]), *losses, str(s["best_step"] or "-"), human_count(s["tokens"]),
-                     human_count(s["tokens_per_sec"] or 0), f"{s['hours']:.3f}"])
+        best = s["best_step"] or "-"
+        tokens = s["tokens"]
+        speed = s["tokens_per_sec"] or 0
+        rows.append([name, str(s["step"]), *losses, str(best), human_count(tokens), human_count(speed),
+                     f"{s['hours']:.3f}"])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
@@ -712,7 +729,8 @@ def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
 def watch_machine(args: argparse.Namespace) -> None:
     wait = min(0.5, args.interval)  # the first reading comes soon
     while True:
-        reading, wait = read_machine(wait), args.interval
+        reading = read_machine(wait)
+        wait = args.interval
         print(json.dumps(reading) if args.json else "\n".join(format_reading(reading)), flush=True)
         if args.once:
             return

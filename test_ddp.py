@@ -48,15 +48,15 @@ GOOD = 0.93  # of the time, at least, should go into computing
 
 def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> dict:
     """What this rank has, as plain data. `wrong` is a sentence, or empty."""
-    nccl = device.type == "cuda" and dist.is_nccl_available()
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py")))
     report = {"host": platform.node(), "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
-              "backend": backend, "python": platform.python_version(), "torch": torch.__version__,
-              "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "none",
-              "code": hashlib.sha256(code).hexdigest()[:12], "size": f"{args.model} {args.size}",
-              "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
+              "backend": backend, "python": platform.python_version(), "torch": torch.__version__}
+    report |= {"nccl": "none", "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py")))
+    report |= {"code": hashlib.sha256(code).hexdigest()[:12], "size": f"{args.model} {args.size}"}
     if device.type == "cuda":
         report |= {"gpu": hardware(device), "uuid": str(torch.cuda.get_device_properties(device).uuid)}
+        if dist.is_nccl_available():
+            report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     try:
         if args.data:
             report["data"] = Dataset([Path(args.data)], 1, args.tokenizer).fingerprint[:12]
@@ -99,7 +99,8 @@ def problem_in(reports: list[dict]) -> str:
 
 def compare(report: dict) -> None:
     """Prints and compares the reports of all ranks. Raises UserError on all ranks."""
-    heartbeat, reports = ddp_utils.heartbeat, [report]
+    heartbeat = ddp_utils.heartbeat
+    reports = [report]
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
         own = keys[heartbeat.rank], json.dumps(report)
@@ -107,8 +108,8 @@ def compare(report: dict) -> None:
         reports = [json.loads(text) for text in heartbeat.call(lambda: heartbeat.store.multi_get(keys))]
     if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
-            print(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; " + ", ".join(
-                f"{what} {found[what]}" for what in SHOWN), flush=True)
+            versions = ", ".join(f"{what} {found[what]}" for what in SHOWN)
+            print(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; {versions}", flush=True)
     verdict = problem_in(reports)
     if heartbeat:  # that of rank 0, because a rank with another WORLD_SIZE has seen other reports
         if heartbeat.rank == 0:
@@ -137,32 +138,30 @@ def step(what: str, function, *args):
 
 def check_collectives(world: World) -> str:
     """Names those of three collectives that give wrong numbers on this rank."""
-    size, base = world.world_size, torch.arange(100_000, dtype=torch.float64, device=world.device)
-    reduced, sent = base + world.rank, base * (world.rank == size - 1)
+    size = world.world_size
+    base = torch.arange(100_000, dtype=torch.float64, device=world.device)
+    reduced = base + world.rank
+    sent = base * (world.rank == size - 1)
     gathered = [torch.empty_like(base) for _ in range(size)]
     dist.all_gather(gathered, reduced)
     dist.all_reduce(reduced)
     dist.broadcast(sent, src=size - 1)
-    right = {"all_reduce": torch.equal(reduced, size * base + size * (size - 1) // 2),
-             "broadcast": torch.equal(sent, base),
-             "all_gather": all(torch.equal(part, base + rank) for rank, part in enumerate(gathered))}
+    right = {"all_reduce": torch.equal(reduced, size * base + size * (size - 1) // 2)}
+    right["broadcast"] = torch.equal(sent, base)
+    right["all_gather"] = all(torch.equal(part, base + rank) for rank, part in enumerate(gathered))
     return " and ".join(name for name, fine in right.items() if not fine)
 
 
-def median_seconds(function, repetitions: int, world: World) -> float:
-    """Of function() on this rank, after a first call, which connects or allocates."""
+def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
+    """Median over the repetitions, of the slowest rank, after a first call, which connects or allocates."""
+    buffer = torch.zeros(nbytes // 4, device=world.device)
+
     def until_done():
-        function()
+        dist.all_reduce(buffer)
         world.synchronize()
 
     until_done()
-    return statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions))
-
-
-def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
-    """Median over the repetitions, of the slowest rank."""
-    buffer = torch.zeros(nbytes // 4, device=world.device)
-    return largest(median_seconds(lambda: dist.all_reduce(buffer), repetitions, world), world)
+    return largest(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions)), world)
 
 
 def measure_network(world: World, limit: float) -> tuple[float, float]:
@@ -290,9 +289,10 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
         mode = choose_checkpointing(model, inputs, args, dtype, processes, gigabytes)
     activations = kept_for_backward(model_class, model.config, dtype, mode, inputs, compiled)
     activations += logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
-    print(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "
-          f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
-          f"{'on' if compiled else 'off'}, activation checkpointing {mode}; in GB:")
+    what = f"{model_class.__name__} of {num_params(model):,} parameters"
+    how = f"{precision}, compile {'on' if compiled else 'off'}, activation checkpointing {mode}"
+    print(f"{what}, {processes} processes with {gigabytes:.0f} GB each, micro-batches of {batch} x "
+          f"{args.seq_len}, {how}; in GB:")
     table = {strategy: memory_of(model, strategy, args, processes, activations)
              for strategy in STRATEGIES}
     fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes)]

@@ -16,8 +16,8 @@ import re
 
 import data
 from data import UserError
-from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, add_flags, assert_in_sync, begin_log,
-                       begin_sum, end_run, evaluate, identity_of, launch, load_data, log_step, make_parser,
+from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
+                       end_run, evaluate, flag_group, identity_of, launch, load_data, log_step, make_parser,
                        new_model, open_run, parse, plan_run, run_directory, sample, seed_step, set_modes,
                        start, use_model)
 from model import HRM, HRMConfig, learning_rate, make_optimizers
@@ -64,10 +64,9 @@ def int_range(flag: str, text, lowest: int) -> tuple[int, int]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, HRMConfig, SIZES)
-    add_flags(
-        parser, "recurrence",
-        ("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
-         "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)"))
+    flag = flag_group(parser, "recurrence")
+    flag("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
+         "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)")
     args = parse(parser, HRMConfig, SIZES, argv)
     least, args.h_cycles = int_range("--h-cycles", args.h_cycles, 1)
     args.least_cycles = least if least < args.h_cycles else 0

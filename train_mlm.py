@@ -17,8 +17,8 @@ the same 15 %.
 import argparse
 
 import data
-from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, add_flags, assert_in_sync, begin_log,
-                       begin_sum, end_run, evaluate, identity_of, launch, load_data, local_rank, log_step,
+from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
+                       end_run, evaluate, flag_group, identity_of, launch, load_data, local_rank, log_step,
                        make_parser, new_model, number, open_run, parse, plan_run, run_directory, seed_step,
                        set_modes, start, use_model)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
@@ -72,13 +72,12 @@ def list_presets() -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
-    add_flags(
-        parser, "masked language model",
-        ("--list-presets", bool, None, "print all presets with their commands"),
-        ("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored"),
-        ("--mask-all", bool, None, "replace all of them by [MASK], not 80 %% by [MASK] and 10 %% at random"),
-        ("--whole-words", bool, None, "mask whole words"),
-        ("--fill", str, None, "print the likeliest tokens for each [MASK] in this text"))
+    flag = flag_group(parser, "masked language model")
+    flag("--list-presets", bool, None, "print all presets with their commands")
+    flag("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored")
+    flag("--mask-all", bool, None, "replace all of them by [MASK], not 80 %% by [MASK] and 10 %% at random")
+    flag("--whole-words", bool, None, "mask whole words")
+    flag("--fill", str, None, "print the likeliest tokens for each [MASK] in this text")
     return parse(parser, MLMConfig, RECIPES, argv)
 
 
