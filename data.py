@@ -1458,7 +1458,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
         given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
         raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
-                        f"processes {share}, so use --batch {nearest} --grad-accum {share // nearest}.")
+                        f"processes {share}. Use --batch {nearest} --grad-accum {share // nearest}.")
     return global_batch, micro, share // micro
 
 
@@ -1956,22 +1956,22 @@ def main() -> None:
     p.add_argument("--tokenizer", dest="tokenizer_name",
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for tasks, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
-                   help="hash:F, a fraction F of the documents, by a hash of their text, or tail:F, the last "
+                   help="hash:F: a fraction F of the documents, by a hash of their text; tail:F: the last "
                    "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01, for "
                    "tasks 0.05)")
-    p.add_argument("--val-field", help="field whose values name validation sets of their own, val_VALUE, at "
-                   "most 16 (default: none; of tasks the level)")
+    p.add_argument("--val-field", help="field with a validation set for each of its values, val_VALUE, at "
+                   "most 16 (default: none; for tasks the level)")
     p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
     p.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-    p.add_argument("--prompt-field", help="field that holds the prompt of a pair, to be answered by …")
-    p.add_argument("--response-field", help="… the field that holds its response")
-    p.add_argument("--condition-field", help="field that goes in front of the prompt: text, or the name of a "
+    p.add_argument("--prompt-field", help="field that holds the prompt of a pair")
+    p.add_argument("--response-field", help="field that holds the response of a pair")
+    p.add_argument("--condition-field", help="field to put in front of the prompt: text, or the name of a "
                    "special token of the tokenizer")
-    p.add_argument("--row", type=int, help="tokens in a row into which whole pairs are packed, the --seq-len "
-                   "of the trainer (default: 1024, of a task its own)")
-    p.add_argument("--long", choices=("truncate", "drop"), help="what to do with a response that does not "
+    p.add_argument("--row", type=int, help="tokens in a row, into which whole pairs are packed: the "
+                   "--seq-len of the trainer (default: 1024; tasks have their own)")
+    p.add_argument("--long", choices=("truncate", "drop"), help="truncate or drop a response that does not "
                    "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
     p.add_argument("--workers", type=int, help="processes that tokenize (default: one per core)")
@@ -1986,7 +1986,7 @@ def main() -> None:
         if run is peek:
             p.add_argument("--rows", type=int, default=3)
             p.add_argument("--split", default="train", help="train (default), val, or val_NAME")
-            p.add_argument("--seq-len", type=int, help="tokens in a row (default: 128, of pairs their own)")
+            p.add_argument("--seq-len", type=int, help="tokens in a row (default: 128; pairs have their own)")
             p.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     del args["command"]

@@ -3,9 +3,9 @@
 `launch(main)` runs a trainer's main() and ends the process so that it neither hangs nor aborts. `start` joins
 the process group. `TrainState` is the model in training with all that a checkpoint holds, `Checkpoints`
 writes and finds these, `StopVote` lets all ranks stop together, `Metrics` adds up what they have measured.
-What happens when, the trainers say.
+The trainers show the order of all this.
 
-One rule holds everywhere: which collectives a rank calls never depends on what only that rank knows.
+One rule holds everywhere: all ranks call the same collectives in the same order.
 """
 
 import argparse
@@ -557,55 +557,55 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
 def add_training_flags(parser: ArgumentParser) -> None:
     flag = flag_group(parser, "data")
     flag("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
-         "which is prepared first if necessary, from the hub 20 tokens for each parameter; A,B,B reads two, "
+         "which is prepared if needed (from the hub 20 tokens per parameter); A,B,B reads two directories, "
          "and B twice in each epoch")
     flag("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for tasks, else "
          "gpt2)")
-    flag("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B")
-    flag("--max-samples", parse_count, None, "prepare only so many documents")
-    flag("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout")
+    flag("--max-tokens", parse_count, None, "prepare at most this many training tokens: 500k, 20M, 1.5B")
+    flag("--max-samples", parse_count, None, "prepare at most this many documents")
+    flag("--seed", number(0, 2**31, int), 0, "seed of weights, sample order and dropout")
     flag = flag_group(parser, "steps and batches")
     flag("--steps", positive_int, None, "optimizer steps of the run")
     flag("--epochs", number(1e-9), None, "passes over the data, instead of --steps")
-    flag("--global-batch", positive_int, None, "sequences in a step, over all processes")
-    flag("--batch", positive_int, None, "sequences in a micro-batch (default: the largest that divides, up "
-         "to the table's)")
+    flag("--global-batch", positive_int, None, "sequences in a step, summed over all processes")
+    flag("--batch", positive_int, None, "sequences in a micro-batch (default: the largest divisor up to the "
+         "table's)")
     flag("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch")
     flag = flag_group(parser, "optimization")
     flag("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it")
     flag("--lr", number(0), None, "peak learning rate")
-    flag("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd falls over the last fifth only")
+    flag("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd: the rate falls in the last fifth only")
     flag("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run")
     flag("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping")
-    flag("--ema", fraction, 0.0, "decay of averaged weights, for evaluation, --prompt and --export; 0: none")
+    flag("--ema", fraction, 0.0, "decay of averaged weights for evaluation, --prompt and --export; 0: off")
 
 
 def add_running_flags(parser: ArgumentParser) -> None:
     flag = flag_group(parser, "running")
-    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of activations (parameters are fp32); "
+    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "type of activations (parameters: fp32); "
          "auto: bf16 where the hardware has it")
     flag("--checkpoint-activations", (*CHECKPOINTING, "auto"), "none", "recompute in the backward pass, "
          "exactly: block keeps only the input of a block, selective the matrix products too; auto: the first "
          "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB")
-    flag("--fast", bool, None, "on GPUs, let sums have any order: a resumed run then differs in the last "
-         "bits, and so do compiled blocks with other --checkpoint-activations")
-    flag("--strategy", STRATEGIES, "ddp", "what is sharded over the processes: nothing, the optimizer state, "
-         "also gradients, also parameters, and these in host memory; each resumes from any other")
-    flag("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if any")
+    flag("--fast", bool, None, "on GPUs, allow non-deterministic kernels: the last bits then change when a "
+         "run resumes, and in compiled blocks with other --checkpoint-activations")
+    flag("--strategy", STRATEGIES, "ddp", "what is sharded across processes: nothing, the optimizer state, "
+         "also gradients, also parameters, also into host memory; each resumes from any other")
+    flag("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if there is one")
     flag("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs")
     flag("--timeout", positive_int, 600, "seconds to wait for a lost process")
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
-                        help="only estimate the memory that each process needs: here, or on, say, 8x141")
+                        help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
     flag = flag_group(parser, "slow links between nodes, with --strategy ddp")
-    flag("--comm", ("fp32", "bf16", "late"), "fp32", "what gradients are sent as; late: as int8, while the "
-         "next step is computed, and applied one step late; best with --optimizer muon")
+    flag("--comm", ("fp32", "bf16", "late"), "fp32", "type of the sent gradients; late: int8, sent while "
+         "the next step is computed, and applied one step late; best with --optimizer muon")
     flag = flag_group(parser, "output")
-    flag("--out", Path, None, "directory of the run (default: in runs/, named after model, size and data)")
+    flag("--out", Path, None, "directory of the run (default: runs/MODEL-SIZE-DATA)")
     flag("--log-every", positive_int, 10, "steps between log lines")
     flag("--wandb", bool, None, "send the curves to Weights & Biases as well")
-    flag("--eval-every", positive_int, None, "steps between evaluations; longer epochs end with one too")
+    flag("--eval-every", positive_int, None, "steps between evaluations; a longer epoch also ends with one")
     flag("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all")
     flag("--save-every", positive_int, None, "steps between checkpoints")
     flag("--keep-last", positive_int, 3, "checkpoints to keep, beside the best")
@@ -618,17 +618,16 @@ def add_running_flags(parser: ArgumentParser) -> None:
 
 def add_text_flags(parser: ArgumentParser) -> None:
     flag = flag_group(parser, "prompts and responses")
-    flag("--loss", ("response", "all"), None, "which tokens are to be learned (with pairs response, else "
-         "all)")
+    flag("--loss", ("response", "all"), None, "tokens to learn (default: response with pairs, else all)")
     flag("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training")
     flag("--chat", bool, None, "answer prompts that are typed in, one after another")
-    flag("--condition", str, "", "in front of a pair's prompt: text, or the name of a special token")
-    flag("--sample-prompt", str, "", "what samples continue; with pairs by default a held-out prompt")
+    flag("--condition", str, "", "text, or name of a special token, to put in front of a prompt")
+    flag("--sample-prompt", str, "", "prompt of the samples (default with pairs: a held-out one)")
     flag("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end")
     flag("--max-new-tokens", positive_int, 200, "length of a sample")
     flag("--temperature", number(0), 0.8, "0: always the likeliest token")
     flag("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all")
-    flag("--top-p", number(0, 1), 1.0, "sample from the smallest set with this mass")
+    flag("--top-p", number(0, 1), 1.0, "sample from the smallest set of ids with this probability")
 
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:
@@ -915,7 +914,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
     """A trained model, with averaged weights if there are any, and its checkpoint; from a run directory, a
     file or hf:DIR_OR_ID (no checkpoint). `changes` replaces fields of the configuration that do not change
     the parameters; the context is extended to `seq_len` if the positional encoding allows that, and the
-    vocabulary to `ids`, of which new ones begin as the mean of the others.
+    vocabulary to `ids`. The embeddings of new ids start as the mean of the existing ones.
     """
     saved = None
     weights = {}
@@ -936,10 +935,11 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
         if world.is_rank0:
             weights = saved["tensors"]["model"] | saved["tensors"]["ema"]
     if config.get("attention") == "prefix" != changes.get("attention", "prefix"):
-        say(f"WARNING: {source} answers prompts of which it sees all at once; this run has --attention "
+        say(f"WARNING: {source} was trained with prefix attention; this run has --attention "
             f"{changes['attention']}")
     if ids > (known := config["vocab_size"]):
-        say(f"{source} knows {known} of {ids} ids: the others begin as the mean of these")
+        say(f"{source} knows {known} of {ids} ids: embeddings of new ids start as the mean of the "
+            "existing ones")
         config |= {"vocab_size": ids, "padded_vocab": max(pad_vocab(ids), config["padded_vocab"])}
         for name in VOCAB_TENSORS & weights.keys():
             mean = weights[name][:known].mean(0, keepdim=True)
@@ -1623,8 +1623,8 @@ def check_resumable(saved: dict, now: dict, say) -> None:
     is_ = fixed(now)
     for what in is_:
         if was.get(what, is_[what]) != is_[what]:  # checkpoints of older versions lack some
-            raise UserError(f"{saved['path']} belongs to a run with another {what} ({was[what]}, now "
-                            f"{is_[what]}): give that run's flags, or start a new one with another --out.")
+            raise UserError(f"{saved['path']} cannot be resumed: {what} was {was[what]}, now {is_[what]}; "
+                            "use the original flags, or start a new run with another --out.")
     for flag, value in now["settings"].items():
         if (before := saved["settings"].get(flag, value)) != value:
             say(f"resuming with {flag} {value} (was {before})")

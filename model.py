@@ -288,7 +288,7 @@ DROPOUT = "probability of dropping an activation while training"
 class ModelConfig:
     vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
     padded_vocab: int = 50304
-    seq_len: int = flag(1024, "tokens in a row, the context of the model")
+    seq_len: int = flag(1024, "context of the model: tokens in a row")
 
     def __post_init__(self):
         if self.padded_vocab < self.vocab_size:
@@ -324,9 +324,9 @@ class CausalConfig(ModelConfig):
 class AttentionConfig(CausalConfig):
     """Of a model that calls CausalLM.mask."""
 
-    attention: str | None = flag(None, "causal: a token sees what comes before it in its row; isolated: "
-                                 "in its document; prefix: also, all of a prompt sees all of it (with pairs "
-                                 "prefix, else causal)", ("prefix", "isolated", "causal"))
+    attention: str | None = flag(None, "causal: a token sees all earlier ones of its row; isolated: those "
+                                 "of its document; prefix: a prompt also sees all of itself (default: "
+                                 "prefix with pairs, else causal)", ("prefix", "isolated", "causal"))
 
     def __post_init__(self):
         super().__post_init__()
@@ -458,13 +458,14 @@ class HRMConfig(AttentionConfig):
     d_model: int = flag(1536, "channels")
     dropout: float = flag(0.0, DROPOUT)
     ff: int = flag(4096, "hidden units of the MLP")
-    h_cycles: int = flag(2, "cycles, each of them --l-cycles calls of the stack L and one of H; a range such "
-                         "as 1:8 draws their number anew for each training step", type=str)
+    h_cycles: int = flag(2, "cycles, each of --l-cycles calls of the stack L and one of H; a range such as "
+                         "4:8 draws their number anew for each training step", type=str)
     l_cycles: int = flag(3, "calls of the fast stack L in each cycle")
-    bp_cycles: int = flag(0, "backpropagate through the last so many whole cycles, instead of --bp-steps")
-    init: str | None = flag(None, "identity: what is added to the residual stream starts at zero, and the "
-                            "head, with weights of its own, small; published: as HRM-Text has it, also with "
-                            "such a head; tied: the same, but the embedding table is the head",
+    bp_cycles: int = flag(0, "backpropagate through this many whole cycles, the last ones, instead of "
+                          "--bp-steps")
+    init: str | None = flag(None, "identity: blocks start by adding zero to the residual stream, and the "
+                            "untied head starts small; published: as in HRM-Text, also untied; tied: as "
+                            "published, but the embedding table is the head",
                             ("identity", "published", "tied"))
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
@@ -823,8 +824,8 @@ class MLMConfig(ModelConfig):
     d_model: int = flag(768, "channels")
     dropout: float = flag(0.0, DROPOUT)
     ff: int = flag(1152, "hidden units of the MLP")
-    window: int = flag(128, "width of the attention window of local layers, half of it to either side")
-    global_every: int = flag(3, "every N-th layer, from the first one on, sees the whole document")
+    window: int = flag(128, "width of the attention window of local layers, half to either side")
+    global_every: int = flag(3, "every N-th layer, starting with the first, sees the whole document")
     global_theta: float = 160000.0
     local_theta: float = 10000.0
     norm_eps: float = 1e-5

@@ -229,12 +229,12 @@ OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
 START_BLOCK = (
     "{model} {size}: {parameters:,} parameters, {in_blocks:,} of them in {blocks} blocks; {shape}; {ids} ids "
     "in {padded_ids} rows",
-    "{world_size} processes on {nodes} nodes, backend {backend}, {hosts}, {threads} threads each; "
+    "processes {world_size}, nodes {nodes}, backend {backend}, {hosts}, threads per process {threads}; "
     "activations {precision}, no autocast, GradScaler {scaler}, compile {compile}, activation checkpointing "
     "{checkpoint_activations}, strategy {strategy}{fast}",
     "data {data}: {train_tokens:,} training tokens, {rows:,} rows of {seq_len}, loss {loss}; {val_tokens:,} "
     "validation tokens of unigram entropy {entropy:.4f}",
-    "batch {batch} x accumulation {grad_accum} x {world_size} processes = {global_batch} sequences, "
+    "batch {batch} x accumulation {grad_accum} x processes {world_size} = {global_batch} sequences, "
     "{tokens:,} tokens a step; {steps} steps, {steps_per_epoch:.1f} an epoch",
     "run directory {out}{resumed}")
 
@@ -393,7 +393,7 @@ class RunLog:
             self.say(line.format(**self.facts, tokens=tokens, steps_per_epoch=rows / batch))
 
     def say_complete(self, step: int, use: str) -> None:
-        """Says that there is nothing to train, and how to go on."""
+        """Says that there is nothing to train, and what else can be done."""
         self.say(f"this run is complete after {step} steps: raise --steps to continue, give another --out to "
                  f"start from scratch, or try {use} or --export")
         self.close()

@@ -306,7 +306,7 @@ def test_five_nodes_four_and_five_again(lab, tmp_path):
         starts.append(torch.load(list_checkpoints(out)[0], weights_only=True)["samples"])
         done = [lab.wait(process, 90) for process in train(nodes, step + more)]
         assert [code for code, _ in done] == [0] * nodes, done
-        assert f"x {nodes} processes = {batch} sequences" in done[0][1], done[0][1]
+        assert f"x processes {nodes} = {batch} sequences" in done[0][1], done[0][1]
     starts.append(torch.load(list_checkpoints(out)[0], weights_only=True)["samples"])
 
     rows, reader = {}, data.Dataset([shards], 32).train

@@ -107,11 +107,11 @@ def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     """The 16 sequences of `tiny` become 15, and no row is skipped or repeated when one process goes on."""
     flags = {"global_batch": None, "out": tmp_path / "run", "log_every": 1, "save_every": 2}
     three = GPT2.train(3, shards, steps=2, **flags)
-    assert three.code == 0 and "batch 5 x accumulation 1 x 3 processes = 15 sequences, " in three.out
+    assert three.code == 0 and "batch 5 x accumulation 1 x processes 3 = 15 sequences, " in three.out
     assert "16 sequences a step do not divide among 3 processes: taking 15" in three.out
     assert "WARNING: 15 sequences a step, not 16, " in three.out
     one = GPT2.train(0, shards, steps=4, **flags)
-    assert one.code == 0 and "batch 5 x accumulation 3 x 1 processes = 15 sequences, " in one.out, one.out
+    assert one.code == 0 and "batch 5 x accumulation 3 x processes 1 = 15 sequences, " in one.out, one.out
     assert [line["tokens"] for line in steps_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]
 
 

@@ -295,7 +295,7 @@ def test_torchrun_restarts(tmp_path, shards):
 
 
 def test_the_readme_names_what_is_tested_here():
-    readme = (ROOT / "README.md").read_text() + (ROOT / "tests" / "README.md").read_text()
+    readme = "".join((ROOT / folder / "README.md").read_text() for folder in (".", "cluster", "tests"))
     for name in ("--signals-to-handle SIGTERM,SIGINT,SIGUSR1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         assert name in readme
 
