@@ -651,7 +651,7 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
     if sharded and args.optimizer == "muon":
         raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
     if sharded and args.precision == "fp16":
-        raise UserError("--precision fp16 needs ddp or zero1: use bf16.")
+        raise UserError("--precision fp16 needs ddp or zero1: use zero1, or bf16 where the GPU has it.")
     if args.checkpoint_activations == "auto" and args.compile is False:
         raise UserError("--checkpoint-activations auto knows only what compiled blocks keep: leave out "
                         "--no-compile, or give none, selective or block.")
