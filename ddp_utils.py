@@ -561,6 +561,7 @@ def add_training_flags(parser: ArgumentParser) -> None:
          "gpt2)"),
         ("--max-tokens", parse_count, None, "prepare only so many training tokens: 500k, 20M, 1.5B"),
         ("--max-samples", parse_count, None, "prepare only so many documents"),
+        ("--min-words", positive_int, None, "prepare only documents of so many words"),
         ("--seed", number(0, 2**31, int), 0, "of weights, sample order and dropout"))
     add_flags(
         parser, "steps and batches",
@@ -807,7 +808,8 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
 
     def read():
         watch = heartbeat.raise_if_lost if heartbeat else lambda: None
-        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len}
+        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len,
+                  "min_words": args.min_words}
         directories = [locate(source, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
                        for source in sources_of(args.data)]
         return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))

@@ -111,8 +111,8 @@ def cpu_and_ram() -> dict:
 
 
 def machine_curves() -> dict[str, float]:
-    """CPU use since the last call and RAM in percent; of this thread's GPU its use, which needs nvidia-ml-py, and
-    in MB what torch has reserved.
+    """CPU use since the last call and RAM in percent; of this thread's GPU its use, which needs nvidia-ml-py,
+    and in MB what torch has reserved.
     """
     import torch
     values = {}
@@ -369,7 +369,7 @@ class RunLog:
             return
         rows, steps, batch = facts["rows"], self.settings["steps"], self.settings["global_batch"]
         passes = steps * batch / rows
-        if passes > 20 and not self.settings["epochs"]:
+        if passes > 20 and not self.settings["epochs"] and facts["loss"] == "all":  # pairs need many passes
             self.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
                      "and a smaller --global-batch, or start with --init-from")
         tokens = batch * self.settings["seq_len"]

@@ -1,5 +1,6 @@
 """train_gpt2.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
+import json
 import re
 from pathlib import Path
 
@@ -113,6 +114,16 @@ def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     one = GPT2.train(0, shards, steps=4, **flags)
     assert one.code == 0 and "batch 5 x accumulation 3 x 1 processes = 15 sequences, " in one.out, one.out
     assert [line["tokens"] for line in steps_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]
+
+
+def test_short_documents_can_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("posts.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 200)))
+    flags = {"tokenizer": "bytes", "min_words": 150, "steps": 1, "eval_every": 1}
+    done = GPT2.train(0, "jsonl:posts.jsonl", tmp_path / "run", **flags)
+    assert done.code == 0 and ", 50 documents" in done.out, done.out
+    other = GPT2.train(0, "jsonl:posts.jsonl", tmp_path / "run", **flags | {"min_words": 20})
+    assert other.code == 2 and "with another min_words (150, now 20)" in other.out, other.out
 
 
 def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_path, corpus):
