@@ -94,6 +94,29 @@ def test_new_text_gets_the_tokenizer_of_the_weights(tmp_path, monkeypatch):
     assert chosen("runs/a", "--tokenizer", "bytes") == "bytes"
 
 
+def test_shape_and_context_come_from_the_weights(tmp_path, shards, corpus, monkeypatch):
+    """Without --size, and before any data are prepared."""
+    monkeypatch.chdir(tmp_path)
+    text = f"text:{corpus}"
+    assert GPT2.train(0, shards, "run", seq_len=48, steps=1, eval_every=1).code == 0
+    assert GPT2.here("--out", "run", "--export").code == 0
+    for source in ("run", list_checkpoints("run")[0], "hf:run/hf"):
+        args = train_gpt2.parse_args(["--init-from", str(source), "--data", text])
+        assert (args.size, args.seq_len) == ("tiny", 48)
+        done = GPT2.here("--init-from", source, "--data", text, "--seq-len", "64", "--out", "new")
+        assert done.code == 2 and "learned positions for 48 tokens: lower --seq-len" in done.out, done.out
+    assert not Path("shards").exists()
+    (tmp_path / "medium").mkdir()
+    saved = json.loads(Path("run/config.json").read_text())
+    saved["model_config"] |= {"n_layer": 24, "n_head": 16, "d_model": 1024, "seq_len": 1024}
+    Path("medium/config.json").write_text(json.dumps(saved))
+    assert train_gpt2.parse_args(["--init-from", "medium", "--data", text]).size == "gpt2-medium"
+    tuned = GPT2.here("--init-from", "run", "--data", shards, "--steps", "2", "--out", "tuned")
+    assert tuned.code == 0 and "seq_len 48" in tuned.out, tuned.out
+    other = Trainer("train_hrm.py").here("--init-from", "run", "--data", text)
+    assert other.code == 2 and "has no config.json here" in other.out, other.out
+
+
 def test_refusals(tmp_path, shards):
     assert GPT2.train(0, shards, tmp_path / "modern", modern=True, steps=2, eval_every=2).code == 0
     done = GPT2.here("--out", tmp_path / "modern", "--export")
