@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -2176,9 +2177,12 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
     prompt, expected = sample_prompt(args, dataset)
     with state.averaged_weights():
         text = "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
-    gap = "\n" * (dataset.roles["response"] >= 0)
-    known = f"\nand the response in the data is\n{expected}" if expected else ""
-    log.sample(f"{prompt}{gap}{text}{known}", step)
+    if dataset.roles["response"] < 0:
+        return log.sample(prompt + text, step)
+    if expected:
+        command = f"python {sys.argv[0]} --out {shlex.quote(str(log.out))} --prompt {shlex.quote(prompt)}"
+        text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
+    log.sample(f"prompt:\n{prompt}\nresponse:\n{text}", step)
 
 
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,
