@@ -641,6 +641,7 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
 TASKS = {"addition": (addition, 8), "doubling": (doubling, 8), "sudoku": (sudoku, 4)}
 TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `tiny` need
 UNTRAINED = 0.025  # of all samples those of the upper half, all held out; of the others as many
+LARGEST_ROW = 1024  # that is chosen for pairs by itself
 
 
 def wikitext_articles(lines):
@@ -1013,6 +1014,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
+        settings["row"] = settings["row"] or manifest.get("row")
         for key in manifest["settings"] | settings:
             before = manifest["settings"].get(key)
             now = settings.get(key)
@@ -1073,10 +1075,9 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     if not pairs and (row or long):
         raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
     if pairs:
-        row = row or (TASK_ROW if prefix == "task" else 1024)
-        long = long or "truncate"
-        if row < 4:
+        if row is not None and row < 4:
             raise UserError("--row must be 4 or more.")
+        row, long = row or (TASK_ROW if prefix == "task" else 0), long or "truncate"  # 0: see row_for
     return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
             "max_tokens": max_tokens, "min_words": min_words, "text_field": text_field,
             "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
@@ -1127,7 +1128,9 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     else:
         tokenizer = load_tokenizer(name)
     pairs = settings["row"] is not None
-    tokenizer = with_roles(tokenizer) if pairs else tokenizer
+    if pairs:
+        tokenizer = with_roles(tokenizer)
+        settings["row"] = settings["row"] or row_for(source, settings, tokenizer)
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
     recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
                 "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
@@ -1136,6 +1139,16 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     manifest |= {"row": settings["row"], "roles": tokenizer.roles} if pairs else {}
     write_manifest(out, manifest)  # before the first shard: a directory with shards alone is not ours
     return manifest
+
+
+def row_for(source: Source, settings: dict, tokenizer) -> int:
+    """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. In longer rows a
+    small set would be a few rows, and a step several passes over it.
+    """
+    first = itertools.islice(read_pieces(source, settings), 10_000)
+    longest = max((sum(map(len, parts_of_pair(tokenizer, *pair))) for _, _, _, pair in first), default=0)
+    source.done = 0
+    return min(64 * (longest // 64 + 1), LARGEST_ROW)
 
 
 def first_texts(source: Source, settings: dict) -> list[str]:
@@ -1280,17 +1293,19 @@ def _start_worker(name: str, tokenizer_json: str) -> None:
         threading.Thread(target=die_with_parent, daemon=True).start()
 
 
+def parts_of_pair(tokenizer, prompt: str, response: str, condition: str = "") -> list:
+    """Token ids of start, condition, prompt and <|response|>, of the response, and end if there is one."""
+    end = tokenizer.roles["end"]
+    parts = [prompt_ids(tokenizer, prompt, condition), tokenizer.encode(response)]
+    return parts + [[end]] * (end >= 0)
+
+
 def _encode(batch) -> list[np.ndarray]:
-    """Token ids of each piece; end-of-text goes in front of the first piece of a document. Those of a pair:
-    start, condition, prompt, <|response|>, response, and end if the tokenizer has one.
-    """
+    """Token ids of each piece; end-of-text goes in front of the first piece of a document."""
     arrays = []
     for _, piece, _, text in batch:
         if isinstance(text, tuple):
-            prompt, response, *condition = text
-            end = _tokenizer.roles["end"]
-            parts = [prompt_ids(_tokenizer, prompt, *condition), _tokenizer.encode(response)]
-            parts += [[end]] * (end >= 0)
+            parts = parts_of_pair(_tokenizer, *text)
         else:
             parts = [[_tokenizer.eot][:piece == 0], _tokenizer.encode(text)]
         dtype = shard_dtype(_tokenizer.vocab_size)
@@ -1837,7 +1852,8 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
 
 
 def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
-           max_tokens: int | None = None, max_samples: int | None = None, row: int | None = None) -> Path:
+           max_tokens: int | None = None, max_samples: int | None = None, row: int | None = None,
+           min_words: int | None = None) -> Path:
     """directory_of(data), prepared if necessary, up to these limits; without `max_tokens`, from the hub only
     up to `useful` tokens. Raises UserError if it has been prepared with other limits.
 
@@ -1848,7 +1864,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     manifest = read_manifest(out)
     if manifest and not manifest["shards"]:  # `prepare` has failed early, and begins anew
         manifest = None
-    for flag, limit in (("max_tokens", max_tokens), ("max_samples", max_samples)):
+    for flag, limit in (("max_tokens", max_tokens), ("max_samples", max_samples), ("min_words", min_words)):
         before = manifest["settings"].get(flag) if manifest else None
         if limit not in (None, before) and (manifest or out == Path(data)):
             raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave the flag "
@@ -1868,7 +1884,8 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     if manifest:
         settings = manifest["settings"]
     else:
-        settings = {"max_tokens": max_tokens or (useful if endless else None), "max_samples": max_samples}
+        settings = {"max_tokens": max_tokens or (useful if endless else None), "max_samples": max_samples,
+                    "min_words": min_words or 0}
         settings |= {"row": row} if prefix in ("pairs", "task") else {}
     if manifest and manifest["complete"]:
         check_source(data, out, settings)
@@ -1970,7 +1987,8 @@ def main() -> None:
     p.add_argument("--condition-field", help="field to put in front of the prompt: text, or the name of a "
                    "special token of the tokenizer")
     p.add_argument("--row", type=int, help="tokens in a row, into which whole pairs are packed: the "
-                   "--seq-len of the trainer (default: 1024; tasks have their own)")
+                   "--seq-len of the trainer (default: the multiple of 64 that holds the longest of the first "
+                   f"10,000 pairs, up to {LARGEST_ROW}; tasks have their own)")
     p.add_argument("--long", choices=("truncate", "drop"), help="truncate or drop a response that does not "
                    "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")

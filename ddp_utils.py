@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -50,8 +51,9 @@ import monitor
 from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
                   load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
                   unigram_entropy, validation_batches, without_response, write_atomically)
-from model import (GPT2, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
-                   continue_text, fill_masks, from_hf, hidden_matrices, num_params, pad_vocab, to_hf)
+from model import (GPT2, HF_FAMILIES, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
+                   config_from_hf, continue_text, fill_masks, from_hf, hidden_matrices, num_params, pad_vocab,
+                   to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -89,6 +91,10 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
                   "such as a smaller --batch or --checkpoint-activations block.")
         return 1, f"error: {reason}", reason
+    if lacks_compiler(error):
+        reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
+                  "sudo apt install g++ python3-dev, or give --no-compile.")
+        return 2, f"error: {reason}", reason
     # whether another process is gone or late, rather than a mistake in this one
     from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     lost = heartbeat and (from_backend or isinstance(error, dist.DistError))
@@ -101,6 +107,13 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         return 1, "", reason
     return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
                "cannot reach another."), reason
+
+
+def lacks_compiler(error: BaseException) -> bool:
+    """Whether it says that Inductor or Triton found no compiler, or that this found no Python.h."""
+    signs = (r"InvalidCxxCompiler", r"Failed to find C compiler", r"Python\.h: No such",
+             r"Command '\['[^']*(gcc|clang|cc)'")
+    return re.search("|".join(signs), str(error)) is not None
 
 
 def memory_asked_for(error: BaseException) -> str | None:
@@ -178,8 +191,8 @@ def start(args: argparse.Namespace) -> World:
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
                 "same flags; --precision auto and --device auto need the same type of processor everywhere, "
-                "prepared pairs the same files, and --init-from a directory its tokenizer.json, unless "
-                "--tokenizer is given")
+                "prepared pairs the same files, and --init-from a directory its config.json and "
+                "tokenizer.json, unless --size, --seq-len and --tokenizer are given")
     return world
 
 
@@ -564,6 +577,7 @@ def add_training_flags(parser: ArgumentParser) -> None:
          "gpt2)")
     flag("--max-tokens", parse_count, None, "prepare at most this many training tokens: 500k, 20M, 1.5B")
     flag("--max-samples", parse_count, None, "prepare at most this many documents")
+    flag("--min-words", positive_int, None, "prepare only documents with at least this many words")
     flag("--seed", number(0, 2**31, int), 0, "seed of weights, sample order and dropout")
     flag = flag_group(parser, "steps and batches")
     flag("--steps", positive_int, None, "optimizer steps of the run")
@@ -647,7 +661,7 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
     if sharded and args.optimizer == "muon":
         raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
     if sharded and args.precision == "fp16":
-        raise UserError("--precision fp16 needs ddp or zero1: use bf16.")
+        raise UserError("--precision fp16 needs ddp or zero1: use zero1, or bf16 where the GPU has it.")
     if args.checkpoint_activations == "auto" and args.compile is False:
         raise UserError("--checkpoint-activations auto knows only what compiled blocks keep: leave out "
                         "--no-compile, or give none, selective or block.")
@@ -655,6 +669,21 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
         raise UserError("--comm needs --strategy ddp.")
     if args.comm == "late" and args.precision == "fp16":
         raise UserError("--comm late needs --precision bf16 or fp32.")
+
+
+def config_of_weights(config_class: type, source: str) -> dict:
+    """The fields of the configuration of --init-from, without reading its weights; empty if none is found."""
+    home = Path(source.removeprefix("hf:"))
+    with contextlib.suppress(OSError, ValueError, KeyError, UserError):
+        if source.startswith("hf:"):
+            classes = {model_class.Config: model_class for model_class in HF_FAMILIES}
+            config, _ = config_from_hf(classes[config_class], source[3:])
+            return asdict(config)
+        home = home.parent.parent if home.is_file() else home
+        found = json.loads((home / "config.json").read_text())["model_config"]
+        if found.keys() <= {field.name for field in fields(config_class)}:  # else it is another model
+            return found
+    return {}
 
 
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
@@ -665,9 +694,17 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
     unset = {action.dest: None for action in parser._actions if action.default is not argparse.SUPPRESS}
     given = parser.parse_args(argv, argparse.Namespace(**unset))
     size = vars(given).get("preset") or given.size
-    if given.init_from and not size:
-        raise UserError("--init-from needs the --size of the weights, for its context and micro-batch.")
-    size = size or "tiny"
+    weights = {}
+    if given.init_from and Path(given.init_from.removeprefix("hf:")).exists():  # the hub is for rank 0 alone
+        weights = config_of_weights(config_class, given.init_from)
+    if given.init_from and not size and not weights:
+        raise UserError(f"--init-from {given.init_from} has no config.json here that says its shape: name a "
+                        "run directory or hf:DIR, or give the --size of the weights as well.")
+
+    def unlike(size: str) -> int:  # in how many fields
+        return sum(weights[name] != sizes[size][name] for name in weights.keys() & sizes[size].keys())
+
+    size = size or min(sizes, key=unlike)  # the first, tiny, without --init-from
     defaults = {field.name: field.default for field in flag_fields(config_class)}
     defaults |= {"vocab_size": None} | recipe(given, sizes[size])
     defaults |= {"size": size, "global_batch": None, "batch": None}  # for these see plan_run
@@ -679,7 +716,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
             setattr(args, name, parser.get_default(name))
     refuse_combinations(args, given)
     sources = sources_of(args.data)
-    args.seq_len = given.seq_len or row_of(sources[0]) or args.seq_len
+    args.seq_len = given.seq_len or row_of(sources[0]) or weights.get("seq_len") or args.seq_len
     home = Path((args.init_from or "").removeprefix("hf:"))
     trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
     prepared = any(Path(source).is_dir() for source in sources)
@@ -797,16 +834,28 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
                        "have --comm late); the last checkpoint was in sync.")
 
 
+def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: int) -> None:
+    """Raises UserError if a model has learned `known` positions, and these are too few."""
+    if seq_len > known and "positions.weight" in model.state_dict():
+        raise UserError(f"{source} has learned positions for {known} tokens: lower --seq-len.")
+
+
 def load_data(model_class: type, args: argparse.Namespace, world: World) -> Dataset:
     """The data set of --data, prepared first if necessary: of the hub 20 tokens a parameter, unless
     --max-tokens says how many.
     """
+    shape, weights = flags_of_model(model_class.Config, args), {}
+    if args.init_from:
+        weights = on_rank0(world, lambda: config_of_weights(model_class.Config, args.init_from))
     with torch.device("meta"):
-        parameters = num_params(model_class(model_class.Config(**flags_of_model(model_class.Config, args))))
+        model = model_class(config_of(model_class, shape | weights))
+    assert_context(args.init_from, model, model.config.seq_len, args.seq_len)
+    parameters = num_params(model)
 
     def read():
         watch = heartbeat.raise_if_lost if heartbeat else lambda: None
-        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len}
+        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len,
+                  "min_words": args.min_words}
         directories = [locate(source, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
                        for source in sources_of(args.data)]
         return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
@@ -947,8 +996,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
             weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
     model = build_model(model_class, config_of(model_class, config | changes), world, strategy)
-    if seq_len > config["seq_len"] and "positions.weight" in model.state_dict():
-        raise UserError(f"{source} has learned positions for {config['seq_len']} tokens: lower --seq-len.")
+    assert_context(source, model, config["seq_len"], seq_len)
     copy_weights(model, weights, world)
     return model, saved
 
@@ -2191,9 +2239,12 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
     prompt, expected = sample_prompt(args, dataset)
     with state.averaged_weights():
         text = "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
-    gap = "\n" * (dataset.roles["response"] >= 0)
-    known = f"\nand the response in the data is\n{expected}" if expected else ""
-    log.sample(f"{prompt}{gap}{text}{known}", step)
+    if dataset.roles["response"] < 0:
+        return log.sample(prompt + text, step)
+    if expected:
+        command = f"python {sys.argv[0]} --out {shlex.quote(str(log.out))} --prompt {shlex.quote(prompt)}"
+        text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
+    log.sample(f"prompt:\n{prompt}\nresponse:\n{text}", step)
 
 
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,

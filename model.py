@@ -1395,9 +1395,9 @@ def _post_processor(around: dict[str, int], prefix: bool) -> dict:
             "pair": [start, text("A"), start, text("B")], "special_tokens": known}
 
 
-def from_hf(model_class: type, source: str) -> nn.Module:
-    """A model of this class from a Hugging Face directory, or from a repository on the hub. UserError if it
-    holds another architecture, or other shapes than its config.json says.
+def config_from_hf(model_class: type, source: str):
+    """The configuration of a Hugging Face directory or repository, and the files with its weights. UserError
+    if it holds another architecture.
     """
     family, directory = hf_family(model_class), Path(source)
     if not directory.is_dir():
@@ -1420,11 +1420,22 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     try:
         same = {ours: config[theirs] for ours, theirs in family.fields.items()}
         padded_vocab = pad_vocab(same["vocab_size"])
-        model = model_class(model_class.Config(padded_vocab=padded_vocab, **same, **family.from_hf(config)))
+        config = model_class.Config(padded_vocab=padded_vocab, **same, **family.from_hf(config))
+        with torch.device("meta"):
+            model_class(config)
     except KeyError as error:
         raise UserError(f"the config.json of {source} lacks {error}.")
     except (ArithmeticError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"the config.json of {source} makes no model: {str(error).splitlines()[0]}.")
+    return config, files
+
+
+def from_hf(model_class: type, source: str) -> nn.Module:
+    """A model of this class from a Hugging Face directory, or from a repository on the hub. UserError if it
+    holds another architecture, or other shapes than its config.json says.
+    """
+    config, files = config_from_hf(model_class, source)
+    model = model_class(config)
     safetensors, tensors = _safetensors(), {}
     for file in files:
         try:

@@ -115,14 +115,18 @@ def cpu_and_ram() -> dict:
 
 
 def machine_curves() -> dict[str, float]:
-    """CPU use since the last call and RAM in percent; in MB, what torch has reserved on this thread's GPU."""
+    """CPU use since the last call and RAM in percent; of this thread's GPU its use, which needs nvidia-ml-py,
+    and in MB what torch has reserved.
+    """
     import torch
     values = {}
     with contextlib.suppress(ImportError, OSError):  # RunLog.begin says what is missing
         now = cpu_and_ram()
         values = {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
-    if torch.cuda.is_initialized():  # asking the driver takes longer
+    if torch.cuda.is_initialized():
         values["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
+        with contextlib.suppress(Exception):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
+            values["System/GPU_percent"] = torch.cuda.utilization()
     return values
 
 
@@ -385,7 +389,7 @@ class RunLog:
         steps = self.settings["steps"]
         batch = self.settings["global_batch"]
         passes = steps * batch / rows
-        if passes > 20 and not self.settings["epochs"]:
+        if passes > 20 and not self.settings["epochs"] and facts["loss"] == "all":  # pairs need many passes
             self.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
                      "and a smaller --global-batch, or start with --init-from")
         tokens = batch * self.settings["seq_len"]
@@ -600,7 +604,7 @@ class RunLog:
                 self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
-        """Writes history.json and training_history.png, for at most 0.5 % of the time unless `last`."""
+        """Writes history.json and training_history.png, for at most 5 % of the time unless `last`."""
         start = time.perf_counter()
         if not self.records or not last and start < self._next_drawing:
             return
@@ -614,7 +618,7 @@ class RunLog:
                 self.say("training_history.png is not drawn: pip install matplotlib")
         except (OSError, UserError) as error:
             self.say(f"WARNING: the history was not written ({error})")
-        self._next_drawing = time.perf_counter() + 200 * (time.perf_counter() - start)
+        self._next_drawing = time.perf_counter() + 20 * (time.perf_counter() - start)
 
     def close(self) -> None:
         self.save_history(last=True)

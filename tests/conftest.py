@@ -31,6 +31,17 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="needs --long"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except Exception as error:
+        from ddp_utils import lacks_compiler
+        if lacks_compiler(error):
+            pytest.skip("needs a C++ compiler and Python's headers: sudo apt install g++ python3-dev")
+        raise
+
+
 at_end = []  # ends what a test has started, in case it fails before it has done so
 
 

@@ -4,10 +4,13 @@ operations, and the choice of activation checkpointing.
 
 import logging
 import os
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT, finish, start, torchrun
+from runs import Trainer
 from states import train_state
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -195,6 +198,23 @@ def test_the_compiled_loss_equals_the_other(bias, z_loss):
         for labels, columns in ((targets.clamp(min=0), vocab), (targets, padded)):
             other, *_ = linear_cross_entropy(hidden, weight, labels, columns, offset, compiled=True)
             assert abs(other - expected[0]) > 1e-4
+
+
+def test_without_a_compiler_runs_end_with_a_sentence_and_tests_skip(tmp_path, shards):
+    """As in Debian's smallest system. Triton, for GPUs, and the header have words of their own."""
+    without = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
+    trainer = Trainer("train_gpt2.py", compile=True)
+    done = finish(start(torchrun(0, trainer.script, *trainer.flags(shards, tmp_path / "run")), **without))
+    assert done.code == 2 and "error: blocks are compiled" in done.out, done.out
+    assert "apt install g++ python3-dev, or give --no-compile" in done.out and "Traceback" not in done.out
+    test = f"{ROOT}/tests/test_compiled.py::test_the_compiled_loss_of_no_target_is_zero"
+    done = finish(start([sys.executable, "-m", "pytest", "-n0", "-rs", test], cwd=ROOT, **without))
+    assert "1 skipped" in done.out and "apt install g++ python3-dev" in done.out, done.out
+    for text in ("Failed to find C compiler. Please specify via CC environment variable.",
+                 "a.cpp:2:10: fatal error: Python.h: No such file or directory",
+                 "Command '['/usr/bin/gcc', '/tmp/a.c', '-O3']' returned non-zero exit status 1."):
+        assert ddp_utils.lacks_compiler(RuntimeError(text))
+    assert not ddp_utils.lacks_compiler(RuntimeError("shapes (2, 3) and (4,) do not match"))
 
 
 def test_the_compiled_loss_of_no_target_is_zero():

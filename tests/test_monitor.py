@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, finish, kill, start
 
 import monitor
@@ -175,6 +176,21 @@ def test_without_nvidia_ml_py_or_driver_there_are_no_gpus(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=no_driver))
     assert gpu_lines() == []
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_curves_of_a_gpu(monkeypatch, installed):
+    """Its use in percent is left out without nvidia-ml-py."""
+    def utilization():
+        if not installed:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
+        return 89
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GB)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    found = {tag: value for tag, value in monitor.machine_curves().items() if "GPU" in tag}
+    assert found == {"System/GPU_VRAM_MB": 3072.0} | ({"System/GPU_percent": 89} if installed else {})
 
 
 @pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs a GPU")
@@ -491,7 +507,6 @@ def test_ranks_that_are_not_active_write_nothing(tmp_path):
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None),
     ("NVIDIA RTX A1000", None), ("NVIDIA GH200 480GB", None), ("Tesla T4", None)])
 def test_peaks(monkeypatch, name, tflops):
-    import torch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     said = []
     peak = monitor.peak_flops(torch.device("cuda", 0), said.append)
@@ -531,6 +546,35 @@ def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsy
     assert monitor.read_metrics(tmp_path)[0]["mine"] == 2.5
     assert curves(tmp_path)["Train/mine"] == [(1, 2.5)]
     assert png_size(tmp_path / "training_history.png") == (800, 960)  # a picture below the three others
+
+
+@pytest.mark.parametrize("loss, warned", [("all", True), ("response", False)])
+def test_a_small_text_is_warned_of_but_not_small_pairs(tmp_path, monkeypatch, capsys, loss, warned):
+    """Pairs, of which only a few tokens are learned, need many passes."""
+    monkeypatch.setattr(monitor, "START_BLOCK", ())
+    log = begun(tmp_path, steps=300, global_batch=16, seq_len=8, epochs=None)
+    log.describe({"rows": 60, "loss": loss}, None, None)
+    assert ("WARNING: the run reads this text 80 times" in capsys.readouterr().out) == warned
+
+
+def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
+    """Unless these come so fast that it would take more than 5 % of the time."""
+    log, now, drawn = begun(tmp_path), [0.0], []
+
+    def draw(runs, path):
+        drawn.append(runs[tmp_path.name][-1]["step"])
+        now[0] += 1.0
+
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(monitor, "draw_curves", draw)
+    log._tensorboard = None
+    for step in range(100, 700, 100):
+        log.write(record(step), {})
+        log.save_history()
+        now[0] += 40.0 if step < 400 else 9.0
+    assert drawn == [100, 200, 300, 400]
+    log.close()
+    assert drawn[-1] == 600
 
 
 @pytest.mark.parametrize("val_tokens, logged", [(8, [1, 3, 4, 6, 8, 9, 10]), (0, [1, 4, 8, 10])])

@@ -608,6 +608,22 @@ def test_validation_sets_with_names(tmp_path):
     assert re.search(r"exact match \d+\.\d% \| A \d+\.\d%, B \d+\.\d%, so-C \d+\.\d%", done.out), done.out
 
 
+@pytest.mark.parametrize("words, row", [(1, 64), (10, 128), (150, 1024)])
+def test_the_row_follows_the_longest_pair(tmp_path, words, row):
+    """So that a few hundred questions are more than a few rows. Started again, it is the same set."""
+    source = write(tmp_path / "faq.jsonl", [{"q": f"{i} " + "word " * words, "a": "word " * words}
+                                            for i in range(300)])
+    made = prepare(source, tmp_path / "faq", row=None)
+    manifest = json.loads((made / "manifest.json").read_text())
+    assert manifest["row"] == manifest["settings"]["row"] == row
+    assert ("truncated responses" in manifest["pairs"]) == (row == 1024)
+    assert prepare(source, tmp_path / "faq", row=None) == made
+    manifest["complete"] = False
+    data.write_manifest(made, manifest)
+    prepare(source, tmp_path / "faq", row=None)
+    assert json.loads((made / "manifest.json").read_text())["complete"]
+
+
 def test_peek_takes_the_rows_that_pairs_have(tmp_path):
     made = prepare(write(tmp_path / "some.jsonl", samples(200)), tmp_path / "pairs", row=96)
     done = run(0, "data.py", "peek", made, "--rows", 2)

@@ -120,7 +120,8 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
     monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])
     done = puzzles.train(0, shards, tmp_path / "run")
-    shown = f"{question}\nsome text\nand the response in the data is\n{answer}\n"
+    shown = (f"prompt:\n{question}\nresponse:\nsome text\nresponse in the data:\n{answer}\nask it yourself: "
+             f"python train_hrm.py --out {tmp_path / 'run'} --prompt '{question}'\n")
     assert done.code == 0 and shown in done.out, done.out
     short = data.prepare("task:doubling", tmp_path / "short", max_samples=50, workers=1, row=90)
     done = puzzles.train(0, short, tmp_path / "short-run")
@@ -132,7 +133,7 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     assert data.row_of(str(short)) is None  # which is too early to tell all ranks
     for own, prompt in (({"sample_prompt": "1 2"}, "1 2"), ({"condition": "3"}, "")):
         done = puzzles.train(0, shards, tmp_path / f"own{prompt}", **own)
-        assert f":\n{prompt}\nsome text\n\n" in done.out and "in the data is" not in done.out
+        assert f"prompt:\n{prompt}\nresponse:\nsome text\n\n" in done.out and "in the data" not in done.out
 
 
 def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):

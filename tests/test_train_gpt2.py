@@ -1,5 +1,6 @@
 """train_gpt2.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
+import json
 import re
 from pathlib import Path
 
@@ -93,6 +94,29 @@ def test_new_text_gets_the_tokenizer_of_the_weights(tmp_path, monkeypatch):
     assert chosen("runs/a", "--tokenizer", "bytes") == "bytes"
 
 
+def test_shape_and_context_come_from_the_weights(tmp_path, shards, corpus, monkeypatch):
+    """Without --size, and before any data are prepared."""
+    monkeypatch.chdir(tmp_path)
+    text = f"text:{corpus}"
+    assert GPT2.train(0, shards, "run", seq_len=48, steps=1, eval_every=1).code == 0
+    assert GPT2.here("--out", "run", "--export").code == 0
+    for source in ("run", list_checkpoints("run")[0], "hf:run/hf"):
+        args = train_gpt2.parse_args(["--init-from", str(source), "--data", text])
+        assert (args.size, args.seq_len) == ("tiny", 48)
+        done = GPT2.here("--init-from", source, "--data", text, "--seq-len", "64", "--out", "new")
+        assert done.code == 2 and "learned positions for 48 tokens: lower --seq-len" in done.out, done.out
+    assert not Path("shards").exists()
+    (tmp_path / "medium").mkdir()
+    saved = json.loads(Path("run/config.json").read_text())
+    saved["model_config"] |= {"n_layer": 24, "n_head": 16, "d_model": 1024, "seq_len": 1024}
+    Path("medium/config.json").write_text(json.dumps(saved))
+    assert train_gpt2.parse_args(["--init-from", "medium", "--data", text]).size == "gpt2-medium"
+    tuned = GPT2.here("--init-from", "run", "--data", shards, "--steps", "2", "--out", "tuned")
+    assert tuned.code == 0 and "seq_len 48" in tuned.out, tuned.out
+    other = Trainer("train_hrm.py").here("--init-from", "run", "--data", text)
+    assert other.code == 2 and "has no config.json here" in other.out, other.out
+
+
 def test_refusals(tmp_path, shards):
     assert GPT2.train(0, shards, tmp_path / "modern", modern=True, steps=2, eval_every=2).code == 0
     done = GPT2.here("--out", tmp_path / "modern", "--export")
@@ -113,6 +137,16 @@ def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     one = GPT2.train(0, shards, steps=4, **flags)
     assert one.code == 0 and "batch 5 x accumulation 3 x processes 1 = 15 sequences, " in one.out, one.out
     assert [line["tokens"] for line in steps_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]
+
+
+def test_short_documents_can_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("posts.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 200)))
+    flags = {"tokenizer": "bytes", "min_words": 150, "steps": 1, "eval_every": 1}
+    done = GPT2.train(0, "jsonl:posts.jsonl", tmp_path / "run", **flags)
+    assert done.code == 0 and ", 50 documents" in done.out, done.out
+    other = GPT2.train(0, "jsonl:posts.jsonl", tmp_path / "run", **flags | {"min_words": 20})
+    assert other.code == 2 and "with another min_words (150, now 20)" in other.out, other.out
 
 
 def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_path, corpus):

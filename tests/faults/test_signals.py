@@ -26,6 +26,7 @@ from ddp_utils import list_checkpoints, read_checkpoint
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+GUIDE = (ROOT / "cluster" / "README.md").read_text()
 
 
 def wait_for(condition, seconds: float = 30) -> None:
@@ -242,7 +243,8 @@ def test_signal_to_torchrun(tmp_path, shards, number):
     process, mark = run_under_torchrun(shards, out, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
     process.send_signal(number)
     done = finish(process, 30)
-    assert done.code == 1 and f"stopped by {number.name}" in done.out, done.out
+    assert done.code == 1 and f"stopped by {number.name}" in done.out and "Traceback" in done.out, done.out
+    assert "torchrun that gets a signal prints a traceback and exits with 1" in GUIDE
     assert not marked(mark)
     assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
 
