@@ -1888,8 +1888,8 @@ class StopVote:
             os.write(2, b"\nleaving at once, without a checkpoint\n")
             os._exit(130)
         if not self.signal:
+            self._since = time.monotonic()  # first: the next signal may come between these two
             self.signal = number
-            self._since = time.monotonic()
 
     def vote(self, skipped: Tensor) -> int:
         """Begins a vote, with the number of updates that were `skipped` in a row, of TrainState. Returns what
