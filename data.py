@@ -1987,8 +1987,8 @@ def main() -> None:
     p.add_argument("--condition-field", help="field to put in front of the prompt: text, or the name of a "
                    "special token of the tokenizer")
     p.add_argument("--row", type=int, help="tokens in a row, into which whole pairs are packed: the "
-                   "--seq-len of the trainer (default: the multiple of 64 that holds the longest of the first "
-                   f"10,000 pairs, up to {LARGEST_ROW}; tasks have their own)")
+                   "--seq-len of the trainer (default: the multiple of 64 that holds the longest of the "
+                   f"first 10,000 pairs, up to {LARGEST_ROW}; tasks have their own)")
     p.add_argument("--long", choices=("truncate", "drop"), help="truncate or drop a response that does not "
                    "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
