@@ -1718,7 +1718,7 @@ class Checkpoints:
                 reason = first_line(error)
                 with contextlib.suppress(OSError):  # the directory may be gone
                     free = shutil.disk_usage(self.directory).free
-                    reason += f", with {free / 1e9:.2g} GB free on the disk"
+                    reason += f", with {free / 1e9:.2f} GB free on the disk"
                 self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
                          "again at the next save")
 
@@ -1740,7 +1740,7 @@ class Checkpoints:
         removed = list_checkpoints(self.run_directory)[self.keep_last:]
         for old in removed:
             old.unlink()
-        self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
+        self.say(f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.3g} GB in "
                  f"{time.perf_counter() - begun:.1f} s)"
                  + "".join(f"; removed {old.name}" for old in removed))
 

@@ -451,7 +451,7 @@ class RunLog:
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
         self.say(f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included: "
                  f"{human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
-                 f"{sum(sizes.values()) / 1e9:.2g} GB on disk")
+                 f"{sum(sizes.values()) / 1e9:.3g} GB on disk")
         self.close()
         self.say(ending)
 
