@@ -1792,7 +1792,7 @@ class Checkpoints:
                 reason = first_line(error)
                 with contextlib.suppress(OSError):  # the directory may be gone
                     free = shutil.disk_usage(self.directory).free
-                    reason += f", with {free / 1e9:.2g} GB free on the disk"
+                    reason += f", with {free / 1e9:.2f} GB free on the disk"
                 self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
                          "again at the next save")
 
@@ -1804,7 +1804,7 @@ class Checkpoints:
                 raise RuntimeError(f"{key} is not finite")
         with replacing(path) as file:
             torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
-        text = (f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.2g} GB in "
+        text = (f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.3g} GB in "
                 f"{time.perf_counter() - begun:.1f} s)")
         for old in list_checkpoints(self.run_directory)[self.keep_last:]:
             old.unlink()

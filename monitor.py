@@ -480,7 +480,7 @@ class RunLog:
         losses = [(loss, at) for at, loss in self.evaluations.items()]
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
         self.say(f"{took}: {human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
-                 f"{size / 1e9:.2g} GB on disk")
+                 f"{size / 1e9:.3g} GB on disk")
         self.close()
         self.say(ending)
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 from concurrent.futures import wait
@@ -260,11 +261,12 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
         file.write(b"half of it")
         raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
     monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=370e9))
     checkpoints.save(2, state, META)
     checkpoints.mark_best(2, 2.0, {})
     wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (")
-    assert re.search(r" with [\d.e+]+ GB free on the disk", said[1])
+    assert "with 370.00 GB free on the disk" in said[1]  # not 3.7e+02
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
     assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
