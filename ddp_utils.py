@@ -57,7 +57,8 @@ from model import (GPT2, HF_FAMILIES, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, Sk
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
-CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")  # fields of a configuration that a resume may change
+# fields of a configuration that a resumed run may change
+CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles", "settle")
 SYNC_EVERY = 200  # steps between comparisons of the parameters of all ranks, beside those before a save
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # it warns that selective checkpointing must not meet in-place operations, of which blocks have none
@@ -1056,7 +1057,7 @@ def assert_trained_with(args: argparse.Namespace, config, where) -> None:
     for field in flag_fields(type(config)):
         value = getattr(args, field.name)
         was = getattr(config, field.name)
-        if field.type is bool and was != value != field.default:
+        if field.type is bool and field.name not in CHANGEABLE and was != value != field.default:
             raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
                             f"{field.name} {value}.")
 
@@ -2213,6 +2214,8 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_accuracy"] = sums["correct"] / max(sums["labels"], 1)
     if "exact" in sums:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
+    if "taken" in sums:
+        found["val_cycles"] = sums["taken"] / max(sums["labels"], 1)
     else:  # so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
     return found

@@ -74,6 +74,7 @@ class KVCache:
     def __init__(self, seq_len: int):
         self.memory: list[Tensor] = []
         self.seq_len, self.length, self.slot = seq_len, 0, 0
+        self.cycles: Tensor | None = None  # (B,) that the prompts took, see HRM.settled
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far."""
@@ -451,6 +452,9 @@ class CausalLM(LanguageModel):
 # HRM: the Hierarchical Reasoning Model for text (arXiv 2605.20613, github sapientinc/HRM-Text)
 
 
+SETTLED = 0.15  # see HRM.settled
+
+
 @dataclass
 class HRMConfig(AttentionConfig):
     n_layer: int = flag(16, "blocks in each of the two stacks")
@@ -470,6 +474,8 @@ class HRMConfig(AttentionConfig):
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
     eval_cycles: int = flag(0, "cycles in evaluation and use; 0: as in training, of a range twice the most")
+    settle: bool = flag(False, "with pairs, in evaluation and use: end the cycles of a prompt and its "
+                        "response when its state hardly changes any more; --eval-cycles is then the most")
     least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
     max_cycles: int = 4  # the largest number of cycles with `halt`
     tie: bool = True  # head and embedding table are one; both of these come from `init`, if that is given
@@ -615,6 +621,8 @@ class HRM(CausalLM):
         if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient all the same
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
+        if self.config.settle and not self.training:
+            sums["taken"] = ((ponder + 1) * (targets >= 0)).sum()
         if self.config.halt:
             ponder = (ponder * (targets >= 0)).sum()
             objective = objective + ponder_weight * ponder
@@ -627,6 +635,8 @@ class HRM(CausalLM):
         and how many cycles ran; with `fixed_depth` all of them, without asking other ranks.
         """
         c = self.config
+        if c.settle and c.response >= 0 and not self.training and not cycles:
+            return self.settled(idx, cache, fixed_depth)
         cycles = cycles or (c.cycles if self.training else c.used_cycles)
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
         out, ponder = 0.0, torch.zeros_like(remaining)
@@ -656,6 +666,43 @@ class HRM(CausalLM):
                 z_h = self.H(z_h + z_l, rope, mask, cache)
             yield z_h
 
+    def settled(self, idx: Tensor, cache: KVCache | None, alone: bool) -> tuple[Tensor, Tensor, int]:
+        """As `think`: of each document z_H after the cycle in which its prompt has settled, which changes z_H
+        by less than SETTLED of what the second cycle did, in the norm over the prompt. A response takes as
+        many cycles as its prompt. The ponder cost is the number of cycles but one. All ranks run equally
+        many, unless each is `alone`.
+        """
+        B, T = idx.shape
+        answering = cache is not None and cache.length > 0  # idx is a token of the response
+        if not answering:
+            number, _, response = self.documents(idx)
+            document = number + torch.arange(B, device=idx.device)[:, None] * (T + 1)
+            in_prompt = torch.arange(T, device=idx.device) <= response
+
+        def over_prompt(values: Tensor) -> Tensor:
+            """The sum (B, T) of values (B, T) over the prompt of each token's document."""
+            sums = torch.zeros(B * (T + 1), device=idx.device)
+            return sums.index_add_(0, document.flatten(), (values * in_prompt).flatten())[document]
+
+        taken = torch.zeros_like(idx)
+        running = torch.ones_like(idx, dtype=torch.bool)
+        before = out = first = None
+        for cycle, z_h in enumerate(self.states(idx, self.config.used_cycles, cache=cache), 1):
+            out = z_h if out is None else torch.where(running.unsqueeze(-1), z_h, out)
+            taken += running
+            if answering:
+                running = taken < cache.cycles[:, None]
+            elif cycle > 1:
+                change = over_prompt((z_h - before).float().square().sum(-1))
+                first = change if first is None else first
+                running &= (cycle == 2) | (change > SETTLED**2 * first)
+            before = z_h
+            if self.everyone_halted(running.float(), alone):
+                break
+        if cache is not None and not answering:
+            cache.cycles = taken[:, -1]
+        return out, taken.float() - 1, cycle
+
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """The weight (B, T) of this cycle in the output, and the mass that remains for later ones. A token
         takes p = sigmoid(halt(z_H)) while that leaves 1 % or more, then all that remains. The ponder cost is
@@ -665,12 +712,12 @@ class HRM(CausalLM):
         weight = torch.where((remaining - p < 0.01) | last, remaining, p)
         return weight, remaining - weight
 
-    def everyone_halted(self, remaining: Tensor) -> bool:
+    def everyone_halted(self, remaining: Tensor, alone: bool = False) -> bool:
         """Whether no token on any rank wants another cycle. All ranks decide together, because under FSDP a
         rank in one cycle more would wait for the others forever. An extra cycle has weight 0, so no effect.
         """
         left = remaining.detach().max()
-        if dist.is_initialized():
+        if dist.is_initialized() and not alone:
             dist.all_reduce(left, op=dist.ReduceOp.MAX)
         return left.item() == 0
 
@@ -1205,7 +1252,7 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) 
 
 
 def hrm_to_hf(c: HRMConfig) -> dict:
-    refuse_export(c, "halt", "inject_input")
+    refuse_export(c, "halt", "inject_input", "settle")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             # a layer of their cache for each attention call
             "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,

@@ -30,9 +30,21 @@ def by_cycles(model: HRM, shards: data.Shards, most: int, device) -> list[float]
     return (exact / samples).tolist()
 
 
+@torch.no_grad()
+def settled(model: HRM, shards: data.Shards, device) -> list[float]:
+    """The share of exact matches, and the mean number of cycles, where each prompt ends its cycles itself."""
+    sums = dict.fromkeys(("exact", "samples", "taken", "labels"), 0.0)
+    for x, y in data.validation_batches(shards, 16, 0, 1, device):
+        _, found = model(x, y)
+        found["labels"] = (y >= 0).sum()
+        for name in sums:
+            sums[name] += found[name].item()
+    return [sums["exact"] / sums["samples"], sums["taken"] / sums["labels"]]
+
+
 def mean(levels: dict[str, list[float]], prefix: str) -> list[float]:
-    """The mean over the levels whose name begins so, after each cycle."""
-    chosen = [exact for name, exact in levels.items() if name.startswith(prefix)]
+    """The mean over the levels whose name begins so, number by number."""
+    chosen = [numbers for name, numbers in levels.items() if name.startswith(prefix)]
     return [sum(values) / len(values) for values in zip(*chosen)]
 
 
@@ -62,7 +74,8 @@ def main() -> None:
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
     columns = [int(n) for n in args.cycles.split(",")]
-    print("| run | level |" + "".join(f" {n} |" for n in columns) + "\n|---|---|" + "---|" * len(columns))
+    print("| run | level |" + "".join(f" {n} |" for n in columns) + " by itself | cycles |\n"
+          + "|---" * (len(columns) + 4) + "|")
     for run in args.runs:
         model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None)
         model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
@@ -70,11 +83,18 @@ def main() -> None:
         dataset = data.Dataset([args.data], model.config.seq_len)
         levels = {name: by_cycles(model, shards, max(columns), world.device)
                   for name, shards in dataset.val.items()}
-        means = {f"mean of {prefix}": mean(levels, prefix) for prefix in ("trained", "untrained")}
-        for name, exact in (levels | means).items():
-            print(f"| {run.name} | {name} |" + "".join(f" {exact[n - 1]:.1%} |" for n in columns), flush=True)
+        model.config.settle = True
+        own = {name: settled(model, shards, world.device) for name, shards in dataset.val.items()}
+        for prefix in ("trained", "untrained"):
+            levels[f"mean of {prefix}"] = mean(levels, prefix)
+            own[f"mean of {prefix}"] = mean(own, prefix)
+        for name, exact in levels.items():
+            cells = [f"{exact[n - 1]:.1%}" for n in columns]
+            print(f"| {run.name} | {name} | {' | '.join(cells)} | {own[name][0]:.1%} | {own[name][1]:.1f} |",
+                  flush=True)
         if args.picture and run == args.runs[0]:
-            draw(levels, model.config.h_cycles, args.picture)
+            named = {name: exact for name, exact in levels.items() if not name.startswith("mean")}
+            draw(named, model.config.h_cycles, args.picture)
 
 
 if __name__ == "__main__":

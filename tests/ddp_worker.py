@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from unittest import mock
 
 import torch
 from states import train_state
@@ -118,6 +119,17 @@ def check_depth(world: World) -> None:
         model.halt.bias.data.fill_(biases[world.rank])
         with torch.no_grad():
             assert model(*batch(world.rank))[1]["cycles"] == 32 * depth  # summed over labels
+
+
+def check_settling(world: World) -> None:
+    """Rank 0, whose prompts settle at once, runs as many cycles as rank 1, whose prompts never do."""
+    model = make(settle=True, h_cycles=5, least_cycles=1, l_cycles=1, inject_input=True, tie=False, start=0,
+                 response=1).eval()
+    idx, _ = batch(world.rank)
+    idx[:, 0], idx[:, 8] = 0, 1
+    with torch.no_grad(), mock.patch("model.SETTLED", (9.0, 0.0)[world.rank]):
+        assert model.settled(idx, None, alone=True)[2] == (3, 10)[world.rank]
+        assert model.think(idx)[2] == 10
 
 
 def check_skipped_updates(world: World) -> None:

@@ -25,8 +25,8 @@ from ddp_utils import (Checkpoints, RunError, World, list_checkpoints, load_chec
                        load_model, read_checkpoint)
 from model import GPT2, HRM, MLM, Block, HRMConfig
 
-CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "bf16_gradients",
-          "memory", "gathering", "owners",
+CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "settling", "skipped_updates",
+          "bf16_gradients", "memory", "gathering", "owners",
           "activation_checkpointing_is_chosen_for_the_smallest_gpu", "samples_have_one_prompt",
           "stop"]
 

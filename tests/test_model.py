@@ -138,6 +138,18 @@ def test_checkpointing_changes_no_bit(bp_steps, depth, dropout, dtype):
     check_checkpointing(bp_steps, depth, dropout, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cycles", [1, 2, 4])
+def test_checkpointing_changes_no_bit_of_whole_cycles(cycles, dtype):
+    """Of a range of cycles: with a graph through fewer, as many and more than there are."""
+    build = {"dropout": 0.1, "dtype": dtype, "least_cycles": 1, "h_cycles": 4, "l_cycles": 1, "bp_cycles": 2,
+             "inject_input": True}
+    expected, statistics = step(hrm("none", **build), cycles=cycles)
+    assert statistics["cycles"] == cycles and expected["objective"].isfinite()
+    for mode in MODES:
+        assert differing(expected, step(hrm(mode, **build), cycles=cycles)[0]) == [], mode
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
