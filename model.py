@@ -611,7 +611,7 @@ class HRM(CausalLM):
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
         """Logits (B, T, V) of idx (B, T); given targets (B, T), what CausalLM.loss returns, with the sums of
-        `cycles`, the H-cycles that ran, and `ponder`, which also has a part in what is differentiated.
+        `cycles`, those that ran, and `ponder`, which also has a part in what is differentiated.
         bp_steps None: no truncation. `cycles` replaces the configuration's.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)

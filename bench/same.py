@@ -79,7 +79,7 @@ MORE = [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero3-offloa
         {"ema": 0.9, "schedule": "wsd"}, {"optimizer": "adam-atan2", "strategy": "zero1"},
         {"checkpoint_activations": "selective", "precision": "bf16"}, {"checkpoint_activations": "block"},
         {"precision": "fp16"}, {"grad_clip": 0, "schedule": "constant"}]
-MORE_OF_HRM = [{"random_cycles": 3}, {"halt": True, "precision": "bf16"}, {"init": "published", "ema": 0.9},
+MORE_OF_HRM = [{"h_cycles": "1:3"}, {"halt": True, "precision": "bf16"}, {"init": "published", "ema": 0.9},
                {"dropout": 0.1, "inject_input": True}]
 
 
