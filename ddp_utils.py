@@ -2214,10 +2214,10 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_accuracy"] = sums["correct"] / max(sums["labels"], 1)
     if "exact" in sums:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
-    if "taken" in sums:
-        found["val_cycles"] = sums["taken"] / max(sums["labels"], 1)
     else:  # so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
+    if "taken" in sums:
+        found["val_cycles"] = sums["taken"] / max(sums["labels"], 1)
     return found
 
 

@@ -282,7 +282,7 @@ def curve_values(record: dict) -> dict[str, float]:
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
 
 
-def grouped_sets(found: dict) -> list[str]:
+def grouped_sets(found: dict) -> str:
     """What an evaluation found on each set that has a name: exact matches of pairs, else losses. Sets such as
     trained-1 and trained-2 become a group with their mean: 'trained 97.5% (1 98.0%, 2 97.0%)'.
     """
@@ -294,10 +294,12 @@ def grouped_sets(found: dict) -> list[str]:
             groups.setdefault(group, {})[member] = found[key]
     texts = []
     for group, members in groups.items():
-        each = ", ".join(form.format(member, value) for member, value in members.items())
-        mean = statistics.fmean(members.values())
-        texts.append(f"{form.format(group, mean)} ({each})" if group else each)
-    return texts
+        if len(members) > 1 and group:
+            each = ", ".join(form.format(member, value) for member, value in members.items())
+            texts.append(f"{form.format(group, statistics.fmean(members.values()))} ({each})")
+        else:
+            texts += [form.format(f"{group}-{member}".strip("-"), value) for member, value in members.items()]
+    return ", ".join(texts)
 
 
 @dataclass
@@ -553,7 +555,8 @@ class RunLog:
         """
         before = evaluations_of(self.records[:-1]).values()
         parts = [f"step {step}", *format_known(found, EVALUATION)]
-        parts += grouped_sets(found)
+        if sets := grouped_sets(found):
+            parts.append(sets)
         parts.append(f"unigram entropy {entropy:.4f}")
         if before and found["val_loss"] < min(before):
             parts.append("best so far")

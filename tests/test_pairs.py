@@ -279,7 +279,7 @@ def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_
     source = write(tmp_path / "o.jsonl", samples(100))
     other = data.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a", workers=1)
     with pytest.raises(data.UserError, match="made with the tokenizer bpe:300"):
-        data.Dataset([other], 1024, str(tmp_path / "tokenizer.json"))
+        data.Dataset([other], 128, str(tmp_path / "tokenizer.json"))
 
 
 # -------------------------------------------------------------------------------------------------- the model

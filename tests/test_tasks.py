@@ -145,5 +145,6 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     assert done.code == 0 and "task:doubling is prepared up to 30,000 tokens" in done.out, done.out
     groups = r"\| trained \d+\.\d% \(1 \d+\.\d%, .*\), untrained \d+\.\d% \(5 .*, 8 \d+\.\d%\)"
     assert re.search("exact match .*" + groups, done.out) and "rows of 256" in done.out, done.out
+    assert "bits per byte" not in done.out and "cycles" not in done.out
     assert (tmp_path / "shards" / "task-doubling-bytes" / "manifest.json").exists()
     assert data.read_manifest(data.locate("task:sudoku", None, 0, 0, max_samples=50, row=300))["row"] == 300

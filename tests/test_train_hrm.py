@@ -108,9 +108,9 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     assert {n for n in before if n.endswith(".pt")} == {n.name for n in out.rglob("*.pt")}
     assert len(list_checkpoints(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
     *_, trained, evaluated = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    assert list(trained) == ["step", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "mfu",
-                             "mem_gb", "bp_steps", "labels", "cycles", "time", "epoch_loss", "epoch_seconds"]
-    assert list(evaluated) == ["step", "tokens", "val_loss", "time"]
+    assert trained.keys() == {"step", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "mfu",
+                              "mem_gb", "bp_steps", "labels", "cycles", "time", "epoch_loss", "epoch_seconds"}
+    assert evaluated.keys() == {"step", "tokens", "val_loss", "val_bits_per_byte", "time"}
     history = json.loads((out / "history.json").read_text())
     assert history["step"][-2:] == [20, 20] and history["val_loss"][-2:] == [None, evaluated["val_loss"]]
 
@@ -139,7 +139,7 @@ def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
                "--seq-len", "64", "--eval-every", "60", "--eval-batches", "4", "--max-new-tokens", "20",
                cwd=tmp_path)
     assert done.code == 0, done.out
-    losses = re.findall(r"validation loss ([\d.]+) \| unigram entropy ([\d.]+)", done.out)
+    losses = re.findall(r"validation loss ([\d.]+) \| .*unigram entropy ([\d.]+)", done.out)
     assert float(losses[-1][0]) < float(losses[-1][1]) - 0.3
     assert done.out.count("is ready:") == 1
     assert (tmp_path / "runs/hrm-tiny-corpus-bpe512/tokenizer.json").exists()
@@ -261,7 +261,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     assert not differ({"bp_steps": (2, 9), "h_cycles": 8, "least_cycles": 1}, "--h-cycles", "1:8")
     for reached in (("--init", "tied"), ("--inject-input",)):
         assert not differ({"bp_steps": (2, 5), "least_cycles": 0}, "--h-cycles", "8", *reached)
-    whole = {"bp_steps": (4, 4), "bp_cycles": 2, "h_cycles": 8, "least_cycles": 1, "inject_input": True}
+    whole = {"bp_steps": (4, 4), "bp_cycles": 2, "h_cycles": 8, "least_cycles": 4, "inject_input": True}
     assert not differ(whole, "--size", "puzzle")
     calls = {"bp_steps": (2, 5), "bp_cycles": 0, "inject_input": False}
     assert not differ(calls, "--size", "puzzle", "--bp-steps", "2:5", "--no-inject-input")
@@ -435,6 +435,6 @@ def test_real_texts(tmp_path, text, tokenizer):
     done = run(2, "train_hrm.py", "--data", f"text:{SHARED / text}", "--tokenizer", tokenizer, cwd=tmp_path,
                timeout=800, TIKTOKEN_CACHE_DIR=SHARED / "tiktoken")
     assert done.code == 0, done.out
-    evaluations = re.findall(r"validation loss ([\d.]+) \| unigram entropy ([\d.]+)", done.out)
+    evaluations = re.findall(r"validation loss ([\d.]+) \| .*unigram entropy ([\d.]+)", done.out)
     loss, entropy = map(float, evaluations[-1])
     assert loss < entropy - 0.5

@@ -116,7 +116,7 @@ def main() -> None:
         if ends or due or step % args.save_every == 0 and step > 0:
             checkpoints.save(step, state, identity | metrics.position())
         if due and step not in log.evaluations and not stop.agreed:
-            found = evaluate(state, dataset.val, stop, batch, args.eval_batches * global_batch)
+            found = evaluate(state, dataset, stop, batch, args.eval_batches * global_batch)
             if found is None:
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)
