@@ -1625,6 +1625,7 @@ class Dataset:
         """The validation sets by the names that their files begin with."""
         return {f"val_{name}".rstrip("_"): shards for name, shards in self.val.items()}
 
+    @functools.cached_property
     def token_bytes(self):
         """The number of bytes that each id stands for, int64 (ids,); 0 for special tokens."""
         import torch

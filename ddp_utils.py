@@ -2182,7 +2182,7 @@ def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, li
     """
     model = state.model.eval()
     world = state.world
-    token_bytes = dataset.token_bytes().to(world.device)
+    token_bytes = dataset.token_bytes.to(world.device)
     totals = Counter()
     of_names = {}
     with state.averaged_weights():

@@ -666,11 +666,11 @@ class HRM(CausalLM):
                 z_h = self.H(z_h + z_l, rope, mask, cache)
             yield z_h
 
-    def settled(self, idx: Tensor, cache: KVCache | None, alone: bool) -> tuple[Tensor, Tensor, int]:
+    def settled(self, idx: Tensor, cache: KVCache | None, fixed_depth: bool) -> tuple[Tensor, Tensor, int]:
         """As `think`: of each document z_H after the cycle in which its prompt has settled, which changes z_H
         by less than SETTLED of what the second cycle did, in the norm over the prompt. A response takes as
-        many cycles as its prompt. The ponder cost is the number of cycles but one. All ranks run equally
-        many, unless each is `alone`.
+        many cycles as its prompt. The ponder cost is the number of cycles but one. Later cycles are left out
+        when all ranks agree; several ranks with `fixed_depth` run them all.
         """
         B, T = idx.shape
         answering = cache is not None and cache.length > 0  # idx is a token of the response
@@ -684,6 +684,7 @@ class HRM(CausalLM):
             sums = torch.zeros(B * (T + 1), device=idx.device)
             return sums.index_add_(0, document.flatten(), (values * in_prompt).flatten())[document]
 
+        may_end = not fixed_depth or not dist.is_initialized() or dist.get_world_size() == 1
         taken = torch.zeros_like(idx)
         running = torch.ones_like(idx, dtype=torch.bool)
         before = out = first = None
@@ -697,7 +698,7 @@ class HRM(CausalLM):
                 first = change if first is None else first
                 running &= (cycle == 2) | (change > SETTLED**2 * first)
             before = z_h
-            if self.everyone_halted(running.float(), alone):
+            if may_end and self.everyone_halted(running.float()):
                 break
         if cache is not None and not answering:
             cache.cycles = taken[:, -1]
@@ -712,12 +713,12 @@ class HRM(CausalLM):
         weight = torch.where((remaining - p < 0.01) | last, remaining, p)
         return weight, remaining - weight
 
-    def everyone_halted(self, remaining: Tensor, alone: bool = False) -> bool:
+    def everyone_halted(self, remaining: Tensor) -> bool:
         """Whether no token on any rank wants another cycle. All ranks decide together, because under FSDP a
         rank in one cycle more would wait for the others forever. An extra cycle has weight 0, so no effect.
         """
         left = remaining.detach().max()
-        if dist.is_initialized() and not alone:
+        if dist.is_initialized():
             dist.all_reduce(left, op=dist.ReduceOp.MAX)
         return left.item() == 0
 

@@ -66,7 +66,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, HRMConfig, SIZES)
     flag = flag_group(parser, "recurrence")
     flag("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
-         "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp)")
+         "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
+         "if given, --bp-cycles does not count")
     args = parse(parser, HRMConfig, SIZES, argv)
     least, args.h_cycles = int_range("--h-cycles", args.h_cycles, 1)
     args.least_cycles = least if least < args.h_cycles else 0
