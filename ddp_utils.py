@@ -1014,7 +1014,7 @@ def run_directory(args: argparse.Namespace, name: str) -> Path:
 
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
     """--export, --prompt and --fill: uses the newest checkpoint of a run, or that of --resume."""
-    changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
+    changes = {name: vars(args)[name] for name in ("eval_cycles", "settle") if vars(args).get(name)}
     resume = out if args.resume == "auto" else args.resume
     model, saved = load_model(model_class, resume, world, print, **changes)
     assert_trained_with(args, model.config, saved["path"])
@@ -1044,6 +1044,7 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
         pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
         print(prompt, end="\n" * (model.config.response >= 0))
         print_pieces(pieces)
+        print(cycles_of(model), end="")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while chat:
             try:
@@ -1060,6 +1061,12 @@ def assert_trained_with(args: argparse.Namespace, config, where) -> None:
         if field.type is bool and field.name not in CHANGEABLE and was != value != field.default:
             raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
                             f"{field.name} {value}.")
+
+
+def cycles_of(model: nn.Module) -> str:
+    """A line with the cycles of the last response of an HRM that settles; else nothing."""
+    taken = vars(model).get("cycles_taken")
+    return f"cycles: {taken}\n" if taken else ""
 
 
 def print_pieces(pieces) -> None:
@@ -2247,7 +2254,7 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
     if expected:
         command = f"python {sys.argv[0]} --out {shlex.quote(str(log.out))} --prompt {shlex.quote(prompt)}"
         text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
-    log.sample(f"prompt:\n{prompt}\nresponse:\n{text}", step)
+    log.sample(f"{cycles_of(state.model)}prompt:\n{prompt}\nresponse:\n{text}", step)
 
 
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,

@@ -702,6 +702,7 @@ class HRM(CausalLM):
                 break
         if cache is not None and not answering:
             cache.cycles = taken[:, -1]
+            self.cycles_taken = int(cache.cycles[0])  # for the sample that is shown
         return out, taken.float() - 1, cycle
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from conftest import ROOT, finish, kill, run, start
 from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
-from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache, generate
+import ddp_utils
+from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache, continue_text, generate
 
 START, RESPONSE, END = 256, 258, 259
 ROLES = {"start": START, "response": RESPONSE, "end": -1}
@@ -516,6 +517,19 @@ def test_a_prompt_decides_how_many_cycles_its_response_gets(attention):
     assert model.train().think(idx)[2] == 5 and "taken" not in model(idx, idx)[1]
 
 
+def test_a_sample_says_how_many_cycles_it_got():
+    flags = argparse.Namespace(max_new_tokens=2, temperature=0, top_k=0, top_p=1, seed=0, condition="")
+    tokenizer, model = data.with_roles(data.load_tokenizer("bytes")), settling()
+    shown = set()
+    for prompt in "why", "7", "what is it", "no":
+        list(continue_text(model, tokenizer, "cpu", prompt, flags))
+        idx = torch.tensor([data.prompt_ids(tokenizer, prompt, "").tolist()])
+        _, ponder, _ = model.think(idx)
+        assert ddp_utils.cycles_of(model) == f"cycles: {int(ponder[0, -1]) + 1}\n"
+        shown.add(ddp_utils.cycles_of(model))
+    assert len(shown) > 1 and ddp_utils.cycles_of(hrm()) == ""
+
+
 @pytest.mark.parametrize("stop", [True, False])
 def test_while_training_all_ranks_write_equally_many_tokens(monkeypatch, stop):
     """Logits of unlike processors may end an answer elsewhere, and with zero3 a rank would be alone."""
@@ -723,7 +737,10 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
     assert 0 <= record["val_exact"] <= 1 and steps_of(out)[-1]["labels"] > 0
     flags = trainer.flags(pairs, out)
     used = trainer.here(*flags, "--prompt", "7 yes no", "--temperature", "0")
-    assert used.code == 0, used.out
+    assert used.code == 0 and "cycles:" not in used.out, used.out
+    if script == "train_hrm.py":
+        most = trainer.here(*flags, "--prompt", "7 yes no", "--settle", "--eval-cycles", "1")
+        assert most.code == 0 and most.out.splitlines()[-1] == "cycles: 1", most.out
     done = trainer.here(*flags, "--export")
     files = [*(out / "hf").iterdir()]
     assert len({path.stat().st_mode for path in files}) == 1, files  # whoever may read one may read all
