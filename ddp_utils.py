@@ -953,6 +953,13 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World) -> 
         copy_from_rank0(tensor, weights[name] if world.is_rank0 else None, world)
 
 
+def assert_same_parameters(model: nn.Module, saved: dict) -> None:
+    """Raises UserError, on all ranks, if the parameters in a checkpoint have other names than the model's."""
+    if odd := model.state_dict().keys() ^ saved["tensors"]["model"].keys():
+        raise UserError(f"{saved['path']} is from another version of this model (only one of them has "
+                        f"{min(odd)}): use the code that trained it, or train again in another --out.")
+
+
 def config_of(model_class: type, saved: dict):
     """The configuration in a checkpoint, whatever fields older ones had beside those of today."""
     known = {field.name for field in fields(model_class.Config)}
@@ -997,6 +1004,8 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
             weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
     model = build_model(model_class, config_of(model_class, config | changes), world, strategy)
+    if saved:
+        assert_same_parameters(model, saved)
     assert_context(source, model, config["seq_len"], seq_len)
     copy_weights(model, weights, world)
     return model, saved
@@ -1549,6 +1558,7 @@ class TrainState:
         rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
         another type starts without optimizer state.
         """
+        assert_same_parameters(self.model, saved)
         tensors = dict.fromkeys(GROUPS, {}) | saved["tensors"]
         world = self.world
         if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels, and their number

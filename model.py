@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -543,6 +543,17 @@ class HRMBlock(Block):
             if c.zero_init and layer in (self.attn_out, self.down):  # what is added to the residual stream
                 nn.init.zeros_(layer.weight)
 
+    @staticmethod
+    def matrices(c) -> int:
+        """Elements of its weights."""
+        return 5 * c.d_model**2 + 3 * c.d_model * c.ff
+
+    @staticmethod
+    def bytes_per_token(c, mode: str) -> int:
+        """What the backward pass needs, see GPT2.activation_bytes."""
+        d, ff = {"none": (26, 6), "selective": (14, 4), "block": (2, 0)}[mode]
+        return d * c.d_model + ff * c.ff
+
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
@@ -733,8 +744,7 @@ class HRM(CausalLM):
         """As GPT2.activation_bytes, of the stack calls that keep a graph."""
         c = self.config
         calls = sum(map(sum, c.kept_calls(bp_steps, c.cycles)))
-        d, ff = {"none": (26, 6), "selective": (14, 4), "block": (2, 0)}[mode]
-        return idx.numel() * calls * c.n_layer * (d * c.d_model + ff * c.ff)
+        return idx.numel() * calls * c.n_layer * HRMBlock.bytes_per_token(c, mode)
 
     def flops_per_token(self, bp_steps: int = 5, cycles: int | None = None) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T: each stack call
@@ -745,7 +755,7 @@ class HRM(CausalLM):
         if not cycles:
             drawn = range(c.least_cycles or c.cycles, c.cycles + 1)
             return sum(self.flops_per_token(bp_steps, n) for n in drawn) / len(drawn)
-        matrices = c.n_layer * (5 * c.d_model**2 + 3 * c.d_model * c.ff)
+        matrices = c.n_layer * HRMBlock.matrices(c)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
         calls = cycles * (c.l_cycles + 1)
         kept = sum(map(sum, c.kept_calls(bp_steps, cycles)))
@@ -753,61 +763,60 @@ class HRM(CausalLM):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# GPT-2 (Radford et al., 2019), and a modern model of the same shape
+# GPT-2 (Radford et al., 2019), or with `modern` a transformer of HRMBlocks
 
 
 @dataclass
 class GPT2Config(AttentionConfig):
     n_layer: int = flag(12, "blocks")
     n_head: int = flag(12, "attention heads")
-    d_model: int = flag(768, "channels; the MLP has four times as many")
+    d_model: int = flag(768, "channels; the MLP has four times as many, with --modern 8/3 as many")
     dropout: float = flag(0.0, DROPOUT)
-    modern: bool = flag(False, "a modern model of the same shape: rotary positions, QK-norm, squared ReLU, "
-                        "RMSNorm, zero-initialised projections, untied head; best with --optimizer muon")
+    modern: bool = flag(False, "the block of the HRM: gated attention, SwiGLU, RMSNorm, rotary positions, "
+                        "zero-initialised projections; an untied head; best with --optimizer muon")
     norm_eps: float = 1e-5
+    zero_init: ClassVar[bool] = True  # of a modern model
+
+    @property
+    def ff(self) -> int:
+        """Hidden units of a modern MLP: 8/3 C, up to a multiple of 128."""
+        return math.ceil(self.d_model / 48) * 128
 
 
 class GPT2Block(Block):
-    """Pre-norm block: causal attention, and an MLP of 4 C hidden units with GELU. The modern one has no
-    biases, RMSNorm without parameters, rotary positions, normalized queries and keys (Henry et al., arXiv
-    2010.04245), squared ReLU (So et al., arXiv 2109.08668), and starts as the identity.
-    """
+    """Pre-norm block: causal attention, and an MLP of 4 C hidden units with GELU."""
 
     def __init__(self, c: GPT2Config):
         super().__init__()
-        self.head_dim, self.eps, self.dropout, self.modern = c.head_dim, c.norm_eps, c.dropout, c.modern
-        self.drops_attention = c.dropout > 0
-        if not c.modern:
-            self.attn_norm, self.mlp_norm = (LayerNorm(c.d_model, eps=c.norm_eps) for _ in range(2))
-        self.qkv = Linear(c.d_model, 3 * c.d_model, bias=not c.modern)
-        self.attn_out = Linear(c.d_model, c.d_model, bias=not c.modern)
-        self.up = Linear(c.d_model, 4 * c.d_model, bias=not c.modern)
-        self.down = Linear(4 * c.d_model, c.d_model, bias=not c.modern)
-        added = 0.0 if c.modern else 0.02 / math.sqrt(2 * c.n_layer)  # to the residual stream
+        self.head_dim, self.dropout, self.drops_attention = c.head_dim, c.dropout, c.dropout > 0
+        self.attn_norm, self.mlp_norm = (LayerNorm(c.d_model, eps=c.norm_eps) for _ in range(2))
+        self.qkv = Linear(c.d_model, 3 * c.d_model)
+        self.attn_out = Linear(c.d_model, c.d_model)
+        self.up = Linear(c.d_model, 4 * c.d_model)
+        self.down = Linear(4 * c.d_model, c.d_model)
+        added = 0.02 / math.sqrt(2 * c.n_layer)  # to the residual stream
         for layer, std in (self.qkv, 0.02), (self.up, 0.02), (self.attn_out, added), (self.down, added):
             nn.init.normal_(layer.weight, std=std)
-            if not c.modern:
-                nn.init.zeros_(layer.bias)
+            nn.init.zeros_(layer.bias)
 
-    def block(self, x: Tensor, rope: Tensor | None = None, mask=None, cache: KVCache | None = None) -> Tensor:
+    def block(self, x: Tensor, rope: None, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.qkv(rms_norm(x, self.eps) if self.modern else self.attn_norm(x)).chunk(3, dim=-1)
+        q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)
         q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        if self.modern:
-            q, k = (apply_rope(rms_norm(t, self.eps), rope) for t in (q, k))
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
         y = self.attend(q, k, v, mask, is_causal=T > 1 and mask is None, dropout=dropout)  # (B, H, T, D)
         y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
         x = x + F.dropout(y, self.dropout, self.training)
-        y = self.up(rms_norm(x, self.eps) if self.modern else self.mlp_norm(x))  # (B, T, 4 C)
-        y = self.down(F.relu(y).square() if self.modern else F.gelu(y, approximate="tanh"))
+        y = self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))  # (B, T, 4 C) inside
         return x + F.dropout(y, self.dropout, self.training)
 
 
 class GPT2(CausalLM):
-    """GPT-2: learned positions and a head tied to the embedding. `modern` has neither, see GPT2Block."""
+    """GPT-2: learned positions and a head tied to the embedding. `modern` has neither, but rotary positions,
+    a head of its own, and embeddings of variance 1, like the HRM.
+    """
 
     Config = GPT2Config
 
@@ -816,8 +825,10 @@ class GPT2(CausalLM):
         self.config = c = config
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         nn.init.normal_(self.embed.weight, std=0.02)
-        self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(GPT2Block(c) for _ in range(c.n_layer))})
+        block = HRMBlock if c.modern else GPT2Block
+        self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(block(c) for _ in range(c.n_layer))})
         if c.modern:
+            init_normal(self.embed.weight, c.d_model ** -0.5)
             self.head = Linear(c.d_model, c.padded_vocab, bias=False)
             nn.init.normal_(self.head.weight, std=0.02)
             self.register_buffer("rope", rope_table(c.seq_len, c.head_dim, 10000.0), persistent=False)
@@ -837,7 +848,7 @@ class GPT2(CausalLM):
         mask = self.mask(idx, cache, flex=not c.dropout)  # which FlexAttention has not
         rope, x = None, self.embed(idx)  # (B, T, C)
         if c.modern:
-            rope = self.rope[:, begin:begin + T]
+            rope, x = self.rope[:, begin:begin + T], x * c.d_model ** 0.5
         elif mask is None:
             x = x + self.positions.weight[begin:begin + T]
         else:  # each document begins at 0
@@ -852,12 +863,14 @@ class GPT2(CausalLM):
         --checkpoint-activations `mode`. The bytes a channel were counted by kept_for_backward in test_ddp.py.
         """
         c = self.config
-        return idx.numel() * c.n_layer * c.d_model * {"none": 32, "selective": 20, "block": 2}[mode]
+        plain = c.d_model * {"none": 32, "selective": 20, "block": 2}[mode]
+        return idx.numel() * c.n_layer * (HRMBlock.bytes_per_token(c, mode) if c.modern else plain)
 
     def flops_per_token(self) -> float:
         """Matrix-product FLOPs per token of a training step, attention counted as full T × T."""
         c = self.config
-        matrices, attention = c.n_layer * 12 * c.d_model**2, c.n_layer * 4 * c.seq_len * c.d_model
+        matrices = c.n_layer * (HRMBlock.matrices(c) if c.modern else 12 * c.d_model**2)
+        attention = c.n_layer * 4 * c.seq_len * c.d_model
         return 3 * (2 * (matrices + c.d_model * c.padded_vocab) + attention)
 
 

@@ -11,6 +11,7 @@ from runs import Trainer, assert_close_runs, evaluations_of, steps_of
 import data
 import train_gpt2
 from ddp_utils import list_checkpoints
+from model import GPT2Block
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 
@@ -125,6 +126,22 @@ def test_refusals(tmp_path, shards):
     assert done.code == 2 and "family GPT2" in done.out
     done = GPT2.train(0, shards, tmp_path / "modern", steps=4)
     assert done.code == 2 and "modern was True, now False" in done.out
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, shards, monkeypatch):
+    assert GPT2.train(0, shards, tmp_path / "run", steps=2).code == 0
+    init = GPT2Block.__init__
+
+    def with_one_more(self, config):
+        init(self, config)
+        self.gain = torch.nn.Parameter(torch.ones(config.d_model))
+
+    monkeypatch.setattr(GPT2Block, "__init__", with_one_more)
+    for done in (GPT2.train(0, shards, tmp_path / "run", steps=4),
+                 GPT2.here("--out", tmp_path / "run", "--prompt", "x"),
+                 GPT2.train(0, shards, tmp_path / "new", init_from=tmp_path / "run")):
+        assert done.code == 2, done.out
+        assert "(only one of them has transformer.blocks.0.gain): use the code that trained it" in done.out
 
 
 def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
