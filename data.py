@@ -7,10 +7,10 @@
     python data.py verify shards/stdlib-bpe4096        # all bytes against their checksums
     python data.py peek   shards/stdlib-bpe4096        # a few rows as text
 
-A shard is a header and an array (the format of llm.c and modded-nanogpt), so it is read by memory-mapping.
-`prepare` can be killed at any moment: the manifest lists finished shards and where in the source they end.
-The order of samples is a pure function of seed and position, on any number of ranks, so a checkpoint stores
-only how many were consumed. torch is imported only by the reader: `prepare` starts five times faster without.
+A shard is a header followed by an array (the format of llm.c and modded-nanogpt); it is memory-mapped.
+`prepare` can be killed at any time: the manifest lists the finished shards and where they end in the source.
+The order of samples is a pure function of seed and position on any number of ranks, so a checkpoint stores
+only the number of samples consumed. Only the reader imports torch, so `prepare` starts five times faster.
 """
 
 import argparse
@@ -59,13 +59,13 @@ class UserError(Exception):
 
 
 class NotNow(UserError):
-    """What may go well later with the same command: no network, a full disk, a directory in use."""
+    """A failure that may not recur with the same command: no network, a full disk, a directory in use."""
 
     exit_code = 1
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """The parser of all commands: a mistake is a UserError, and one process of each node prints the help."""
+    """The parser of all commands. A mistake raises UserError; one process per node prints the help."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
@@ -79,23 +79,23 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def cpu_count() -> int:
-    """Cores that this process may use (macOS cannot say, and counts all)."""
+    """Cores that this process may use (on macOS, which cannot tell, all cores)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Tokenizers. tiktoken runs every byte-level BPE; on disk each tokenizer is a Hugging Face tokenizer.json.
+# Tokenizers. tiktoken runs our byte-level BPEs; on disk each tokenizer is a Hugging Face tokenizer.json.
 
 EOT = "<|endoftext|>"
 MASK = "[MASK]"
 RESPONSE = "<|response|>"
-# What marks the start of a sample, of its response and its end in the tokenizer of HRM-Text. Elsewhere it is
+# HRM-Text's tokens for the start of a sample, the start of its response and its end. Other tokenizers use
 # <|endoftext|>, <|response|> and the start of the next sample.
 HRM_TEXT_ROLES = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
-TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # counted with [MASK]
+TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
-# The published patterns. tiktoken's own use possessive quantifiers and "$", which the regex engine of
-# `tokenizers` reads differently; the tests show that these cut the same pieces in both.
+# The published patterns. tiktoken's patterns use possessive quantifiers and "$", which the regex engine of
+# `tokenizers` reads differently. The tests show that the published patterns cut the same pieces in both.
 PATTERNS = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -111,7 +111,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 
 
 def roles_of(specials: dict[str, int], eot: int) -> dict[str, int] | None:
-    """The ids that mark the `start` of a sample, of its `response` and `end` (−1: the next start), if any."""
+    """The ids that mark a sample's `start`, `response` and `end` (−1: the next start), or None."""
     if all(name in specials for name in HRM_TEXT_ROLES):
         return dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
     return {"start": eot, "response": specials[RESPONSE], "end": -1} if RESPONSE in specials else None
@@ -124,8 +124,8 @@ def without_surrogates(text: str) -> str:
 
 class Tokenizer:
     """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
-    never encodes to a special id. `num_ids` counts all ids; `vocab_size` excludes [MASK] if that is the last,
-    as only masked language models need it.
+    never encodes to a special id. `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last
+    id, because only masked language models need it.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
@@ -160,7 +160,7 @@ class Tokenizer:
             return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
     def decode(self, ids) -> str:
-        """The text of ids; some tokenizers have ids without a token, which count as empty."""
+        """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
     def spellings(self) -> dict[int, bytes]:
@@ -191,7 +191,7 @@ class Tokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Any tokenizer.json that is not written here, run by the `tokenizers` package."""
+    """Any tokenizer.json that this file did not write, run by the `tokenizers` package."""
 
     def __init__(self, name: str, text: str):
         import tokenizers
@@ -223,20 +223,20 @@ class HuggingFaceTokenizer:
         return self._tokenizer.to_str()
 
     def spellings(self) -> dict[int, bytes]:
-        """The bytes of each ordinary id, with a blank in front where a word begins."""
+        """The bytes of each ordinary id, with a leading space where a word begins."""
         special = set(self.specials.values())
         vocab = self._tokenizer.get_vocab()
-        word_piece = any(word.startswith("##") for word in vocab)  # it marks what continues a word
+        word_piece = any(word.startswith("##") for word in vocab)  # it marks the continuation of a word
 
         def spell(word: str) -> bytes:
             word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
-            return re.sub("[\u2581\u0120]", " ", word).encode()  # the blanks of SentencePiece and of GPT-2
+            return re.sub("[\u2581\u0120]", " ", word).encode()  # the spaces of SentencePiece and GPT-2
 
         return {i: spell(word) for word, i in vocab.items() if i not in special}
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two parts that merge into `token`: what is left when its bytes are merged by all earlier ranks."""
+    """The two parts that merge into `token`: those left after merging its bytes by all earlier ranks."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
@@ -264,7 +264,7 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
 
 
 def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
-    """What Tokenizer.to_json has written as a Tokenizer; any other tokenizer.json is run by `tokenizers`."""
+    """Reads what Tokenizer.to_json wrote as a Tokenizer; `tokenizers` runs any other tokenizer.json."""
     try:
         spec = json.loads(text)
         model = spec["model"]
@@ -274,7 +274,7 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
             split = stage["pretokenizers"][0]
             stage = stage["pretokenizers"][-1]
             pattern = split.get("pattern", {}).get("Regex")
-        # other writers list more of a model, such as its dropout
+        # other programs write more keys of a model, such as dropout
         if model.keys() == {"type", "vocab", "merges"} and stage == BYTE_LEVEL and not spec.get("normalizer"):
             merged = [token for token in sorted(model["vocab"], key=model["vocab"].get) if len(token) > 1]
             if merged != ["".join(parts) for parts in model["merges"]]:
@@ -292,14 +292,14 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
 
 
 def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
-    """By name, or from the path of a tokenizer.json or its directory. (`bpe:N` is trained, see train_bpe.)"""
+    """Loads a tokenizer by name, or from a tokenizer.json or its directory. (For `bpe:N` see train_bpe.)"""
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
     if name in TIKTOKEN_IDS:
         import tiktoken
         try:
             encoding = tiktoken.get_encoding(name)
-        except OSError as error:  # what requests raises is an OSError
+        except OSError as error:  # requests raises subclasses of OSError
             raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
                             "TIKTOKEN_CACHE_DIR to a cache that has it, or use bytes or bpe:16384.")
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
@@ -313,7 +313,7 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
 
 
 def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | HuggingFaceTokenizer:
-    """The tokenizer with ids that mark a response: its own, or else <|response|> as one more id."""
+    """The tokenizer with ids that mark a response: its own, or otherwise an additional <|response|>."""
     if tokenizer.roles:
         return tokenizer
     spec = json.loads(tokenizer.to_json())
@@ -332,8 +332,8 @@ def without_response(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer |
 
 
 def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
-    """Ids (n,) of a sample up to where its response begins. The condition is text, unless a special token has
-    its name; UserError if it looks like one that the tokenizer lacks.
+    """Ids (n,) of a sample through the marker of its response. The condition is text unless it is the name of
+    a special token. Raises UserError if it is a marker itself or looks like a special token that is missing.
     """
     roles = tokenizer.roles
     ids = tokenizer.specials.get(condition)
@@ -371,14 +371,14 @@ SHORT_NAMES = {  # repository, configuration
 }
 SOURCES = ("stdlib, pairs:stdlib, task:NAME (addition, doubling, sudoku), text:GLOB, jsonl:GLOB, "
            "parquet:GLOB, hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
-FILE_PREFIXES = ("text", "jsonl", "parquet")  # for each there is a method of Source, such as _jsonl
-BLOCK = 1 << 20  # bytes or characters read at a time; a piece has less than twice as many
+FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source, such as _jsonl
+BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 
 
 class Source:
-    """Documents in a fixed order, readable from any number on. `fields` hold the text, or of pairs prompt,
-    response and perhaps condition; the last may name the validation set. A resumed `prepare` must find the
-    same `identity`. The progress bar shows `done` of `total` bytes.
+    """Documents in a fixed order, readable from any index on. `fields` names the text field, or for pairs the
+    fields of prompt, response and optionally condition; the field of the validation set, if any, comes last.
+    A resumed `prepare` must find the same `identity`. The progress bar shows `done` of `total` bytes.
     """
 
     def __init__(self, dataset: str, settings: dict):
@@ -420,7 +420,7 @@ class Source:
 
     def documents(self, start: int):
         """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
-        of text, or a tuple: the fields of a pair. split None means by a hash of the text, or of the prompt.
+        of text, or a tuple with the fields of a pair. If split is None, a hash of the text or prompt decides.
         """
         for texts, split in itertools.islice(self._read(), start, None):  # skipped texts stay unread
             name = ""
@@ -439,7 +439,7 @@ class Source:
                 yield [], None
 
     def _pairs(self):
-        """Of each function of Python's own source: head and docstring, and the rest as the response."""
+        """For each documented function of Python's source: head and docstring, the rest as the response."""
         for blocks, _ in self._stdlib():
             text = "".join(blocks)
             try:
@@ -456,8 +456,8 @@ class Source:
                         (first, end), (end, node.end_lineno))), None
 
     def _task(self):
-        """A sample is a function of its number. Its level names its validation set; those of the harder half
-        of the levels are all held out.
+        """Each sample is a function of its number. Its level names its validation set. All samples of the
+        harder half of the levels are held out.
         """
         make, levels = TASKS[self.task]
         for number in itertools.count():
@@ -470,7 +470,7 @@ class Source:
                 yield (*make(some, level), f"trained-{level}"), None
 
     def _text(self):
-        """A document per file; with tail:F, the file that contains the boundary gives two."""
+        """One document per file; with tail:F, the file that contains the boundary gives two."""
         train_bytes = int(self.total * (1 - (self.tail or 0)))
         for path in self.files:
             size = path.stat().st_size
@@ -524,7 +524,7 @@ class Source:
 
     def _parquet(self):
         import datasets  # takes 1.2 s
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what is raised below
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs errors that are raised below
         for path in self.files:
             open_rows = datasets.IterableDataset.from_parquet
             yield from self._rows(path, open_rows, glob.escape(str(path)), batch_size=1000)
@@ -540,7 +540,7 @@ class Source:
                           streaming=True)
 
     def _rows(self, name, open_rows, *arguments, **options):
-        """The documents of the IterableDataset that `open_rows`, a function of datasets, returns."""
+        """The documents of the IterableDataset returned by `open_rows`, a function of datasets."""
         try:
             rows = open_rows(*arguments, **options)
             if rows.column_names:
@@ -565,7 +565,7 @@ class Source:
 
     @contextlib.contextmanager
     def _open(self, path):
-        """Opens a file for reading. An error before it is closed becomes a UserError."""
+        """Opens a file for reading. An error while it is open becomes a UserError."""
         try:
             with open(path, "rb") as file:
                 yield file
@@ -575,8 +575,8 @@ class Source:
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:
-    """Two numbers of twelve digits, and their sum, from the highest digit on. In `level` columns in a row,
-    and in no longer row, the digits add up to 9, so that a digit depends on a carry far behind it.
+    """Two twelve-digit numbers and their sum, highest digit first. The longest run of columns whose digits
+    add up to 9 has `level` columns, so a digit depends on a carry from far to its right.
     """
     while True:
         begin = some.randrange(13 - level)
@@ -589,25 +589,25 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
 
 
 def doubling(some: random.Random, level: int) -> tuple[str, str]:
-    """How often to double a number, and it; the result, whose digits depend on many of those behind them."""
+    """The number of doublings and a number; its result, whose digits depend on many digits to their right."""
     number = some.randrange(10**15)
     return f"{level} {number:018}", f"{number * 2**level:018}"
 
 
 def share_a_unit(i: int, j: int) -> bool:
-    """Whether two of 36 cells lie in one row, column, or box of 2 x 3."""
+    """Whether two of 36 cells share a row, a column or a 2 x 3 box."""
     row, column = divmod(i, 6)
     other_row, other_column = divmod(j, 6)
     one_box = row // 2 == other_row // 2 and column // 3 == other_column // 3
     return row == other_row or column == other_column or one_box
 
 
-# of each cell those that have another digit
+# for each cell, the cells that must hold a different digit
 PEERS = [{j for j in range(36) if j != i and share_a_unit(i, j)} for i in range(36)]
 
 
 def sudoku(some: random.Random, level: int) -> tuple[str, str]:
-    """A sudoku of 6 x 6 cells in boxes of 2 x 3, with 6 blanks (0) a level, and its only solution."""
+    """A 6 x 6 sudoku in 2 x 3 boxes, with 6 blanks (0) per level, and its only solution."""
     def rows(grid: list[int]) -> str:
         return "\n".join("".join(map(str, grid[i:i + 6])) for i in range(0, 36, 6))
 
@@ -630,22 +630,22 @@ def sudoku(some: random.Random, level: int) -> tuple[str, str]:
     while True:
         grid = solved = solve([0] * 36)
         for i in some.sample(range(36), 36):
-            others = digits(grid, i) - {grid[i]}  # blank it if none of them makes another solution
+            others = digits(grid, i) - {grid[i]}  # blank the cell if no other digit gives a solution
             if not any(solve(grid[:i] + [other] + grid[i + 1:]) for other in others):
                 grid = grid[:i] + [0] + grid[i + 1:]
             if grid.count(0) == 6 * level:
                 return rows(grid), rows(solved)
 
 
-# Tasks of many steps: what makes a sample, and how many levels there are. Training has the lower half.
+# Multi-step tasks: the function that makes a sample, and the number of levels. Training has the lower half.
 TASKS = {"addition": (addition, 8), "doubling": (doubling, 8), "sudoku": (sudoku, 4)}
-TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `tiny` need
-UNTRAINED = 0.025  # of all samples those of the upper half, all held out; of the others as many
-LARGEST_ROW = 1024  # that is chosen for pairs by itself
+TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `puzzle` need
+UNTRAINED = 0.025  # fraction of samples from the upper half, all held out; also fraction held out of the rest
+LARGEST_ROW = 1024  # the largest default for pairs
 
 
 def wikitext_articles(lines):
-    """Joins the rows of WikiText, which are lines, into articles, which begin with ` = Title = `."""
+    """Joins the rows of WikiText, which are lines, into articles; each begins with ` = Title = `."""
     article = []
     for line in lines:
         if re.fullmatch(r" = [^=]+ = \n?", line) and article:
@@ -656,7 +656,7 @@ def wikitext_articles(lines):
 
 
 def reachable(url: str, seconds: float = 1.0) -> bool:
-    """Whether the host of `url`, or the proxy on the way to it, accepts a connection within `seconds`."""
+    """Whether the host of `url`, or the proxy in front of it, accepts a connection within `seconds`."""
     parts = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or url)
     connected = threading.Event()
 
@@ -673,7 +673,7 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
 
 
 def pieces(blocks):
-    """Re-cuts a document, unless it is a pair, into about BLOCK characters that end with a line or a word."""
+    """Cuts a document, unless it is a pair, into about BLOCK characters that end with a line or a word."""
     if isinstance(blocks, tuple):
         yield blocks
         return
@@ -709,9 +709,7 @@ def fsync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path):
-    """A file to write, which takes the place of `path` at the end: readers see all of it or nothing, even
-    after a crash.
-    """
+    """A file to write that replaces `path` at the end: readers see all or nothing, even after a crash."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         temporary.unlink(missing_ok=True)  # it could be a link to a file elsewhere
@@ -728,7 +726,7 @@ def replacing(path: Path):
 
 
 def write_atomically(path: Path, *chunks) -> None:
-    """Writes a whole file, see `replacing`, or raises UserError."""
+    """Writes a whole file (see `replacing`), or raises NotNow."""
     try:
         with replacing(path) as file:
             file.writelines(chunks)
@@ -854,10 +852,10 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     prefix, _, where = dataset.partition(":")
     source = dataset if prefix in ("pairs", "task") else where or prefix
-    if prefix in FILE_PREFIXES:  # of books/*.txt only the directory has a name
+    if prefix in FILE_PREFIXES:  # in books/*.txt only the directory has a name
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
-    if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is that of `any`
+    if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is named `any`
         path = Path(tokenizer)
         named = (part for part in (path.stem, *reversed(path.parts[:-1])) if part not in ("tokenizer", "hf"))
         tokenizer = next(named, "tokenizer")
@@ -867,10 +865,10 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
 
 @dataclass
 class Packer:
-    """Packs whole samples into rows of `row` tokens: each into the open row that it fills best, of at most
-    WINDOW. What is left of a row becomes start tokens; if these end a sample, the row keeps room for one. A
-    too long response is cut, so that it has no end, or dropped unless `truncate`, as too long prompts and
-    empty responses are.
+    """Packs whole samples into rows of `row` tokens. Each goes into the open row with the tightest fit; at
+    most WINDOW rows are open. Start tokens fill the rest of a row. If they also end samples, each row keeps
+    room for one. With `truncate`, a response that is too long is cut and loses its end; otherwise the sample
+    is dropped. Samples whose prompt is too long or whose response is empty are always dropped.
     """
 
     WINDOW = 1000
@@ -885,7 +883,7 @@ class Packer:
         self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
 
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """Takes a sample; returns the rows that are closed for it."""
+        """Adds a sample; returns the rows that this closes."""
         prompt = 1 + int((tokens == self.roles["response"]).argmax())
         dropped = None
         if len(tokens) - (self.roles["end"] >= 0) == prompt:
@@ -909,7 +907,7 @@ class Packer:
         return self.close(1) if len(self.open) > self.WINDOW else []
 
     def close(self, count: int) -> list[np.ndarray]:
-        """The fullest `count` open rows, which are then closed."""
+        """Closes the `count` fullest open rows and returns them."""
         closed = self.open[:count]
         self.open = self.open[count:]
         rows = []
@@ -921,9 +919,9 @@ class Packer:
 
 @dataclass
 class ShardWriter:
-    """Collects tokens and writes them as shards, in a thread. It packs pairs into rows, and ends their shard
-    with one more start token, because a row is read with what follows. What was collected of all splits is
-    committed together, so a resumed run needs one position: where the newest shard ends.
+    """Collects tokens and writes them as shards in a thread. Pairs are packed into rows; their shard ends
+    with one more start token, because a row is read with the token after it. All splits are committed
+    together, so a resumed run needs only one position: the end of the newest shard.
     """
 
     MOST_SETS = 16  # validation sets
@@ -971,14 +969,14 @@ class ShardWriter:
             self.commit()
 
     def commit(self, complete: bool = False) -> None:
-        """Starts writing what was collected. Raises UserError if the write before it failed."""
+        """Starts writing the collected tokens. Raises UserError if the previous write failed."""
         self.writing.result()
         for split, packer in self.packers.items():
             self.arrays[split] += packer.close(Packer.WINDOW)
             if self.arrays[split]:
                 self.arrays[split].append(self.arrays[split][0][:1])
         if not complete and not any(self.arrays.values()):
-            return  # all pairs so far were left out, and only a shard keeps the position
+            return  # all pairs so far were dropped; only a shard records the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
         self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
@@ -999,9 +997,9 @@ class ShardWriter:
 
 def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None,
             workers: int | None = None, **options) -> Path:
-    """Tokenizes `dataset` into shards under `out`; returns that directory. The options are those of the
-    command line, see `settings_of`. After a kill it resumes; the bytes are the same then, and with any number
-    of workers. Raises UserError.
+    """Tokenizes `dataset` into shards in `out` and returns that directory. The options are those of the
+    command line, see `settings_of`. After a kill, the same call resumes. Resuming and the number of workers
+    do not change the bytes. Raises UserError.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
@@ -1042,8 +1040,8 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
                 text_field: str = "text", shard_tokens: int = 10**8, prompt_field: str | None = None,
                 response_field: str | None = None, condition_field: str | None = None, row: int | None = None,
                 long: str | None = None) -> dict:
-    """What decides about the bytes that `prepare` writes, beside the text and the tokenizer, with defaults.
-    Raises UserError for what does not go together.
+    """The settings that determine the bytes `prepare` writes, besides the text and the tokenizer, with
+    defaults. Raises UserError for options that conflict.
     """
     prefix = dataset.partition(":")[0]
     if val_split is None:
@@ -1086,13 +1084,13 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
 
 @contextlib.contextmanager
 def lock_directory(out: Path):
-    """Makes the directory of a data set, and holds it for one process alone. Raises UserError."""
+    """Creates the directory of a data set and locks it for one process. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
         if others and "manifest.json" not in others:
             raise UserError(f"{out} holds {others[0]} but no manifest: choose an empty --out.")
-        lock = open(out / ".lock", "a")  # a link to another file leaves that as it is
+        lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
     except OSError as error:
         kind = NotNow if error.errno == errno.ENOSPC else UserError
         raise kind(f"{out} cannot be written: {error.strerror}; choose another --out.")
@@ -1108,15 +1106,15 @@ def lock_directory(out: Path):
 
 
 def row_of(dataset: str) -> int | None:
-    """The tokens that a row has, if these are prepared pairs, or should have, if this is a task."""
+    """The row length of prepared pairs, or the default row length of a task; otherwise None."""
     if dataset.startswith("task:"):
         return TASK_ROW
-    with contextlib.suppress(UserError):  # a damaged manifest is reported where all ranks hear of it
+    with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(dataset)) or {}).get("row")
 
 
 def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> dict:
-    """Writes tokenizer.json, training it if it is bpe:N, and a manifest without shards, which it returns."""
+    """Writes tokenizer.json, training it for bpe:N, and a manifest without shards. Returns the manifest."""
     name = settings["tokenizer"]
     if bpe := re.fullmatch(r"bpe:(\d+)", name):
         if not 300 <= int(bpe[1]) <= 1_000_000:
@@ -1137,13 +1135,13 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
                 "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
     manifest |= {"row": settings["row"], "roles": tokenizer.roles} if pairs else {}
-    write_manifest(out, manifest)  # before the first shard: a directory with shards alone is not ours
+    write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
     return manifest
 
 
 def row_for(source: Source, settings: dict, tokenizer) -> int:
-    """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. In longer rows a
-    small set would be a few rows, and a step several passes over it.
+    """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. With longer rows, a
+    small data set would fill only a few, and one step would pass over it several times.
     """
     first = itertools.islice(read_pieces(source, settings), 10_000)
     longest = max((sum(map(len, parts_of_pair(tokenizer, *pair))) for _, _, _, pair in first), default=0)
@@ -1166,7 +1164,7 @@ def first_texts(source: Source, settings: dict) -> list[str]:
 
 
 def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: int) -> None:
-    """Encodes the source from the writer's position on, up to its end or to max_tokens."""
+    """Encodes the source from the writer's position to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
     settings = writer.manifest["settings"]
     counts = writer.counts
@@ -1190,8 +1188,8 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: 
 
 
 def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
-    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in all. A text is
-    a string, or the fields of a pair.
+    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in total. A text
+    is a string, or a tuple with the fields of a pair.
     """
     fraction = float(settings["val_split"].partition(":")[2])
     first, skip = position
@@ -1206,7 +1204,7 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
                 if settings["max_samples"] and samples >= settings["max_samples"]:
                     return
                 samples += 1
-                if split is None:  # prompts decide about pairs: none is on both sides
+                if split is None:  # a pair's prompt decides, so no prompt is in both
                     split = "val" if hash64(text[0] if pair else text) < fraction * 2**64 else "train"
                 if split == "val" and name:
                     split = f"val_{name}"
@@ -1225,7 +1223,7 @@ def characters(text: str | tuple) -> int:
 
 
 def in_batches(items, chars: int = BLOCK // 2):
-    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work for a process."""
+    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work of a process."""
     batch = []
     size = 0
     for item in items:
@@ -1241,7 +1239,7 @@ def in_batches(items, chars: int = BLOCK // 2):
 
 @contextlib.contextmanager
 def interrupts_later():
-    """Ctrl-C inside takes effect afterwards, and never in processes that are started inside."""
+    """Ctrl-C takes effect after the block, and never in processes that are started inside it."""
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits it
@@ -1263,7 +1261,7 @@ def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, tokenizer_json)) as pool:
-        ahead = deque()  # batches, with the future results
+        ahead = deque()  # batches with their futures
         try:
             for batch in batches:
                 with interrupts_later():
@@ -1294,14 +1292,14 @@ def _start_worker(name: str, tokenizer_json: str) -> None:
 
 
 def parts_of_pair(tokenizer, prompt: str, response: str, condition: str = "") -> list:
-    """Token ids of start, condition, prompt and <|response|>, of the response, and end if there is one."""
+    """Token ids in parts: start, condition, prompt and <|response|>; response; end, if there is one."""
     end = tokenizer.roles["end"]
     parts = [prompt_ids(tokenizer, prompt, condition), tokenizer.encode(response)]
     return parts + [[end]] * (end >= 0)
 
 
 def _encode(batch) -> list[np.ndarray]:
-    """Token ids of each piece; end-of-text goes in front of the first piece of a document."""
+    """Token ids of each piece. A document's first piece starts with end-of-text, unless it is a pair."""
     arrays = []
     for _, piece, _, text in batch:
         if isinstance(text, tuple):
@@ -1346,8 +1344,8 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Elements `index` (int64 array, each in [0, n)) of the permutation of range(n) for (seed, epoch).
 
-    A Feistel network of four rounds on an even number of bits, applied again while the result lies outside
-    [0, n) (cycle walking; Black and Rogaway, 2002). Nothing is stored, however large n is.
+    A Feistel network of four rounds on an even number of bits, reapplied while the result is outside [0, n)
+    (cycle walking; Black and Rogaway, 2002). Nothing is stored, however large n is.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -1367,7 +1365,7 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
-    """Rows, int64, of samples at these positions (int64) in endless shuffled epochs."""
+    """Rows (int64) of the samples at `positions` (int64) in endless shuffled epochs."""
     epochs = positions // rows
     found = np.empty_like(positions)
     for epoch in np.unique(epochs):
@@ -1376,11 +1374,12 @@ def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
 
 
 class Masker:
-    """Chooses what a masked language model has to predict: a pure function of seed, epoch, row and position.
+    """Chooses the tokens to mask and predict, as a pure function of seed, epoch, row and position.
 
-    In each row the K = rate · seq_len positions with the smallest hashes, never a special id; K is fixed, so
-    all batches have the same shape. Of these 80 % become [MASK], 10 % a random id, 10 % stay (Devlin et al.,
-    2019); with `mask_all` all become [MASK]. `whole_words` adds whole words up to K, and cuts the last one.
+    In each row it picks the K = rate · seq_len positions with the smallest hashes, never a special id. K is
+    fixed, so all batches have the same shape. Of the picked tokens, 80 % become [MASK], 10 % a random id, and
+    10 % stay (Devlin et al., 2019); with `mask_all`, all become [MASK]. `whole_words` picks whole words up to
+    K tokens and cuts the last.
     """
 
     def __init__(self, tokenizer, seq_len: int, rate: float, seed: int, mask_all: bool = False,
@@ -1400,12 +1399,12 @@ class Masker:
                 self.starts_word[i] = not (token[:1].isalnum() or token[:1] >= b"\x80")
 
     def __call__(self, x: np.ndarray, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Masks x (B, T) in place; returns positions and labels, int64 (B, K) each, positions ascending.
-        Where a row has fewer than K ordinary tokens the label is −1, which the loss ignores.
+        """Masks x (B, T) in place; returns positions and labels, int64 (B, K) each, positions ascending. If a
+        row has fewer than K ordinary tokens, its other labels are −1, which the loss ignores.
         """
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
         keys = hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
-        if self.starts_word is not None:  # the tokens of a word have the hash of its first one
+        if self.starts_word is not None:  # all tokens of a word have the hash of its first
             begins = np.where(self.starts_word.take(x), self.positions.astype(np.int64), 0)
             keys = np.take_along_axis(hashes, np.maximum.accumulate(begins, axis=1), axis=1)
         order = np.where(self.special.take(x), np.uint64(2**64 - 1), keys)
@@ -1428,8 +1427,8 @@ class Masker:
 
 
 def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
-    """The micro-batch with which a process computes its `share` of a global batch, 0 if the flags, None where
-    not given, do not fit that. Without flags it is the largest that fits, up to `largest`.
+    """The micro-batch size for a process's `share` of a global batch, or 0 if the flags do not fit the share.
+    A flag that is not given is None. Without flags, it is the largest size that fits, up to `largest`.
     """
     if grad_accum:
         batch = batch or share // grad_accum
@@ -1441,18 +1440,19 @@ def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, larges
 
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
                wanted: int, largest: int) -> tuple[int, int, int]:
-    """Returns (global batch, micro-batch, accumulation steps); the first is the product of the others and the
-    world size. None means not given. A global batch that is given is taken, or refused by a UserError with
-    the nearest fit. Else it is `wanted`, the recipe's or that of the run so far, or if that does not divide,
-    of the multiples of the world size within 5 % of it the one with the largest micro-batch, up to `largest`.
+    """Returns (global batch, micro-batch, accumulation steps). The global batch is the product of the other
+    two and the world size. None means not given. A given global batch is used, or refused by a UserError with
+    the nearest fit. Otherwise it is `wanted`, from the recipe or the run so far. If the world size does not
+    divide `wanted`, it is the multiple of the world size within 5 % of `wanted` that has the largest
+    micro-batch, up to `largest`.
     """
     if global_batch is None and batch and grad_accum:
         global_batch = batch * grad_accum * world_size
     elif global_batch is None and wanted % world_size == 0:
         global_batch = wanted
     elif global_batch is None:
-        exact = wanted / world_size  # sequences for each process
-        fitting = {}  # the micro-batch of each share that is near enough
+        exact = wanted / world_size  # sequences per process
+        fitting = {}  # the micro-batch of each share within 5 %
         for share in range(math.ceil(0.95 * exact), math.floor(1.05 * exact) + 1):
             if micro := micro_batch_of(share, batch, grad_accum, largest):
                 fitting[share] = micro
@@ -1482,8 +1482,9 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 
 
 def documents(x: np.ndarray, roles: dict[str, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of rows x (B, T), int64 (B, T) each: the number of a token's document in its row, the first position of
-    that, and the position of its <|response|>, or −1. A document runs from one `start` to the next.
+    """For rows x (B, T), returns three int64 (B, T) arrays: the number of each token's document in its row,
+    the document's first position, and the position of its <|response|>, or −1. A document runs from one
+    `start` to the next.
     """
     t = np.arange(x.shape[1])
     T = x.shape[1]
@@ -1500,9 +1501,9 @@ def documents(x: np.ndarray, roles: dict[str, int]) -> tuple[np.ndarray, np.ndar
 
 
 def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
-    """Which positions of rows of pairs x (B, T) have a label to be learned, bool (B, T): with the loss
-    `response` those from <|response|> on, with `all` whole samples. Never the last position of a row, an
-    `end` token, after which nothing is said, or padding: documents that are a `start` token alone.
+    """Which positions of rows of pairs x (B, T) have a label to learn, bool (B, T). With the loss `response`,
+    these are the positions from <|response|> on; with `all`, whole samples. The last position of a row, an
+    `end` token (nothing follows it) and padding (documents of a `start` token alone) are never learned.
     """
     t = np.arange(x.shape[1])
     _, _, response = documents(x, roles)
@@ -1511,9 +1512,9 @@ def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
 
 
 class Shards:
-    """Files of tokens as rows x of `seq_len` tokens, and labels y: what follows each of them, or −1 where
-    `learned`, a function of x, says that nothing is to be learned. A row lies within one file, whose rest is
-    not used. A file that is named twice counts twice.
+    """Token files as rows x of `seq_len` tokens, and labels y. A label is the next token, or −1 where
+    `learned`, a function of x, is False. A row never spans two files; the rest of a file is unused. A file
+    that is named twice counts twice.
     """
 
     def __init__(self, paths: list[Path], seq_len: int, learned=None):
@@ -1527,7 +1528,7 @@ class Shards:
         counts = [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens]
         self.ends = np.cumsum(counts)  # the first row after each file
         self.rows = int(self.ends[-1])
-        self.grids = []  # of each file: its first row, its rows (n, T), and the token after each row (n,)
+        self.grids = []  # per file: its first row, its rows (n, T), and the token after each row (n,)
         for tokens, n, end in zip(self.tokens, counts, self.ends.tolist()):
             rows = tokens[:n * seq_len].reshape(n, seq_len)
             self.grids.append((end - n, rows, tokens[seq_len::seq_len][:n]))
@@ -1555,8 +1556,8 @@ class Shards:
 
 
 def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
-    """Entropy of the token frequencies in nats: the loss of the best model that ignores all context. Of pairs
-    that of the labels to be learned.
+    """Entropy of the token frequencies in nats: the loss of the best model that ignores all context. For
+    pairs, only the labels to learn count.
     """
     limit = max(limit // sum(len(shards.tokens) for shards in sets), 1)
     found = []
@@ -1575,11 +1576,11 @@ def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
 
 
 class Dataset:
-    """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice in each epoch.
+    """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice per epoch.
 
     Has `train` (Shards), `val` (Shards by the name of the validation set, see name_of_set), `tokenizer`,
-    `roles`, `name`, and `fingerprint`, which two machines share if they have the same data. Raises UserError
-    for a directory that is damaged, unfinished, too small, or has another tokenizer than the first.
+    `roles`, `name`, and `fingerprint`, which is the same on two machines with the same data. Raises UserError
+    for a directory that is damaged, unfinished or too small, or whose tokenizer is not that of the first.
     """
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
@@ -1622,7 +1623,7 @@ class Dataset:
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
     def val_splits(self) -> dict[str, Shards]:
-        """The validation sets by the names that their files begin with."""
+        """The validation sets by split: `val` or `val_NAME`."""
         return {f"val_{name}".rstrip("_"): shards for name, shards in self.val.items()}
 
     @functools.cached_property
@@ -1633,8 +1634,8 @@ class Dataset:
         return torch.tensor([len(spellings.get(i, b"")) for i in range(self.tokenizer.num_ids)])
 
     def first_pair(self) -> tuple[str, str]:
-        """Prompt, with its condition, and response of the first sample that is held out; "" if there is none
-        or its text gives other tokens.
+        """Prompt (with its condition) and response of the first held-out sample. Both are "" if there is
+        none, or if the text of the prompt encodes to other tokens.
         """
         roles = self.roles
         row = []
@@ -1649,8 +1650,9 @@ class Dataset:
 
 
 def name_of_set(name: str, directory: Path, directories: dict) -> str:
-    """Of a validation set of one of several directories, by which read_directory returned: its own, if it has
-    one and no other directory has a set of that name, else with that of its directory in front.
+    """The name of a validation set if several directories are read; `directories` maps each to what
+    read_directory returned. It is the set's own name, if it has one that no other directory uses. Otherwise
+    the directory's name goes in front.
     """
     def has_it(other: Path) -> bool:
         return any(shard["split"] == f"val_{name}" for shard in directories[other][0]["shards"])
@@ -1664,9 +1666,9 @@ def name_of_set(name: str, directory: Path, directories: dict) -> str:
 
 def read_directory(directory: Path, seq_len: int,
                    tokenizer_name: str | None = None) -> tuple[dict, Tokenizer | HuggingFaceTokenizer]:
-    """Manifest and tokenizer of a directory of shards, whose sizes are those of the manifest. One by llm.c,
-    that has none, gets one. Raises UserError if it is not what `prepare` has finished, or has other rows of
-    pairs.
+    """Manifest and tokenizer of a directory of shards, whose sizes are checked. A directory written by llm.c
+    has no manifest and gets a substitute. Raises UserError if the directory is damaged or unfinished, or its
+    rows of pairs have another length.
     """
     if manifest := read_manifest(directory):
         row = manifest.get("row")
@@ -1691,7 +1693,7 @@ def read_directory(directory: Path, seq_len: int,
 
 
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:
-    """What stands in for a manifest where llm.c has written the shards, and their tokenizer."""
+    """A substitute for the manifest of shards that llm.c wrote, and their tokenizer."""
     paths = sorted(directory.glob("*.bin"))
     if not paths:
         raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
@@ -1705,7 +1707,7 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
 
 
 def sample_digest(path: Path) -> str:
-    """A digest of length, front, middle and end: enough to tell two corpora apart."""
+    """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
@@ -1725,10 +1727,10 @@ def digest_of(manifest: dict) -> str:
 
 
 class Loader:
-    """The training steps of one rank, without end, which a thread reads two steps ahead.
+    """The endless training steps of one rank, which a thread reads two steps ahead.
 
-    In each micro-batch the ranks share batch × world_size positions of the global order: rank r gets the r-th
-    slice, sorted so that it reads forward through the files. `samples` is how many were consumed before.
+    In each micro-batch, the ranks share batch × world_size positions of the global order. Rank r gets the
+    r-th slice, sorted so that it reads forward through the files. `samples` is the number consumed before.
     """
 
     def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
@@ -1743,12 +1745,12 @@ class Loader:
         self.device = torch.device(device)
         self._cuda = torch.cuda if self.device.type == "cuda" else None
         self._thread = None
-        self._micro_batches = 0  # in each of the steps that the thread reads
+        self._micro_batches = 0  # per step that the thread reads
 
     def step(self, micro_batches: int) -> tuple[int, list[tuple]]:
-        """The next step: how many labels this rank has in it, and its micro-batches on `device`, x and y
-        (B, T), or with a masker x (B, T), positions and labels (B, K), all int64; a label of −1 is not
-        learned. Fastest with as many micro-batches as the step before.
+        """Returns this rank's number of labels in the next step, and its micro-batches on `device`: x and y
+        (B, T), or with a masker x (B, T), positions and labels (B, K), all int64. A label of −1 is not
+        learned. Steps are fastest if `micro_batches` does not change.
         """
         if micro_batches != self._micro_batches:
             self._begin(micro_batches)
@@ -1762,7 +1764,7 @@ class Loader:
         return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
 
     def _begin(self, micro_batches: int) -> None:
-        """Reads ahead from here on, so many micro-batches a step."""
+        """Starts reading ahead from the current position, with `micro_batches` per step."""
         import torch
         self.close()
         self._micro_batches = micro_batches
@@ -1770,7 +1772,7 @@ class Loader:
         self._ready = queue.Queue()
         parts = [(self.shards.seq_len, getattr(torch, self.shards.dtype.name))]
         parts += [(self.masker.k, torch.int64)] * 2 if self.masker else [(self.shards.seq_len, torch.int32)]
-        for _ in range(2):  # of one step each
+        for _ in range(2):  # one step each
             buffers = [torch.empty((micro_batches, self.batch, n), dtype=dtype,
                                    pin_memory=self._cuda is not None) for n, dtype in parts]
             self._free.put((buffers, None))
@@ -1781,7 +1783,7 @@ class Loader:
         position = self.position
         try:
             if self._cuda:
-                self._cuda.set_device(self.device)  # else this thread would open a context on the first GPU
+                self._cuda.set_device(self.device)  # or this thread would open a context on the first GPU
             while (item := self._free.get()) is not None:
                 buffers, copied = item
                 if copied is not None:
@@ -1814,7 +1816,7 @@ class Loader:
 def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
                        limit: int | None = None, masker: Masker | None = None):
     """Yields batches like Loader's: the first `limit` rows (None: all) in order, equally many on each rank.
-    Past the last row labels are −1, which the loss ignores: each row counts once, on any number of ranks.
+    Past the last row, labels are −1, which the loss ignores, so each row counts once on any number of ranks.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
@@ -1836,7 +1838,7 @@ def sources_of(data: str) -> list[str]:
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
-    """The directory of a trainer's --data: itself, or the one that this source is prepared in."""
+    """The directory of a trainer's --data: itself, or the directory in which the source is prepared."""
     if Path(data).is_dir() or (":" not in data and os.sep in data):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
@@ -1855,15 +1857,15 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
 def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
            max_tokens: int | None = None, max_samples: int | None = None, row: int | None = None,
            min_words: int | None = None) -> Path:
-    """directory_of(data), prepared if necessary, up to these limits; without `max_tokens`, from the hub only
-    up to `useful` tokens. Raises UserError if it has been prepared with other limits.
+    """Returns directory_of(data), prepared if necessary, up to these limits. Without `max_tokens`, a source
+    on the hub is prepared up to `useful` tokens. Raises UserError if it was prepared with other limits.
 
-    The first process of each node prepares; the others watch for the finished manifest instead of waiting in
-    a collective, because this can take hours. Meanwhile watch() raises an error if a process is lost.
+    The first process of each node prepares. The others watch for the finished manifest instead of waiting in
+    a collective, because preparing can take hours. Meanwhile, watch() raises an error if a process is lost.
     """
     out = directory_of(data, tokenizer_name)
     manifest = read_manifest(out)
-    if manifest and not manifest["shards"]:  # `prepare` has failed early, and begins anew
+    if manifest and not manifest["shards"]:  # `prepare` failed early and starts over
         manifest = None
     for flag, limit in (("max_tokens", max_tokens), ("max_samples", max_samples), ("min_words", min_words)):
         before = manifest["settings"].get(flag) if manifest else None
@@ -1920,7 +1922,7 @@ def check_source(data: str, out: Path, settings: dict) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compares tokenizer and shards, every byte, with the manifest. Raises UserError if one differs."""
+    """Compares every byte of tokenizer and shards with the manifest. Raises UserError if one differs."""
     manifest = read_manifest(directory)
     if manifest is None:
         raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
@@ -2019,10 +2021,10 @@ if __name__ == "__main__":
     except UserError as error:
         code = error.exit_code
         print(f"error: {error}", file=sys.stderr)
-    except BrokenPipeError:  # of `peek … | head`
+    except BrokenPipeError:  # from `peek … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        sys.unraisablehook = lambda _: None  # of what it has left half made, such as a progress bar
+        sys.unraisablehook = lambda _: None  # from half-made objects, such as a progress bar
         code = 130
         print("\nstopped: finished shards are kept; run the same command again to resume", file=sys.stderr)
     sys.stdout.flush()

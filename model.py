@@ -1,10 +1,10 @@
-"""The models, and what belongs to a model alone: loss, sampling, optimizers, schedules, Hugging Face files.
+"""Models, losses, sampling, optimizers, learning-rate schedules, and Hugging Face import and export.
 
 Shapes in comments: B sequences, T tokens, C = d_model channels, H heads of D channels, F hidden units of the
 MLP, V rows of the embedding table. Two choices shape every layer:
 
-* Parameters stay float32; `Linear` casts its weight to the type of its input. So mixed precision needs no
-  autocast, and the gradients of several uses of a weight are summed in float32. (Autocast's weight cache sums
+* Parameters stay in float32; `Linear` casts its weight to the dtype of its input. So mixed precision needs no
+  autocast, and gradients from several uses of a weight are summed in float32. (Autocast's weight cache sums
   them in bfloat16, breaks selective checkpointing, and lost gradients after no_grad in older releases.)
 * Activation checkpointing wraps single blocks, never the recurrence, so recomputing cannot change the depth.
 """
@@ -32,7 +32,7 @@ from data import UserError, prompt_ids, stream_text
 
 
 class Linear(nn.Linear):
-    """nn.Linear that computes in the type of its input, whatever the type of its parameters."""
+    """nn.Linear that computes in the dtype of its input, whatever the dtype of its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm that computes in the type of its input, whatever the type of its parameters."""
+    """nn.LayerNorm that computes in the dtype of its input, whatever the dtype of its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -66,19 +66,20 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of up to `seq_len` tokens: a slot (2, B, H, T, D) per attention call of a forward pass.
-    The calls come in a fixed order, so a slot is the number of calls before it. A recurrent call keeps its
-    state in memory[slot] instead, and adds 1 to `slot`; while `length`, the tokens so far, is 0, it has none.
+    """Keys and values of up to `seq_len` tokens: one slot (2, B, H, T, D) per attention call of a forward
+    pass. The calls come in a fixed order, so a slot's index is the number of calls before it. `length` counts
+    the tokens so far. A recurrent layer keeps its state in memory[slot] instead and adds 1 to `slot`; it has
+    no state while `length` is 0.
     """
 
     def __init__(self, seq_len: int):
         self.memory: list[Tensor] = []
         self.seq_len, self.length, self.slot = seq_len, 0, 0
-        self.cycles: Tensor | None = None  # (B,) that the prompts took, see HRM.settled
+        self.cycles: Tensor | None = None  # (B,) cycles of each prompt, see HRM.settled
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns those of all tokens so far."""
-        # because is_causal aligns queries with the first keys
+        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns the k, v of all tokens so far."""
+        # is_causal aligns queries with the first keys
         assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
         if self.slot == len(self.memory):
             self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
@@ -90,8 +91,8 @@ class KVCache:
 
 @functools.cache
 def compiled_once(function):
-    """torch.compile of a function, when it is first needed: importing the compiler takes seconds. Each shape
-    has a graph of its own, because a resumed run must not take another one for the same shape.
+    """Compiles a function only when it is first needed, because importing the compiler takes seconds. Each
+    shape gets its own graph, so that a resumed run uses the same graph for the same shape.
     """
     return torch.compile(function, dynamic=False)
 
@@ -104,8 +105,8 @@ _KEPT = _PRODUCTS + [torch.ops.higher_order.flex_attention, *(
 
 
 def masks_of(functions: list[Callable], idx: Tensor, flex: bool) -> list:
-    """Masks for tokens idx (B, T), from functions that say whether in row b position i sees position j:
-    BlockMasks for FlexAttention, else boolean (B, 1, T, T).
+    """Masks for tokens idx (B, T), one per function. A function says whether position i of row b sees
+    position j. The masks are BlockMasks for FlexAttention, otherwise boolean (B, 1, T, T).
     """
     B, T = idx.shape
     if flex:
@@ -123,17 +124,17 @@ class Block(nn.Module):
 
     checkpointing = "none"  # or "block": keep only the input; or "selective": also keep matrix products
     dropout = 0.0
-    # With dropout, attention draws random numbers. If its result were kept, recomputing would not draw them
-    # again, and the dropout that follows would use another mask than in the forward pass.
+    # With dropout, attention draws random numbers. If its result were kept, recomputation would not draw them
+    # again, and the next dropout would use a different mask than in the forward pass.
     drops_attention = False
-    plain_attention = False  # for CPUs: attention in bfloat16 as two matrix products, see attend
+    plain_attention = False  # for CPUs: bfloat16 attention as two matrix products, see attend
     flex_attention = None  # compiled when a GPU first needs it
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal: bool = False,
                dropout: float = 0.0) -> Tensor:
-        """Attention of q, k, v (B, H, T, D); `mask` is boolean, True where attention is allowed, or a
-        BlockMask. torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few
-        thousand tokens, two bfloat16 products with the scores (B, H, T, T) in between are faster.
+        """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, or boolean with True where attention is
+        allowed. torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few thousand
+        tokens, two bfloat16 products with the scores (B, H, T, T) in between are faster.
         """
         if mask is not None and not isinstance(mask, Tensor):
             return self.flex_attention(q, k, v, block_mask=mask)
@@ -162,16 +163,16 @@ def blocks_of(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
-LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits at a time, for fast matrix products
+LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits per chunk, for fast matrix products
 LOSS_CACHE = 2**20  # logits that stay in a CPU's cache from one operation to the next
 
 
 def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, z_loss: float,
                needs_grad: bool, hits: bool, compiled: bool):
-    """What `_LinearCrossEntropy` does between its matrix products, on some rows of logits (rows, V) with
-    targets y (rows, 1). Returns what is differentiated and the loss alone, sums; with `hits` which targets
-    have the largest logit; and the gradient of the bias. If `needs_grad`, the gradient replaces the products.
-    `compiled` chooses operations that Inductor fuses: they read the products twice and write them once.
+    """The part of `_LinearCrossEntropy` between its matrix products, for some rows of logits (rows, V) with
+    targets y (rows, 1). Returns the summed objective and loss, with `hits` whether each target has the
+    largest logit, and the gradient of the bias. If `needs_grad`, the gradient overwrites `products`.
+    `compiled` selects operations that Inductor fuses: they read the products twice and write them once.
     """
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float()
@@ -193,7 +194,7 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
     if compiled:
         column = torch.arange(p.size(1), device=p.device)
         p = p - (column == y).float()
-    else:  # half the time on a CPU
+    else:  # takes half as long on a CPU
         p.scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
     p.mul_(counted)
     products.copy_(p)
@@ -201,18 +202,18 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Σ cross-entropy of softmax(hidden · weightᵀ + bias), in chunks of rows, so memory does not grow with
-    N · V; the same with z_loss · Σ log² Z, which is differentiated; and with `hits` which targets have the
-    largest logit of their row. The forward pass computes the gradients, while it has a chunk's probabilities:
-    three vocabulary products instead of four.
+    """Σ cross-entropy of softmax(hidden · weightᵀ + bias), computed in chunks of the N rows, so that memory
+    does not grow with N · V. The objective, which is differentiated, adds z_loss · Σ log² Z. With `hits`,
+    also returns whether each target has the largest logit of its row. The forward pass computes the gradients
+    while it holds a chunk's probabilities: three vocabulary products instead of four.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, vocab_size, z_loss, grad_enabled, hits, compiled):
         chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
-        if compiled:  # no small rest, for which another graph would be compiled
+        if compiled:  # even chunks, because each size compiles its own graph
             chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
-        # Uncompiled, the operations between the products take fewer rows, on a GPU for less memory
+        # Uncompiled operations between the products take fewer rows at a time, on a GPU to save memory
         few = chunk if compiled else 4096 if hidden.is_cuda else max(LOSS_CACHE // weight.size(0), 8)
         rows_loss = compiled_once(_rows_loss) if compiled else _rows_loss
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
@@ -236,9 +237,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     right.copy_(found[:, 0])
                 if bias_part is not None:
                     grad_bias += bias_part
-            if needs_grad:  # by now in `products`
+            if needs_grad:  # `products` now holds the gradient
                 torch.mm(products, w, out=grad_hidden[start:start + chunk])
-                if hidden.is_cuda:  # there products can add up in float32
+                if hidden.is_cuda:  # where products can accumulate in float32
                     torch.addmm(grad_weight, products.T, h, out_dtype=torch.float32, out=grad_weight)
                 else:
                     grad_weight += products.T @ h
@@ -249,7 +250,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        # in float32, because 1 / labels is no number that bfloat16 knows
+        # in float32, because bfloat16 cannot represent 1 / labels exactly
         return ((grad_hidden.float() * grad).to(grad_hidden.dtype), grad_weight * grad,
                 None if grad_bias is None else grad_bias * grad, None, None, None, None, None, None)
 
@@ -257,11 +258,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
                          bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
                          compiled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the logits hidden (…, C) · weightᵀ (C, V) + bias (V) and targets (…): what is differentiated, the
-    summed cross-entropy plus z_loss · log² Z (PaLM, arXiv 2204.02311, has 1e-4) of each target; that
-    cross-entropy alone, in nats, float32 scalars; and with `hits` which targets have the largest logit, bool
-    (…). Targets below 0 are ignored. Rows of `weight` from `vocab_size` on are padding and have probability
-    0. `compiled` fuses what lies between the matrix products.
+    """For the logits hidden (…, C) · weightᵀ (C, V) + bias (V) and targets (…), returns the objective, the
+    loss and, with `hits`, whether each target has the largest logit, bool (…). The loss is the summed
+    cross-entropy in nats. The objective, which is differentiated, adds z_loss · log² Z of each target (PaLM,
+    arXiv 2204.02311, uses 1e-4). Both are float32 scalars. Targets below 0 are ignored. Rows of `weight` from
+    `vocab_size` on are padding and have probability 0. `compiled` fuses the operations between the matrix
+    products.
     """
     objective, total, correct = _LinearCrossEntropy.apply(
         hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), vocab_size, z_loss,
@@ -270,14 +272,14 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
 
 
 def init_normal(weight: Tensor, std: float) -> None:
-    """Normal truncated at three standard deviations and scaled to keep `std`."""
+    """Normal initialisation, truncated at three standard deviations and rescaled to `std`."""
     nn.init.trunc_normal_(weight, std=1.0, a=-3.0, b=3.0)
     weight.data.mul_(std / 0.98658)
 
 
 def flag(default, help: str, choices: tuple[str, ...] | None = None, type=None):
-    """A field of a configuration that is also a command-line flag of the trainer, with default and help;
-    `type` reads its value from the command line, if that is not a number.
+    """A configuration field that is also a command-line flag of the trainer, with this default and help text.
+    `type` parses a value that is not a number.
     """
     return field(default=default, metadata={"help": help, "choices": choices, "type": type})
 
@@ -298,14 +300,14 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head, of a model with attention. Raises UserError if they are no even number."""
+        """Channels per head in a model with attention. Raises UserError if the number is not even."""
         if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
             raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
         return self.d_model // self.n_head
 
     def uses_flex(self, device: torch.device) -> bool:
-        """FlexAttention skips what a mask leaves out, but needs Triton, head_dim ≥ 16 and, for head_dim > 64,
-        more shared memory than GPUs have before sm_80.
+        """Whether `device` can run FlexAttention, which skips what a mask leaves out. This requires Triton,
+        head_dim ≥ 16 and, for head_dim > 64, more shared memory than GPUs before sm_80 have.
         """
         if device.type != "cuda" or self.head_dim < 16:
             return False
@@ -314,7 +316,7 @@ class ModelConfig:
 
 @dataclass
 class CausalConfig(ModelConfig):
-    """Of a model that continues text; or answers prompts, with the ids of data.roles_of, all −1 otherwise."""
+    """Configuration of a model that continues text or answers prompts; ids as in data.Dataset.roles."""
 
     start: int = -1
     response: int = -1
@@ -323,7 +325,7 @@ class CausalConfig(ModelConfig):
 
 @dataclass
 class AttentionConfig(CausalConfig):
-    """Of a model that calls CausalLM.mask."""
+    """Configuration of a model that calls CausalLM.mask."""
 
     attention: str | None = flag(None, "causal: a token sees all earlier ones of its row; isolated: those "
                                  "of its document; prefix: a prompt also sees all of itself (default: "
@@ -335,55 +337,56 @@ class AttentionConfig(CausalConfig):
 
 
 class LanguageModel(nn.Module):
-    """What a model has to be, so that all that surrounds it works. The shortest example is
+    """What a model must provide to work with the rest of the code. The shortest example is
     tests/train_recurrent.py.
 
-    * `Config`, a dataclass that inherits ModelConfig, or to write text CausalConfig, and `config`, one of
-      these. Fields made by `flag` are flags of the trainer; only a model that calls CausalLM.mask inherits
-      AttentionConfig, for its --attention.
-    * The constructor initialises all parameters. It runs on each rank with parameters that have no memory,
-      and on rank 0 once more with real ones. So no buffer may be made from a parameter, and no parameter may
-      have two names. Buffers are saved if they are persistent, else they have to be the same in each run.
-    * `forward(idx)` returns logits (B, T, V) of tokens idx (B, T), int64. With targets (B, T), as a batch of
-      the loader has them, it returns what is differentiated, a sum over the targets that count (those from 0
-      on), and a dictionary of detached sums over them, scalars, `loss` in nats among them; what is logged is
-      these, divided by the number of targets. CausalLM does all that, if it has `hidden` and `head_weight`.
-    * Each parameter gets a gradient in each step, be it 0, and each rank calls the same collectives.
-    * Layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
-      sharded and given to Muon one by one; others are not. What a Block computes with are its parameters, its
-      buffers and its arguments.
-    * Activations have the type `compute_dtype`, set from --precision; parameters are always float32, so
-      layers cast them, as `Linear` does.
-    * `embed.weight` is the table of embeddings, `head.weight` the output head, if it has weights of its own,
-      both (padded_vocab, C); they can have a rate of their own, and get rows for new ids with --init-from.
-    * `example(batch, device)`: arguments of `forward` in which every parameter gets a gradient.
-      `flops_per_token(…)`: FLOPs of a training step per token, for MFU. `activation_bytes(mode, **example)`:
-      see that of GPT2; it is optional, for --checkpoint-activations auto.
-    * To write text: `head_weight` (V, C), and `hidden(idx, cache=None)`, the states (B, T, C) for the head of
-      tokens that follow those in the KVCache: at first T of them, later one at a time.
+    * `Config` is a dataclass that inherits ModelConfig, or CausalConfig if the model generates text. `config`
+      is an instance of it. Fields made by `flag` are flags of the trainer. Only a model that calls
+      CausalLM.mask inherits AttentionConfig, which adds --attention.
+    * The constructor initialises all parameters. It runs on each rank with parameters on the meta device, and
+      on rank 0 once more with real ones. Therefore no buffer may be made from a parameter, and no parameter
+      may have two names. A buffer that is not persistent is not saved, so it must be the same in every run.
+    * `forward(idx)` returns logits (B, T, V) for tokens idx (B, T), int64. With targets (B, T), as the loader
+      yields them, it returns the objective, which is differentiated, and a dictionary of detached scalars,
+      which includes `loss` in nats. All are sums over the targets that count, those ≥ 0. The log shows the
+      scalars per target. CausalLM implements `forward` for models with `hidden` and `head_weight`.
+    * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
+    * Only layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
+      sharded one by one and trained by Muon. A Block uses only its parameters, buffers and arguments.
+    * Activations have the dtype `compute_dtype`, set by --precision. Parameters are always float32, so layers
+      cast them, as `Linear` does.
+    * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
+      (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
+    * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient.
+      `flops_per_token(…)` returns the FLOPs of a training step per token, for MFU. `activation_bytes`, as in
+      GPT2, is optional; --checkpoint-activations auto calls `activation_bytes(mode, **example)`.
+    * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
+      states (B, T, C) that the head reads. The tokens idx follow those in the KVCache: T in the first call,
+      then one per call.
 
-    An optimizer of one's own makes its whole state in its first step, also where the learning rate and the
-    gradient are 0; that is how a checkpoint finds it. Its groups have `lr`, and may have `scale`.
+    A custom optimizer must create its whole state in its first step, even if the learning rate and the
+    gradients are 0, because restoring a checkpoint relies on it. Its groups have `lr` and may have `scale`.
     """
 
     compute_dtype = torch.float32
-    compile_loss = False  # fuse what lies between the matrix products of the loss, on GPUs
-    z_loss = 0.0  # weight of log² Z of each label in what is differentiated
+    compile_loss = False  # on GPUs, fuse the operations between the loss's matrix products
+    z_loss = 0.0  # weight of log² Z of each label in the objective
 
 
 class CausalLM(LanguageModel):
-    """What HRM and GPT2 share: which tokens see which others, the loss, and writing."""
+    """What HRM and GPT2 share: attention masks, loss and generation."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), what `loss` returns."""
+        """Returns logits (B, T, V) of idx (B, T), or given targets (B, T) the result of `loss`."""
         x = self.hidden(idx)
         if targets is None:
             return F.linear(x, self.head_weight.to(x.dtype))
         return self.loss(x, idx, targets)
 
     def documents(self, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of tokens idx (B, T), int64 (B, T) each: the number of their document in the row, its first
-        position, and the position of its <|response|>, or −1. A document runs from one `start` to the next.
+        """For tokens idx (B, T), returns three int64 (B, T) tensors: the number of each token's document in
+        its row, the document's first position, and the position of its <|response|>, or −1. A document runs
+        from one `start` to the next.
         """
         c, T = self.config, idx.size(1)
         t = torch.arange(T, device=idx.device).expand_as(idx)
@@ -396,11 +399,12 @@ class CausalLM(LanguageModel):
         return number, first, torch.where(before >= first, before, torch.where(follows, after, -1))
 
     def mask(self, idx: Tensor, cache: KVCache | None, flex: bool = True):
-        """What tokens of idx (B, T) see, for Block.attend. With `isolated` those before them in their
-        document; with `prefix` those of a prompt, from the start through <|response|>, also all of that.
+        """The mask for tokens idx (B, T) in Block.attend, or None. With `isolated`, a token sees itself and
+        the earlier tokens of its document. With `prefix`, prompt tokens (from the start through <|response|>)
+        also see the whole prompt.
         """
         c = self.config
-        if c.attention == "causal" or cache and cache.length:  # what is generated sees all that is cached
+        if c.attention == "causal" or cache and cache.length:  # a generated token sees the whole cache
             return None
         number, _, response = self.documents(idx)
         last = response if c.attention == "prefix" else torch.full_like(response, -1)
@@ -411,9 +415,9 @@ class CausalLM(LanguageModel):
         return masks_of([sees], idx, flex and cache is None and c.uses_flex(idx.device))[0]
 
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of states (B, T, C) and targets (B, T), of which those below 0 do not count: what is
-        differentiated, a sum, and detached sums: `loss` in nats, and of pairs, in evaluation, how many
-        targets are `correct`, and how many of the `samples` are `exact`: all their targets are correct.
+        """For states (B, T, C) and targets (B, T), returns the objective and detached sums. Targets below 0
+        do not count. The sums are `loss` in nats and, when evaluating pairs, the number of `samples` and how
+        many of them are `exact`: all their targets have the largest logit.
         """
         c, B = self.config, len(idx)
         hits = c.response >= 0 and not self.training
@@ -437,7 +441,7 @@ class CausalLM(LanguageModel):
         return objective, sums
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
-        """Logits (B, V) after the last of the new tokens idx (B, T), which join those in the cache."""
+        """Adds the new tokens idx (B, T) to the cache; returns the logits (B, V) after the last one."""
         x = self.hidden(idx, cache)[:, -1]
         cache.length, cache.slot = cache.length + idx.size(1), 0
         return F.linear(x, self.head_weight.to(x.dtype)).float()
@@ -478,7 +482,7 @@ class HRMConfig(AttentionConfig):
                         "response when its state hardly changes any more; --eval-cycles is then the most")
     least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
     max_cycles: int = 4  # the largest number of cycles with `halt`
-    tie: bool = True  # head and embedding table are one; both of these come from `init`, if that is given
+    tie: bool = True  # head and embedding table are one; `init`, if given, sets this and zero_init
     zero_init: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -496,22 +500,22 @@ class HRMConfig(AttentionConfig):
 
     @property
     def cycles(self) -> int:
-        """The most in training."""
+        """The largest number of cycles in training."""
         return self.max_cycles if self.halt else self.h_cycles
 
     @property
     def used_cycles(self) -> int:
-        """Those of evaluation and use."""
+        """The largest number of cycles in evaluation and use."""
         return self.eval_cycles or self.cycles * (2 if self.least_cycles else 1)
 
     def kept_calls(self, bp_steps: int | None, cycles: int) -> list[tuple[int, int]]:
-        """For each of so many cycles, how many calls of L, its last ones, and of H keep a graph."""
+        """For each cycle, the number of calls of L (its last ones) and of H that keep a graph."""
         calls = self.l_cycles + 1
         whole = min(self.bp_cycles, cycles)
         if whole and not self.halt:
             return [(0, 0)] * (cycles - whole) + [(self.l_cycles, 1)] * whole
         bp_steps = min(whole * calls or bp_steps or cycles * calls, cycles * calls)
-        if self.halt:  # the last cycle is not known in advance, so each one keeps what a last one would
+        if self.halt:  # any cycle can be the last, so each one keeps what the last one would
             return [(min(bp_steps - 1, self.l_cycles), 1)] * cycles
         h_left = min(cycles, bp_steps - 1)
         l_left = bp_steps - h_left
@@ -523,13 +527,15 @@ class HRMConfig(AttentionConfig):
         return kept[::-1]
 
     def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
-        """Whether the graph of so many cycles gives the embedding table a gradient."""
+        """Whether the graph of `cycles` cycles gives the embedding table a gradient."""
         _, h_kept = self.kept_calls(bp_steps, cycles or self.cycles)[0]  # z_H = x enters the first cycle
         return self.tie or self.inject_input or h_kept > 0
 
 
 class HRMBlock(Block):
-    """Pre-norm block without biases: RMSNorm without parameters, gated causal attention with RoPE, SwiGLU."""
+    """Pre-norm block without biases: RMSNorm without parameters, gated attention (causal by default) with
+    RoPE, SwiGLU.
+    """
 
     def __init__(self, c: HRMConfig):
         super().__init__()
@@ -540,7 +546,7 @@ class HRMBlock(Block):
         self.down = Linear(c.ff, c.d_model, bias=False)
         for layer in (self.gqkv, self.attn_out, self.gate_up, self.down):
             init_normal(layer.weight, layer.in_features ** -0.5)  # LeCun normal
-            if c.zero_init and layer in (self.attn_out, self.down):  # what is added to the residual stream
+            if c.zero_init and layer in (self.attn_out, self.down):  # which add to the residual stream
                 nn.init.zeros_(layer.weight)
 
     @staticmethod
@@ -569,7 +575,7 @@ class HRMBlock(Block):
 
 
 class Stack(nn.Module):
-    """Blocks and a final RMSNorm: the H or the L of an HRM."""
+    """Blocks and a final RMSNorm: the H or L stack of an HRM."""
 
     def __init__(self, c: HRMConfig):
         super().__init__()
@@ -583,16 +589,17 @@ class Stack(nn.Module):
 
 
 class HRM(CausalLM):
-    """A slow stack H and a fast stack L that are applied again and again to the embedded input x:
+    """A slow stack H and a fast stack L, applied repeatedly to the embedded input x:
 
         z_H = x;  z_L = a frozen random vector
         repeat h_cycles times:  (repeat l_cycles times:  z_L = L(z_L + z_H));  z_H = H(z_H + z_L)
         logits = head(z_H)
 
-    Backpropagation is truncated: as in the paper, `bp_steps` stack calls keep a graph, the last ones of H,
-    and with what is left (at least one) of L; or the last `bp_cycles` cycles do, whole. With `halt`, the
-    output is the mean of each token's z_H over all cycles, weighted by halting probabilities (adaptive
-    computation time, Graves 2016, arXiv 1603.08983).
+    Backpropagation is truncated. As in the paper, `bp_steps` stack calls keep a graph: up to bp_steps − 1 are
+    the last calls of H, and the rest, at least one, are the last calls of L. With `bp_cycles`, the last
+    `bp_cycles` whole cycles keep a graph instead. With `halt`, the output is the mean of each token's z_H
+    over all cycles, weighted by halting probabilities (adaptive computation time, Graves 2016, arXiv
+    1603.08983).
     """
 
     Config = HRMConfig
@@ -621,15 +628,16 @@ class HRM(CausalLM):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
-        """Logits (B, T, V) of idx (B, T); given targets (B, T), what CausalLM.loss returns, with the sums of
-        `cycles`, those that ran, and `ponder`, which also has a part in what is differentiated.
-        bp_steps None: no truncation. `cycles` replaces the configuration's.
+        """Returns logits (B, T, V) of idx (B, T), or given targets (B, T) the result of CausalLM.loss. The
+        sums then include the `cycles` run, the cycles `taken` if prompts settle, and with `halt` the `ponder`
+        cost, which also enters the objective. bp_steps None means no truncation. `cycles` overrides the
+        configuration.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
             return F.linear(z, self.head_weight.to(z.dtype))
         objective, sums = self.loss(z, idx, targets)
-        if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient all the same
+        if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient anyway
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
         if self.config.settle and not self.training:
@@ -642,8 +650,8 @@ class HRM(CausalLM):
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False, cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
-        """The recurrence on idx (B, T): the state for the head (B, T, C), the ponder cost of tokens (B, T),
-        and how many cycles ran; with `fixed_depth` all of them, without asking other ranks.
+        """Runs the recurrence on idx (B, T). Returns the state for the head (B, T, C), the ponder cost per
+        token (B, T) and the number of cycles run. With `fixed_depth`, all run, without asking other ranks.
         """
         c = self.config
         if c.settle and c.response >= 0 and not self.training and not cycles:
@@ -662,7 +670,7 @@ class HRM(CausalLM):
         return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
 
     def states(self, idx: Tensor, cycles: int, bp_steps: int | None = None, cache: KVCache | None = None):
-        """Yields z_H (B, T, C) of idx (B, T) after each of so many cycles."""
+        """Yields z_H (B, T, C) of idx (B, T) after each of `cycles` cycles."""
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
         rope, mask = self.rope[:, begin:begin + T], self.mask(idx, cache)
@@ -678,10 +686,10 @@ class HRM(CausalLM):
             yield z_h
 
     def settled(self, idx: Tensor, cache: KVCache | None, fixed_depth: bool) -> tuple[Tensor, Tensor, int]:
-        """As `think`: of each document z_H after the cycle in which its prompt has settled, which changes z_H
-        by less than SETTLED of what the second cycle did, in the norm over the prompt. A response takes as
-        many cycles as its prompt. The ponder cost is the number of cycles but one. Later cycles are left out
-        when all ranks agree; several ranks with `fixed_depth` run them all.
+        """Like `think`, but returns z_H of each document after the cycle in which its prompt settles: the
+        change of z_H, in the norm over the prompt, is at most SETTLED times that of the second cycle. A
+        response takes as many cycles as its prompt. The ponder cost is the number of cycles minus one. The
+        loop ends early once all ranks have settled, but with `fixed_depth`, several ranks run all cycles.
         """
         B, T = idx.shape
         answering = cache is not None and cache.length > 0  # idx is a token of the response
@@ -717,17 +725,19 @@ class HRM(CausalLM):
         return out, taken.float() - 1, cycle
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        """The weight (B, T) of this cycle in the output, and the mass that remains for later ones. A token
-        takes p = sigmoid(halt(z_H)) while that leaves 1 % or more, then all that remains. The ponder cost is
-        the sum of what remains after each cycle: expected cycles beyond the first, and every p lowers it.
+        """Returns the weight (B, T) of this cycle in the output and the mass left for later cycles. The
+        weight is p = sigmoid(halt(z_H)) while that leaves at least 1 %, then all that remains. The ponder
+        cost is the sum of the mass left after each cycle: the expected cycles beyond the first. Every p
+        lowers it.
         """
         p = self.halt(z_h.float()).squeeze(-1).sigmoid()
         weight = torch.where((remaining - p < 0.01) | last, remaining, p)
         return weight, remaining - weight
 
     def everyone_halted(self, remaining: Tensor) -> bool:
-        """Whether no token on any rank wants another cycle. All ranks decide together, because under FSDP a
-        rank in one cycle more would wait for the others forever. An extra cycle has weight 0, so no effect.
+        """Whether no token on any rank needs another cycle. All ranks decide together, because under FSDP a
+        rank that runs one cycle more would wait for the others forever. An extra cycle has weight 0, so no
+        effect.
         """
         left = remaining.detach().max()
         if dist.is_initialized():
@@ -741,15 +751,15 @@ class HRM(CausalLM):
         return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True)
 
     def activation_bytes(self, mode: str, idx: Tensor, bp_steps: int = 5, **others) -> int:
-        """As GPT2.activation_bytes, of the stack calls that keep a graph."""
+        """Like GPT2.activation_bytes, for the stack calls that keep a graph."""
         c = self.config
         calls = sum(map(sum, c.kept_calls(bp_steps, c.cycles)))
         return idx.numel() * calls * c.n_layer * HRMBlock.bytes_per_token(c, mode)
 
     def flops_per_token(self, bp_steps: int = 5, cycles: int | None = None) -> float:
-        """Matrix-product FLOPs per token of a training step, attention counted as full T × T: each stack call
-        forward, those with a graph also backward (twice that), and the head. `cycles`: how many ran; None:
-        the mean over the numbers that training draws.
+        """Matrix-product FLOPs per token of a training step, with attention counted as full T × T. Counts the
+        forward pass of every stack call, the backward pass (twice that) of calls with a graph, and the head.
+        `cycles` is the number of cycles run; None averages over the numbers that training draws.
         """
         c = self.config
         if not cycles:
@@ -784,7 +794,7 @@ class GPT2Config(AttentionConfig):
 
 
 class GPT2Block(Block):
-    """Pre-norm block: causal attention, and an MLP of 4 C hidden units with GELU."""
+    """Pre-norm block: attention (causal by default) and an MLP of 4 C hidden units with GELU."""
 
     def __init__(self, c: GPT2Config):
         super().__init__()
@@ -794,7 +804,7 @@ class GPT2Block(Block):
         self.attn_out = Linear(c.d_model, c.d_model)
         self.up = Linear(c.d_model, 4 * c.d_model)
         self.down = Linear(4 * c.d_model, c.d_model)
-        added = 0.02 / math.sqrt(2 * c.n_layer)  # to the residual stream
+        added = 0.02 / math.sqrt(2 * c.n_layer)  # std of residual projections
         for layer, std in (self.qkv, 0.02), (self.up, 0.02), (self.attn_out, added), (self.down, added):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
@@ -845,13 +855,13 @@ class GPT2(CausalLM):
         """The states (B, T, C) of idx (B, T) after the last norm."""
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
-        mask = self.mask(idx, cache, flex=not c.dropout)  # which FlexAttention has not
+        mask = self.mask(idx, cache, flex=not c.dropout)  # FlexAttention has no dropout
         rope, x = None, self.embed(idx)  # (B, T, C)
         if c.modern:
             rope, x = self.rope[:, begin:begin + T], x * c.d_model ** 0.5
         elif mask is None:
             x = x + self.positions.weight[begin:begin + T]
-        else:  # each document begins at 0
+        else:  # positions restart in each document
             x = x + self.positions(torch.arange(T, device=idx.device) - self.documents(idx)[1])
         x = F.dropout(x.to(self.compute_dtype), c.dropout, self.training)
         for block in self.transformer["blocks"]:
@@ -859,15 +869,15 @@ class GPT2(CausalLM):
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
 
     def activation_bytes(self, mode: str, idx: Tensor, **others) -> int:
-        """About what the backward pass needs of forward(idx, …), in bfloat16 and compiled blocks, with
-        --checkpoint-activations `mode`. The bytes a channel were counted by kept_for_backward in test_ddp.py.
+        """Roughly the bytes that forward(idx, …) keeps for backward, in bfloat16 with compiled blocks and
+        --checkpoint-activations `mode`. The bytes per channel come from test_ddp.kept_for_backward.
         """
         c = self.config
         plain = c.d_model * {"none": 32, "selective": 20, "block": 2}[mode]
         return idx.numel() * c.n_layer * (HRMBlock.bytes_per_token(c, mode) if c.modern else plain)
 
     def flops_per_token(self) -> float:
-        """Matrix-product FLOPs per token of a training step, attention counted as full T × T."""
+        """Matrix-product FLOPs per token of a training step, with attention counted as full T × T."""
         c = self.config
         matrices = c.n_layer * (HRMBlock.matrices(c) if c.modern else 12 * c.d_model**2)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
@@ -912,7 +922,7 @@ class MLMBlock(Block):
         self.down = Linear(c.ff, c.d_model, bias=False)
         for layer in (self.qkv, self.gate_up):
             init_normal(layer.weight, 0.02)
-        for layer in (self.attn_out, self.down):  # what is added to the residual stream
+        for layer in (self.attn_out, self.down):  # which add to the residual stream
             init_normal(layer.weight, 0.02 / math.sqrt(2 * c.n_layer))
 
     def block(self, x: Tensor, rope: Tensor, mask) -> Tensor:
@@ -929,7 +939,7 @@ class MLMBlock(Block):
 
 
 class MLM(LanguageModel):
-    """An encoder that fills masks. A token attends to its own document alone; documents start with `eot`."""
+    """An encoder that fills masks. A token attends only to its own document; documents start with `eot`."""
 
     Config = MLMConfig
 
@@ -948,12 +958,12 @@ class MLM(LanguageModel):
             c.global_theta, c.local_theta)]), persistent=False)  # (2, 2, T, D/2)
 
     def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None):
-        """Logits (B, T, V) of idx (B, T); given the masked positions (B, K), int64, and labels (B, K), of
-        which those below 0 do not count, instead what is differentiated, a sum, and detached sums: `loss` in
-        nats, and in evaluation how many labels are `correct`. Both are computed at these positions only.
+        """Returns logits (B, T, V) of idx (B, T). Given masked positions (B, K), int64, and labels (B, K),
+        returns the objective and detached sums instead: `loss` in nats and, in evaluation, the number of
+        `correct` labels. These use only the masked positions. Labels below 0 do not count.
         """
         c, x = self.config, self.hidden(idx)
-        if positions is not None:  # whole rows are picked: backward sorts B · K indices, not B · K · C
+        if positions is not None:  # picks whole rows, so that backward sorts B · K indices, not B · K · C
             first = torch.arange(len(idx), device=idx.device)[:, None] * idx.size(1)
             x = x.flatten(0, 1).index_select(0, (first + positions).flatten()).view(*positions.shape, -1)
         x = self.head_norm(F.gelu(self.head_dense(x)))
@@ -966,7 +976,7 @@ class MLM(LanguageModel):
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
-        tables = list(zip(self.rope[:, :, :idx.size(1)], self.masks(idx)))  # of global layers, of local ones
+        tables = list(zip(self.rope[:, :, :idx.size(1)], self.masks(idx)))  # for global and local layers
         x = self.embed_norm(self.embed(idx).to(self.compute_dtype))
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.transformer["blocks"]:
@@ -974,7 +984,7 @@ class MLM(LanguageModel):
         return self.norm(x)
 
     def masks(self, idx: Tensor) -> list:
-        """What tokens of idx (B, T) see in global and in local layers; see MLMBlock.block."""
+        """Masks of tokens idx (B, T) in global and in local layers; see MLMBlock.block."""
         c = self.config
         document = (idx == c.eot).cumsum(dim=1)  # (B, T)
 
@@ -994,13 +1004,13 @@ class MLM(LanguageModel):
         return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
 
     def activation_bytes(self, mode: str, idx: Tensor, **others) -> int:
-        """As GPT2.activation_bytes."""
+        """Like GPT2.activation_bytes."""
         c = self.config
         d, ff = {"none": (26, 6), "selective": (12, 4), "block": (2, 0)}[mode]
         return idx.numel() * c.n_layer * (d * c.d_model + ff * c.ff)
 
     def flops_per_token(self, mask_rate: float = 0.3) -> float:
-        """As GPT2.flops_per_token, also in local layers; the head runs on `mask_rate` of the tokens."""
+        """Like GPT2.flops_per_token, local layers in full; the head runs on `mask_rate` of the tokens."""
         c = self.config
         matrices = c.n_layer * (4 * c.d_model**2 + 3 * c.d_model * c.ff)
         attention = c.n_layer * 4 * c.seq_len * c.d_model
@@ -1017,7 +1027,7 @@ def num_params(model: nn.Module) -> int:
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> Tensor:
-    """One id (B,) per row of logits (B, V): greedy at temperature 0, else top-k, then top-p (nucleus)."""
+    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise top-k, then top-p (nucleus)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits / temperature
@@ -1027,8 +1037,8 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     probabilities = logits.softmax(dim=-1)
     if top_p and top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        mass = (ordered * 2**30).long()  # on a GPU only sums of integers have one fixed order
-        ordered[mass.cumsum(dim=-1) - mass >= top_p * 2**30] = 0  # the first one always stays
+        mass = (ordered * 2**30).long()  # on a GPU only integer sums are deterministic
+        ordered[mass.cumsum(dim=-1) - mass >= top_p * 2**30] = 0  # the likeliest id always stays
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
@@ -1036,9 +1046,9 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 @torch.no_grad()
 def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
              top_p: float | None = None, seed: int = 0, stop: int | None = None):
-    """Yields the next id, int64 (B,), `max_new_tokens` times or until a single sequence yields `stop`. idx
-    (B, T) is the prompt, with T up to seq_len. When the context is full, its later half becomes the new
-    prompt, or if the model answers prompts, its answer ends. Padding ids are never sampled.
+    """Yields the next ids, int64 (B,), `max_new_tokens` times or, for a single sequence, through the first
+    `stop`. The prompt idx (B, T) has up to seq_len tokens. When the context is full, its second half becomes
+    the new prompt; if the model answers prompts, generation ends instead. Padding ids are never sampled.
     """
     training, seq_len, answers = model.training, model.config.seq_len, model.config.response >= 0
     model.eval()
@@ -1062,13 +1072,13 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
 
 
 def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
-    """Pieces of text, one after another, that follow a prompt, which may be empty, with `stop` up to the end
-    of the document; or that answer it, if the model was trained on pairs. `sampling` has the flags of a
-    trainer: max_new_tokens, temperature, top_k, top_p, seed and condition. Raises UserError at once.
+    """Pieces of text that continue a prompt, which may be empty, or answer it if the model was trained on
+    pairs. With `stop`, generation ends with the document. `sampling` has these flags of a trainer:
+    max_new_tokens, temperature, top_k, top_p, seed and condition. Raises UserError immediately.
     """
     c = model.config
     isolated = getattr(c, "attention", "causal") != "causal"
-    end = tokenizer.eot if stop or isolated else None  # elsewhere text goes on after it
+    end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
     ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-c.seq_len:]
     if c.response >= 0:
         ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
@@ -1078,7 +1088,7 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
                             "shorten it.")
     new = generate(model, torch.tensor([ids], device=device), sampling.max_new_tokens, sampling.temperature,
                    sampling.top_k, sampling.top_p, sampling.seed, end if stop else None)
-    new = map(int, new if stop else list(new))  # while training, all ranks generate equally many
+    new = map(int, new if stop else list(new))  # in training, all ranks generate the same number of ids
     return stream_text(tokenizer, itertools.takewhile(lambda i: i != end, new))
 
 
@@ -1107,8 +1117,8 @@ def fill_masks(model: MLM, tokenizer, text: str):
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
-    """An optimizer that skips a step on the device, as torch's fused ones do, so that the host need not know:
-    found_inf, a scalar that is not 0 for such a step, is set by TrainState.
+    """An optimizer that can skip a step on the device, like torch's fused optimizers, so that the host need
+    not know. TrainState sets found_inf, a scalar that is positive if the step is to be skipped.
     """
 
     found_inf: Tensor | None = None
@@ -1121,13 +1131,13 @@ class SkippingOptimizer(torch.optim.Optimizer):
                     self.update(p, self.state[p], group)
 
     def replace(self, old: Tensor, new: Tensor) -> None:
-        """Gives `old`, a parameter or a tensor of its state, its new value, unless the step is skipped."""
+        """Copies `new` into `old`, a parameter or a tensor of its state, unless the step is skipped."""
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
 
 
 class AdamAtan2(SkippingOptimizer):
     """AdamW with an arctangent in place of the division and its epsilon (Everett et al., arXiv 2407.05872).
-    As in HRM-Text, what corrects the bias of the first moment multiplies the arctangent.
+    As in HRM-Text, the bias correction of the first moment multiplies the arctangent, not its argument.
     """
 
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay=0.1):
@@ -1150,9 +1160,9 @@ class AdamAtan2(SkippingOptimizer):
 
 
 class Muon(SkippingOptimizer):
-    """Momentum whose matrices are made nearly orthogonal (Jordan et al., 2024), with updates of the size of
-    AdamW's, so that one learning rate serves both (Liu et al., arXiv 2502.16982). torch.optim.Muon computes
-    the same, bit for bit, but cannot skip a step on the device.
+    """Momentum with nearly orthogonal updates (Jordan et al., 2024), scaled to the size of AdamW's, so that
+    one learning rate serves both (Liu et al., arXiv 2502.16982). torch.optim.Muon computes the same bit for
+    bit, but cannot skip a step on the device.
     """
 
     def __init__(self, params, lr: float, weight_decay=0.1, momentum=0.95):
@@ -1190,9 +1200,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
                     weight_decay: float, vocab_lr: float = 1.0) -> list[torch.optim.Optimizer]:
     """Fused AdamW, AdamAtan2, or `muon`: Muon for the matrices of each Block, AdamW for the rest. Weight
-    decay is for matrices only; an HRM without `halt` has nothing else. Groups with a `scale`, here the
-    embedding table and the head, have so many times the rate of the others. Raises UserError if Muon has
-    nothing to do.
+    decay applies to matrices only; an HRM without `halt` has no other parameters. `scale` multiplies a
+    group's learning rate: vocab_lr for embedding table and head. Raises UserError if Muon gets no matrices.
     """
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
     matrices = {id(p) for p in hidden_matrices(model)} if name == "muon" else set()
@@ -1219,9 +1228,9 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str,
                   min_ratio: float) -> float:
-    """The rate of a step (from 0): linear warm-up, over `warmup` steps or, below 1, that fraction of all
-    steps; then `cosine`, `constant`, or `wsd`: constant until it falls linearly over the last fifth. The last
-    step of `cosine` and `wsd` has the rate lr · min_ratio.
+    """The learning rate of a step, counted from 0. Warm-up is linear, over `warmup` steps or, if below 1,
+    that fraction of all steps. `cosine`, `constant` or `wsd` follows; `wsd` is constant, then falls linearly
+    over the last fifth. The last step of `cosine` and `wsd` has the rate lr · min_ratio.
     """
     if warmup < 1:
         warmup = round(warmup * steps)
@@ -1240,7 +1249,7 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
 
 @dataclass(frozen=True)
 class HFFamily:
-    """How a model here maps to its counterpart in transformers."""
+    """How a model here ("ours") maps to its counterpart in transformers ("theirs")."""
 
     model_type: str
     architecture: str
@@ -1248,7 +1257,7 @@ class HFFamily:
     fields: dict[str, str]  # ours → theirs: fields of the configuration with the same value in both
     to_hf: Callable[[Any], dict]  # our configuration → their other fields; may raise UserError
     from_hf: Callable[[dict], dict]  # their configuration → our other fields; may raise UserError
-    transposed: tuple[str, ...] = ()  # endings of our names whose matrices they store transposed
+    transposed: tuple[str, ...] = ()  # name endings (ours) of matrices that they store transposed
 
 
 def refuse_export(config: ModelConfig, *options: str) -> None:
@@ -1269,7 +1278,7 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) 
 def hrm_to_hf(c: HRMConfig) -> dict:
     refuse_export(c, "halt", "inject_input", "settle")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
-            # a layer of their cache for each attention call
+            # their cache has a layer for each attention call
             "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
             "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
@@ -1361,7 +1370,7 @@ HF_FAMILIES = {
          "n_head": "num_attention_heads", "d_model": "hidden_size", "ff": "intermediate_size",
          "window": "local_attention", "norm_eps": "norm_eps"},
         mlm_to_hf, mlm_from_hf)}
-VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # padded_vocab rows here, vocab_size there
+VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # padded_vocab rows; theirs have vocab_size
 
 
 def pad_vocab(n: int) -> int:
@@ -1377,7 +1386,7 @@ def _safetensors():
 
 
 def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
-    """Our tensors under their Hugging Face names, as views in the shapes there, without padding rows."""
+    """Our tensors by Hugging Face names, as views with Hugging Face shapes, without padding rows."""
     family, tensors = hf_family(type(model)), {}
     for ours, tensor in model.state_dict().items():
         theirs = ".".join(family.names.get(part, part) for part in ours.split("."))
@@ -1394,8 +1403,8 @@ def hf_family(model_class: type) -> HFFamily:
 
 
 def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
-    """Writes a directory that `from_pretrained` of transformers loads, without rows that pad the vocabulary.
-    Raises UserError if the model has no counterpart there.
+    """Writes a directory for `from_pretrained` of transformers, without the rows that pad the vocabulary.
+    Raises UserError if transformers has no counterpart of the model.
     """
     family, c, masked = hf_family(type(model)), model.config, isinstance(model, MLM)
     pairs = not masked and c.response >= 0
@@ -1414,7 +1423,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     if pairs:
         answer = tokenizer.decode([c.response])
         around[answer] = c.response
-        # one prompt, one answer; it knows no types, so with a prefix give token_type_ids of ones
+        # one prompt, one answer; it sets no types, so with a prefix pass token_type_ids of ones
         special["chat_template"] = "{{ bos_token + messages[-1]['content'] }}" + answer
     if prefix:
         special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
@@ -1437,13 +1446,13 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which has only its owner
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # saved for its owner only
 
 
 def _post_processor(around: dict[str, int], prefix: bool) -> dict:
-    """What the tokenizer adds to a text, as in --prompt and --fill: the first token of `around` before it,
-    and if there is a second, <|response|>, that after it. With `prefix` its tokens have type 1: they see all
-    of it. data.py reads no post-processor.
+    """Puts tokens around a text, as --prompt and --fill do: the first token of `around` before it and the
+    second, <|response|>, if there is one, after it. With `prefix`, all tokens have type 1: each sees the
+    whole prompt. data.py ignores post-processors.
     """
     def token(name: str) -> dict:
         return {"SpecialToken": {"id": name, "type_id": int(prefix)}}
@@ -1458,8 +1467,8 @@ def _post_processor(around: dict[str, int], prefix: bool) -> dict:
 
 
 def config_from_hf(model_class: type, source: str):
-    """The configuration of a Hugging Face directory or repository, and the files with its weights. UserError
-    if it holds another architecture.
+    """Returns the configuration of a Hugging Face directory or repository, and its weight files. Raises
+    UserError if it holds another architecture.
     """
     family, directory = hf_family(model_class), Path(source)
     if not directory.is_dir():
@@ -1493,8 +1502,8 @@ def config_from_hf(model_class: type, source: str):
 
 
 def from_hf(model_class: type, source: str) -> nn.Module:
-    """A model of this class from a Hugging Face directory, or from a repository on the hub. UserError if it
-    holds another architecture, or other shapes than its config.json says.
+    """Loads a model of this class from a Hugging Face directory or a repository on the hub. Raises UserError
+    if it holds another architecture, or shapes that differ from its config.json.
     """
     config, files = config_from_hf(model_class, source)
     model = model_class(config)
