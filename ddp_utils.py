@@ -1,9 +1,9 @@
-"""Processes that train together: how they start, agree, train, save, resume and end.
+"""Distributed training: how processes start, agree, train, save, resume and end.
 
 `launch(main)` runs a trainer's main() and ends the process so that it neither hangs nor aborts. `start` joins
-the process group. `TrainState` is the model in training with all that a checkpoint holds, `Checkpoints`
-writes and finds these, `StopVote` lets all ranks stop together, `Metrics` adds up what they have measured.
-The trainers show the order of all this.
+the process group. `TrainState` holds the model in training and the other tensors of a checkpoint.
+`Checkpoints` writes and finds checkpoints. `StopVote` stops all ranks after the same step. `Metrics` sums
+each step's metrics over all ranks. The trainers show the order of the calls.
 
 One rule holds everywhere: all ranks call the same collectives in the same order.
 """
@@ -59,9 +59,9 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 # fields of a configuration that a resumed run may change
 CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles", "settle")
-SYNC_EVERY = 200  # steps between comparisons of the parameters of all ranks, beside those before a save
+SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# it warns that selective checkpointing must not meet in-place operations, of which blocks have none
+# it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 # -----------------------------------------------------------------------------------------------------------
@@ -79,10 +79,10 @@ def local_rank() -> int:
 
 
 def ending_of(error: BaseException) -> tuple[int, str, str]:
-    """How main() has ended: the exit code, what this process prints, and what the others print of it. An
-    unforeseen error is printed here, with its traceback.
+    """For the error that ended main(): the exit code, the text for this process to print, and the reason for
+    the other ranks to print. Prints an unforeseen error itself, with its traceback.
     """
-    if isinstance(error, SystemExit):  # of --help
+    if isinstance(error, SystemExit):  # from --help
         return error.code or 0, "", ""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped", ""
@@ -96,7 +96,7 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
                   "sudo apt install g++ python3-dev, or give --no-compile.")
         return 2, f"error: {reason}", reason
-    # whether another process is gone or late, rather than a mistake in this one
+    # whether a lost or late process caused it, rather than a mistake in this one
     from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     lost = heartbeat and (from_backend or isinstance(error, dist.DistError))
     if lost and (cause := heartbeat.ask()):
@@ -111,14 +111,14 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
 
 
 def lacks_compiler(error: BaseException) -> bool:
-    """Whether it says that Inductor or Triton found no compiler, or that this found no Python.h."""
+    """Whether the error says that Inductor or Triton found no compiler, or the compiler no Python.h."""
     signs = (r"InvalidCxxCompiler", r"Failed to find C compiler", r"Python\.h: No such",
              r"Command '\['[^']*(gcc|clang|cc)'")
     return re.search("|".join(signs), str(error)) is not None
 
 
 def memory_asked_for(error: BaseException) -> str | None:
-    """What an allocation that failed has asked for, if it says so; None for other errors."""
+    """The size of a failed allocation, or "" if the error does not give it; None for other errors."""
     text = str(error)
     lacked = "out of memory" in text.lower() or "DefaultCPUAllocator" in text
     if not lacked and not isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -130,9 +130,10 @@ def memory_asked_for(error: BaseException) -> str | None:
 
 
 def launch(main) -> None:
-    """Runs main() and ends the process. Exit codes: 0, 1 for a failure, 2 for a UserError, 130 for Ctrl-C.
+    """Runs main() and ends the process. Exit codes: 0, 1 for a failure or NotNow, 2 for any other UserError
+    or a missing compiler, 130 for Ctrl-C.
 
-    It leaves by os._exit, because torch's C++ threads can abort a process that Python is tearing down.
+    Ends with os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
     get_error_handler().initialize()
     try:
@@ -141,10 +142,10 @@ def launch(main) -> None:
     except BaseException as error:
         code, text, reason = ending_of(error)
     unwritten = Checkpoints.unwritten if code == 1 else []
-    for number in STOP_SIGNALS:  # torchrun, once the first process has failed, ends the others by signal
+    for number in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
         signal.signal(number, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
-        time.sleep(1.0 * (local_rank() > 0))  # by then torchrun has stopped this process if rank 0 failed
+        time.sleep(1.0 * (local_rank() > 0))  # meanwhile torchrun stops this process if local rank 0 failed
         print(text, file=sys.stderr, flush=True)
     if heartbeat:
         heartbeat.stop(reason)
@@ -152,16 +153,16 @@ def launch(main) -> None:
     concurrent.futures.wait(unwritten, timeout=15)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
         gc.unfreeze()
-        gc.collect()  # the models and optimizers that main() left behind hold on to the process group
+        gc.collect()  # the models and optimizers that main() left behind keep the process group alive
         dist.destroy_process_group()
     with contextlib.suppress(OSError):  # the terminal may be gone
-        sys.stdout.flush()  # stderr keeps no whole line back
+        sys.stdout.flush()  # stderr is line-buffered
     os._exit(code)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all, as torchrun numbers them."""
+    """This process's place among all processes, as torchrun numbers them."""
 
     rank: int
     world_size: int
@@ -171,7 +172,7 @@ class World:
     device: torch.device
     backend: str
     backend_reason: str
-    timeout: float = 600  # seconds, of a collective
+    timeout: float = 600  # of a collective, in seconds
 
     @property
     def is_rank0(self) -> bool:
@@ -187,7 +188,7 @@ class World:
 
 
 def start(args: argparse.Namespace) -> World:
-    """Joins the process group of a trainer. Raises UserError on all ranks if one has other flags."""
+    """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
@@ -199,11 +200,11 @@ def start(args: argparse.Namespace) -> World:
 
 def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None,
          fast: bool = False) -> World:
-    """Joins the process group that torchrun describes, or makes one of a single process.
+    """Joins the process group that torchrun describes, or creates one with a single process.
 
     `timeout`, in seconds, bounds every collective. compare(device, backend) can look for differences between
-    ranks that would make the process group hang. `fast` lets GPUs add up in any order. Raises UserError on
-    all ranks if one lacks the device.
+    ranks that would make the process group hang. `fast` allows non-deterministic sums on GPUs. Raises
+    UserError on all ranks if one lacks the device.
     """
     env = os.environ
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
@@ -214,29 +215,29 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         compare(where, backend)
     if heartbeat:
         on_all("backend", lambda: heartbeat.add(backend, 1))
-        if (same := heartbeat.add(backend, 0)) < world_size:  # they would wait for each other in vain
+        if (same := heartbeat.add(backend, 0)) < world_size:  # ranks with different backends would hang
             raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
     if where.type == "cuda":
         torch.cuda.set_device(where)
         use_libdevice_of_triton()
         if not fast:
-            # By default attention's backward adds gradients in any order on a GPU, so a resumed run would
-            # differ from an uninterrupted one. warn_only would not do: with it torch takes attention kernels
-            # without a fixed order. This also keeps Inductor from choosing kernels by their time in a trial.
+            # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
+            # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
+            # attention kernels. This setting also keeps Inductor from choosing kernels by benchmark.
             env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for each torch.empty
+            torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
     elif "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
         # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
-    if not launched:  # gloo opens a port even for one process: not one that others can reach
+    if not launched:  # gloo opens a port even for one process; keep it local
         env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # By default (3) NCCL aborts the process when a collective times out, before Python can say why. 2 aborts
-    # only the communicator: the collective returns garbage, and the next one, which comes before any
-    # checkpoint is written, raises.
+    # By default (3) NCCL aborts the process when a collective times out, before Python can say why. With 2 it
+    # aborts only the communicator. The collective then returns garbage, and the next one raises. There is
+    # always a next one before a checkpoint is written.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    # ms. Before it does so NCCL's watchdog waits four times as long for reports that nobody has asked for
+    # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(backend, store=dist.PrefixStore("process group", store), rank=rank,
                             world_size=world_size, timeout=timedelta(seconds=timeout),
@@ -246,8 +247,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
 
 
 def use_libdevice_of_triton() -> None:
-    """Compiled blocks then round alike on nodes with and without a CUDA toolkit, and torch need not warn that
-    it found none.
+    """Makes compiled blocks round alike on nodes with and without a CUDA toolkit, and keeps torch from
+    warning that it found none.
     """
     if triton := importlib.util.find_spec("triton"):
         path = Path(triton.origin).parent / "backends/nvidia/lib/libdevice.10.bc"
@@ -256,7 +257,7 @@ def use_libdevice_of_triton() -> None:
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
-    """This process's device, the backend, and why that one. Raises UserError if the machine lacks them."""
+    """This process's device, the backend and the reason for it. UserError if the machine lacks either."""
     host = os.uname().nodename
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
@@ -269,10 +270,10 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     if backend == "nccl" and not has_nccl:
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
     reason = "as asked"
-    if backend == "auto":  # chosen before init: a failed init leaves keys in the store that spoil the next
+    if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
         backend = "nccl" if has_nccl else "gloo"
         reason = "GPUs" if has_nccl else "no GPU is used" if device == "cpu" else "this torch has no NCCL"
-    # the local rank, because GPUs are numbered on each node
+    # the local rank, because each node numbers its own GPUs
     return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend, reason
 
 
@@ -282,7 +283,7 @@ def hardware(device: torch.device) -> str:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """auto is bf16 where the hardware computes in it (CUDA from sm80, a CPU with avx512_bf16), else fp32."""
+    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
     if precision == "auto":
         fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
                 else torch.cpu.get_capabilities().get("avx512_bf16", False))
@@ -291,15 +292,15 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Heartbeats: who is missing at the start, and who has failed when a collective has
+# Heartbeats: which ranks are missing at the start, and which rank made a collective fail
 
 
-heartbeat: "Heartbeat | None" = None  # of this process, if it is one of several
+heartbeat: "Heartbeat | None" = None  # of this process; None if it is the only one
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
 
 def join(timeout: float) -> tuple[int, int, dist.Store]:
-    """Rank, world size and the store at MASTER_ADDR, once all ranks are there. RunError names who is not."""
+    """Rank, world size and the store at MASTER_ADDR, once all ranks are there. RunError names absent ones."""
     global heartbeat
     env = os.environ
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -311,7 +312,7 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
     if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
     where = f"{env['MASTER_ADDR']}:{port}"
-    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # otherwise torchrun does
     try:
         store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
                               wait_for_workers=False, multi_tenant=True)
@@ -335,24 +336,24 @@ def first_line(error: BaseException) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """A list for a sentence, of bounded length."""
+    """Names for a sentence: the first eight, then how many more."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @dataclass
 class Heartbeat:
-    """Shows the other ranks that this one is alive, and finds out, after a collective has failed, who is not.
+    """Shows the other ranks that this one is alive, and finds the rank that made a collective fail.
 
     A thread writes `name|time|state` to the store every BEAT seconds; the state is empty, `failed` or
-    `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that,
-    then for times that stand still, then for ranks that did not fail, because they were busy. The first to
-    find the cause publishes it, so that all ranks print the same sentence.
+    `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that
+    reason, then for ranks whose time stands still, then for busy ranks, whose state is not `failed`. The
+    first rank to find the cause publishes it, so that all ranks print the same sentence.
     """
 
     BEAT = 1.0  # seconds
     PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
 
-    server: dist.Store  # stays open, because it may be the server of all ranks
+    server: dist.Store  # stays open, because it may serve all ranks
     rank: int
     world_size: int
     where: str
@@ -360,11 +361,11 @@ class Heartbeat:
     hosts_store: bool
 
     def __post_init__(self):
-        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection for this thread
+        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
         node = os.environ.get("GROUP_RANK", "0")
         self.name = f"rank {self.rank} on node{node} ({os.uname().nodename})"
         self.keys = [str(r) for r in range(self.world_size)]
-        self.cause = self._own_cause = ""  # the sentence in the store, and what this rank would put there
+        self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
         several_nodes = self.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._leaves_last = self.hosts_store or several_nodes and node == "0"
         self._state = ""
@@ -387,7 +388,7 @@ class Heartbeat:
             time.sleep(0.05)
 
     def raise_if_lost(self) -> None:
-        """For loops that wait without a collective: RunError if a rank failed or is lost for `timeout`."""
+        """RunError if a rank failed or was silent for `timeout`. For loops that wait without a collective."""
         now = time.monotonic()
         if self.cause:
             raise RunError(self.cause)
@@ -401,7 +402,7 @@ class Heartbeat:
 
     def ask(self) -> str:
         """Why a collective failed, in one sentence, or "" if unknown. Takes some seconds."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from torchrun, when another process here has failed
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
         try:
             self.call(self._find_cause, self.PATIENCE + 3 * self.BEAT)
             return self.cause
@@ -413,7 +414,7 @@ class Heartbeat:
         return self.call(lambda: self.store.add(key, amount))
 
     def call(self, function, timeout: float = 0):
-        """function(), which uses self.store, with a time-out, which its own calls lack: then a RunError."""
+        """Returns function(), whose store calls have no time-out. RunError if it fails or takes too long."""
         answer = []
 
         def attempt():
@@ -430,7 +431,7 @@ class Heartbeat:
             f"machine or the network to it is down): {WAY_BACK}."))
 
     def stop(self, reason: str) -> None:
-        """Ends the heartbeat, with the reason if this rank has failed. The store's host leaves last."""
+        """Ends the heartbeat, publishing `reason` if any. After a failure the store's host leaves last."""
         self._stopped.set()
         self._state = "ended"
         if reason:
@@ -471,7 +472,7 @@ class Heartbeat:
             busy = [beat for beat in now if not beat.endswith((b"|failed", b"|ended"))]
             if not silent and not busy:
                 return
-            if time.monotonic() > deadline:  # the next beat publishes it
+            if time.monotonic() > deadline:  # the next beat publishes the cause
                 self._own_cause = self._lost(silent) if silent else (
                     f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
                     "alive: busy for longer, or cut off from other ranks; look there, or raise --timeout.")
@@ -500,7 +501,7 @@ fraction = number(0, 1, open_end=True)
 
 
 def steps_or_fraction(text: str) -> int | float:
-    """A type for argparse: a number of steps, or, below 1, a fraction of them all."""
+    """A type for argparse: a number of steps, or below 1 a fraction of the run."""
     value = number(0)(text)
     if value > 1 and value % 1:
         raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor below 1")
@@ -508,8 +509,8 @@ def steps_or_fraction(text: str) -> int | float:
 
 
 def flag_group(parser: argparse.ArgumentParser, title: str):
-    """Begins a group of flags. Returns a function that adds one: its name, type, default and help; a type is
-    bool, a tuple of choices or a function.
+    """Begins a group of flags. Returns a function that adds a flag, given name, type, default and help. The
+    type is bool, a tuple of choices or a function.
     """
     group = parser.add_argument_group(title)
 
@@ -526,7 +527,7 @@ def flag_group(parser: argparse.ArgumentParser, title: str):
 
 
 def flag_fields(config_class: type) -> list:
-    """The fields of a model's configuration that are flags, see `flag` in model.py."""
+    """The fields of a model's configuration that are flags; see `flag` in model.py."""
     return [field for field in fields(config_class) if field.metadata]
 
 
@@ -535,7 +536,7 @@ def flags_of_model(config_class: type, args: argparse.Namespace) -> dict:
 
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
-    """The parser of a trainer: --size (or --preset), the flags of its model, and those that all share."""
+    """The parser of a trainer: --size or --preset, its model's flags, and those that all trainers share."""
     keys = dict.fromkeys(itertools.chain(*sizes.values()))
     table = [["--size", *sizes]]
     for key in keys:
@@ -555,7 +556,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
             group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
         elif choices := field.metadata["choices"]:
             group.add_argument(f"--{name}", choices=choices, help=text)
-        else:  # the default comes in `parse`, because sizes have defaults of their own
+        else:  # `parse` sets the default, because sizes have their own defaults
             text += "" if field.name in keys else f" ({field.default})"
             number_type = positive_int if field.type is int else fraction
             group.add_argument(f"--{name}", type=field.metadata["type"] or number_type, help=text)
@@ -563,7 +564,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
                        help="compile each block (default: on GPUs)")
     add_training_flags(parser)
     add_running_flags(parser)
-    if issubclass(config_class, CausalConfig):  # it writes text
+    if issubclass(config_class, CausalConfig):  # the model writes text
         add_text_flags(parser)
     return parser
 
@@ -646,7 +647,7 @@ def add_text_flags(parser: ArgumentParser) -> None:
 
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:
-    """The row of the size; to train further from --init-from, with gentler defaults of its own."""
+    """The row of the size, with gentler defaults if --init-from continues from trained weights."""
     if args.init_from:
         size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
                        "global_batch": min(32, size["global_batch"]), "schedule": "cosine",
@@ -655,7 +656,7 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
 
 
 def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> None:
-    """Raises UserError for flags that exclude each other; `given` has None for those with a default."""
+    """Raises UserError for flags that exclude each other; in `given` a flag left at its default is None."""
     sharded = args.strategy in SHARDED
     if given.steps and given.epochs:
         raise UserError("--epochs is not allowed with --steps: leave one of them out.")
@@ -673,7 +674,7 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
 
 
 def config_of_weights(config_class: type, source: str) -> dict:
-    """The fields of the configuration of --init-from, without reading its weights; empty if none is found."""
+    """The configuration fields of --init-from, without reading its weights; empty if none are found."""
     home = Path(source.removeprefix("hf:"))
     with contextlib.suppress(OSError, ValueError, KeyError, UserError):
         if source.startswith("hf:"):
@@ -682,33 +683,33 @@ def config_of_weights(config_class: type, source: str) -> dict:
             return asdict(config)
         home = home.parent.parent if home.is_file() else home
         found = json.loads((home / "config.json").read_text())["model_config"]
-        if found.keys() <= {field.name for field in fields(config_class)}:  # else it is another model
+        if found.keys() <= {field.name for field in fields(config_class)}:  # otherwise it is another model
             return found
     return {}
 
 
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
           argv: list[str] | None) -> argparse.Namespace:
-    """The flags. Those that are not given come from the row of the size, then from the model's configuration,
-    then from the parser. Raises UserError for flags that exclude each other.
+    """Parses the flags. Defaults come from the row of the size, then the model's configuration, then the
+    parser. Raises UserError for flags that exclude each other.
     """
     unset = {action.dest: None for action in parser._actions if action.default is not argparse.SUPPRESS}
     given = parser.parse_args(argv, argparse.Namespace(**unset))
     size = vars(given).get("preset") or given.size
     weights = {}
-    if given.init_from and Path(given.init_from.removeprefix("hf:")).exists():  # the hub is for rank 0 alone
+    if given.init_from and Path(given.init_from.removeprefix("hf:")).exists():  # only rank 0 asks the hub
         weights = config_of_weights(config_class, given.init_from)
     if given.init_from and not size and not weights:
         raise UserError(f"--init-from {given.init_from} has no config.json here that says its shape: name a "
                         "run directory or hf:DIR, or give the --size of the weights as well.")
 
-    def unlike(size: str) -> int:  # in how many fields
+    def unlike(size: str) -> int:  # number of fields that differ
         return sum(weights[name] != sizes[size][name] for name in weights.keys() & sizes[size].keys())
 
-    size = size or min(sizes, key=unlike)  # the first, tiny, without --init-from
+    size = size or min(sizes, key=unlike)  # tiny, the first, without --init-from
     defaults = {field.name: field.default for field in flag_fields(config_class)}
     defaults |= {"vocab_size": None} | recipe(given, sizes[size])
-    defaults |= {"size": size, "global_batch": None, "batch": None}  # for these see plan_run
+    defaults |= {"size": size, "global_batch": None, "batch": None}  # plan_run computes the last two
     args = argparse.Namespace(**vars(given) | defaults)
     for name, value in vars(given).items():
         if value is not None:
@@ -722,7 +723,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
     trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
     prepared = any(Path(source).is_dir() for source in sources)
     if args.init_from and trained.is_file() and not args.tokenizer and not prepared:
-        args.tokenizer = str(trained)  # the ids of the data have to mean what they meant to the weights
+        args.tokenizer = str(trained)  # the data's ids must be those that the weights were trained with
     return args
 
 
@@ -730,12 +731,12 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
 # Agreement
 
 
-_waits = itertools.count()  # all ranks come to the same ones in the same order
+_waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
 
 
 def on_all(what: str, function):
-    """Runs function() on every rank, however long it takes. If it raises on one rank, it raises UserError on
-    all, with the same exit code, so that none waits for the one that failed.
+    """Runs function() on every rank, however long it takes. If it raises on one rank, on_all raises a
+    UserError with the same exit code on the others, so that none waits for the failed rank.
     """
     if not heartbeat:
         return function()
@@ -759,22 +760,22 @@ def on_all(what: str, function):
 
 
 def on_rank0(world: World, function):
-    """Runs function() on rank 0, returns its result on all ranks; an error there is a UserError on all."""
+    """Runs function() on rank 0; returns its result on all ranks. Its error is a UserError on the others."""
     answer = [on_all("rank 0", lambda: function() if world.is_rank0 else None)]
     dist.broadcast_object_list(answer, src=0, device=world.device)
     return answer[0]
 
 
 def reduce_sum(values: list, world: World) -> list[float]:
-    """Sums a few numbers, floats or scalar tensors, over all ranks in one all-reduce of float64."""
+    """Sums a few numbers, floats or scalar tensors, over all ranks in one float64 all-reduce."""
     packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
     dist.all_reduce(packed)
     return packed.tolist()
 
 
 def begin_sum(value: float, world: World):
-    """Begins to add up a number over all ranks. Returns a function that waits for the sum, a float64 scalar
-    on the device; on a GPU the host does not wait for it.
+    """Starts summing a number over all ranks. Returns a function that waits for the sum and returns it as a
+    float64 scalar on the device. On a GPU the host does not wait.
     """
     total = torch.full((), value, dtype=torch.float64, device=world.device)  # a copy would wait for the GPU
     under_way = dist.all_reduce(total, async_op=True)
@@ -787,14 +788,14 @@ def begin_sum(value: float, world: World):
 
 
 def largest(value: float, world: World) -> float:
-    """The largest of a number that each rank has."""
+    """The maximum of a number over all ranks."""
     found = torch.tensor(value, dtype=torch.float64, device=world.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()
 
 
 def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
-    """(index, rank) of the first of these int64 numbers (n,) that is not the same on all ranks, else None."""
+    """(index, odd rank) of the first of the int64 numbers (n,) that differs between ranks, or None."""
     low = numbers.clone()
     high = numbers.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
@@ -810,23 +811,23 @@ def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
 
 
 def assert_same(world: World, what: str, text: str, way_out: str) -> None:
-    """Raises UserError naming the first rank whose text differs from that of the others."""
+    """Raises UserError naming the first rank whose text differs from the other ranks'."""
     digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
     if odd := find_mismatch(torch.tensor([digest], device=world.device)):
         raise UserError(f"{what} on rank {odd[1]} differs from the other ranks: {way_out}.")
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """int64 scalar: the sum of the bits of a tensor read as integers. One flipped bit changes it."""
+    """The bits of a tensor, summed as integers to an int64 scalar. One flipped bit changes the sum."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(-1).view(integers)
-    if bits.device.type == "cpu":  # torch takes ten times as long as numpy, and all cores
+    if bits.device.type == "cpu":  # torch takes ten times as long as numpy, on all cores
         return torch.tensor(bits.numpy().sum(dtype=np.int64))
     return bits.sum(dtype=torch.int64)
 
 
 def assert_in_sync(tensors: dict[str, Tensor]) -> None:
-    """Compares tensors that are not sharded bit for bit across ranks. Raises RunError at a difference."""
+    """Compares unsharded tensors across ranks, bit for bit. Raises RunError if they differ."""
     tensors = {name: t for name, t in tensors.items() if not isinstance(t, DTensor)}
     if tensors and (odd := find_mismatch(torch.stack([bit_sum(t) for t in tensors.values()]))):
         raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks "
@@ -836,14 +837,14 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
 
 
 def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: int) -> None:
-    """Raises UserError if a model has learned `known` positions, and these are too few."""
+    """Raises UserError if a model has learned positions for only `known` tokens, fewer than `seq_len`."""
     if seq_len > known and "positions.weight" in model.state_dict():
         raise UserError(f"{source} has learned positions for {known} tokens: lower --seq-len.")
 
 
 def load_data(model_class: type, args: argparse.Namespace, world: World) -> Dataset:
-    """The data set of --data, prepared first if necessary: of the hub 20 tokens a parameter, unless
-    --max-tokens says how many.
+    """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
+    --max-tokens.
     """
     shape, weights = flags_of_model(model_class.Config, args), {}
     if args.init_from:
@@ -872,9 +873,9 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
 
 
 def build_model(model_class: type, config, world: World, strategy: str = "ddp") -> nn.Module:
-    """A model without weights on this process's device, or sharded by its strategy. Its parameters have no
-    memory at first, so that only rank 0, which has the weights, ever holds all of them in host memory. Its
-    buffers are those that it has made. Raises UserError for a model that cannot be built so.
+    """Builds a model on this process's device, sharded if `strategy` says so, with uninitialized parameters.
+    Parameters are created without memory, so that only rank 0, which has the weights, ever holds all of them
+    in host memory. Buffers keep their initial values. Raises UserError if a model cannot be built this way.
     """
     def on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:
         return p if p.is_meta else nn.Parameter(p.to("meta"), p.requires_grad)
@@ -894,12 +895,12 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp") 
     offload = strategy == "zero3-offload"
     if strategy in SHARDED:
         options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
-                   "reshard_after_forward": strategy != "zero2"}  # which keeps what a step has gathered
+                   "reshard_after_forward": strategy != "zero2"}  # zero2 keeps gathered parameters
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         for module in [*blocks_of(model), model]:
             fully_shard(module, **options)
-        if strategy == "zero2":  # HRM calls its blocks again and again; free_gathered_params ends a step
+        if strategy == "zero2":  # HRM calls blocks repeatedly; free_gathered_params reshards once a step
             model.set_reshard_after_backward(False)
         if hasattr(model, "decode"):
             register_fsdp_forward_method(model, "decode")
@@ -913,7 +914,7 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp") 
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor, in the same memory; other tensors as they are."""
+    """This process's shard of a DTensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -926,7 +927,7 @@ def free_gathered_params(model: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World) -> None:
-    """Copies `source`, an unsharded tensor on rank 0, into a tensor, or its shards, on all ranks."""
+    """Copies `source`, an unsharded tensor on rank 0, into `tensor`, sharded or not, on all ranks."""
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if world.is_rank0:
         full.copy_(source)
@@ -937,7 +938,7 @@ def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World) -> None
 
 
 def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
-    """Sends a tensor to rank `target`, which passes one of the same shape; returns it there, else None."""
+    """Returns the tensor of rank `source` on rank `target`, which passes one of its shape; None elsewhere."""
     device = "cpu" if world.backend == "gloo" else world.device  # gloo cannot send from a GPU
     if world.rank == source != target:
         dist.send(tensor.to(device), target)
@@ -948,7 +949,7 @@ def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor |
 
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World) -> None:
-    """Copies unsharded tensors, which rank 0 has by name, into the model on all ranks."""
+    """Copies unsharded tensors, given by name on rank 0, into the model on all ranks."""
     for name, tensor in model.state_dict().items():
         copy_from_rank0(tensor, weights[name] if world.is_rank0 else None, world)
 
@@ -961,17 +962,17 @@ def assert_same_parameters(model: nn.Module, saved: dict) -> None:
 
 
 def config_of(model_class: type, saved: dict):
-    """The configuration in a checkpoint, whatever fields older ones had beside those of today."""
+    """The configuration in a checkpoint, without fields that only older versions had."""
     known = {field.name for field in fields(model_class.Config)}
     return model_class.Config(**{name: value for name, value in saved.items() if name in known})
 
 
 def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
                strategy: str = "ddp", ids: int = 0, **changes) -> tuple[nn.Module, dict | None]:
-    """A trained model, with averaged weights if there are any, and its checkpoint; from a run directory, a
-    file or hf:DIR_OR_ID (no checkpoint). `changes` replaces fields of the configuration that do not change
-    the parameters; the context is extended to `seq_len` if the positional encoding allows that, and the
-    vocabulary to `ids`. The embeddings of new ids start as the mean of the existing ones.
+    """Loads a model, with averaged weights if there are any, from a run directory, a file or hf:DIR_OR_ID.
+    Returns it and its checkpoint (None for hf:). `changes` replaces fields of the configuration that do not
+    affect the parameters. The context is extended to `seq_len`, if the positional encoding allows that, and
+    the vocabulary to `ids`. The embeddings of new ids start as the mean of the existing ones.
     """
     saved = None
     weights = {}
@@ -1012,7 +1013,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
 
 
 def tokenizer_id(tokenizer) -> str:
-    """Name and digest: two bpe:4096 of different texts are different tokenizers."""
+    """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
 
 
@@ -1022,7 +1023,7 @@ def run_directory(args: argparse.Namespace, name: str) -> Path:
 
 
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
-    """--export, --prompt and --fill: uses the newest checkpoint of a run, or that of --resume."""
+    """--export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of --resume."""
     changes = {name: vars(args)[name] for name in ("eval_cycles", "settle") if vars(args).get(name)}
     resume = out if args.resume == "auto" else args.resume
     model, saved = load_model(model_class, resume, world, print, **changes)
@@ -1063,7 +1064,7 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
 
 
 def assert_trained_with(args: argparse.Namespace, config, where) -> None:
-    """Raises UserError if a switch is given that a model did not have when it was trained."""
+    """Raises UserError for a given switch that the model was not trained with."""
     for field in flag_fields(type(config)):
         value = getattr(args, field.name)
         was = getattr(config, field.name)
@@ -1073,7 +1074,7 @@ def assert_trained_with(args: argparse.Namespace, config, where) -> None:
 
 
 def cycles_of(model: nn.Module) -> str:
-    """A line with the cycles of the last response of an HRM that settles; else nothing."""
+    """A line with the cycles of the last response of an HRM that settles; otherwise empty."""
     taken = vars(model).get("cycles_taken")
     return f"cycles: {taken}\n" if taken else ""
 
@@ -1092,25 +1093,25 @@ CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smalle
 
 def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
               activations: int) -> dict[str, float]:
-    """Bytes in each process, by type, at the peak, with `strategy` instead of that of the flags. zero2 and
-    zero3 hold their shards and what is gathered: zero2 all parameters, zero3 those of two blocks (one is
-    fetched ahead) and those outside of blocks; and the gradients of a block and of what is outside. With the
-    others, the largest gradient comes in two parts, of embedding and head.
+    """Peak bytes in each process, by type, with `strategy` instead of --strategy. zero2 and zero3 hold their
+    shards, gathered parameters, and the gradients of one block and of parameters outside blocks. zero2
+    gathers all parameters, zero3 those of two blocks (one is prefetched) and those outside blocks. With the
+    other strategies, the largest gradient exists twice for a while, as parts from embedding and head.
     """
     largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
     everything = 4 * num_params(model)
     outside = everything - sum(blocks)
     block = max(blocks, default=0)
-    state = 2 * everything  # AdamW keeps two numbers for each, Muon one
+    state = 2 * everything  # AdamW keeps two numbers per parameter, Muon one
     if args.optimizer == "muon":
         state -= 4 * sum(p.numel() for p in hidden_matrices(model))
     sharded = strategy in SHARDED
     offload = strategy == "zero3-offload"
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
-    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # sum of gradients, move before
-    gradients = held + (outside + block if sharded else largest_one) + late  # copies
+    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # summed gradient, last update
+    gradients = held + (outside + block if sharded else largest_one) + late  # the last: copies
     optimizer = 0 if offload else state if strategy == "ddp" else state / processes
     averaged = (args.ema > 0) * held
     return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
@@ -1118,20 +1119,20 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
 
 
 def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
-    """Bytes of the logits that the loss of model(**inputs) has in memory at a time, on a GPU."""
+    """Bytes of logits that the loss of model(**inputs) holds at a time on a GPU."""
     rows = inputs["labels" if "labels" in inputs else "targets"].numel()
     logits = min(rows, LOSS_ROWS["cuda"]) * padded_vocab * dtype.itemsize
     return logits if compiled else logits + 12 * min(rows, 4096) * padded_vocab  # some of them in float32
 
 
 def fits(held: dict[str, float], gigabytes: float) -> bool:
-    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest goes to CUDA, its libraries and fragments
+    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest: CUDA, its libraries, fragmentation
 
 
 def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, dtype: torch.dtype,
                          processes: int, gigabytes: float) -> str:
-    """--checkpoint-activations auto: the first mode, from the fastest on, with which model(**inputs) fits
-    into so many GB by the model's own figures, else the smallest.
+    """--checkpoint-activations auto: the fastest mode with which model(**inputs) fits into `gigabytes`,
+    according to the model's activation_bytes, or `block` if none fits.
     """
     if not hasattr(model, "activation_bytes"):
         raise UserError(f"{type(model).__name__} has no activation_bytes, so --checkpoint-activations auto "
@@ -1146,8 +1147,8 @@ def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespac
 
 def agree_on_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, world: World,
                            gigabytes: float, say) -> str:
-    """The mode for the smallest GPU of the run; this one has so many gigabytes. One for all ranks, because
-    with shards they call as many collectives as they compute blocks.
+    """The mode for the smallest GPU of the run; this one has `gigabytes`. All ranks need the same mode,
+    because they call collectives each time they compute a sharded block.
     """
     smallest = -largest(-gigabytes, world)
     mode = choose_checkpointing(model, inputs, args, model.compute_dtype, world.world_size, smallest)
@@ -1157,13 +1158,13 @@ def agree_on_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namesp
 
 def compiles(choice: bool | None, device: torch.device) -> bool:
     """Whether blocks are compiled, with --compile, --no-compile or neither."""
-    if choice is None:  # as Triton and CUDA 13 need
+    if choice is None:  # Triton and CUDA 13 need it
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
     return choice
 
 
 class CompileCounter:
-    """Says now and then how many graphs the compiler has begun, as the first step takes minutes."""
+    """Says now and then how many graphs the compiler has begun, because the first step takes minutes."""
 
     EVERY = 10.0  # seconds
 
@@ -1180,14 +1181,14 @@ class CompileCounter:
 
 
 def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: dict, say) -> None:
-    """Sets what --precision, --checkpoint-activations and --compile ask for. `inputs` of forward are those of
+    """Applies --precision, --checkpoint-activations and --compile. `inputs` are the arguments of forward for
     the largest micro-batch.
     """
     compiled = compiles(args.compile, world.device)
     on_cuda = world.device.type == "cuda"
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.compile_loss = compiled and on_cuda
-    torch._dynamo.config.optimize_ddp = False  # it would cut a block where a bucket of gradients ends
+    torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
     mode = args.checkpoint_activations
     if mode == "auto" and on_cuda:
         total = torch.cuda.get_device_properties(world.device).total_memory
@@ -1198,30 +1199,30 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: 
         torch._dynamo.callback.on_compile_start(CompileCounter(say))
     for block in blocks_of(model):
         block.checkpointing = mode
-        if compiled:  # rounded where eager code rounds, so that recomputing gives the same bits
+        if compiled:  # rounds where eager code does, so that recomputing gives the same bits
             block.compile(options={"emulate_precision_casts": not args.fast})
 
 
 # -----------------------------------------------------------------------------------------------------------
-# The state of training
+# Training state
 
 
 def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
-    """DistributedDataParallel around the model, unless there is one process, the model is sharded, or `comm`,
-    what gradients are sent as, is late. Parameters must agree before the first step.
+    """Wraps the model in DistributedDataParallel, unless there is one process, the model is sharded or `comm`
+    is late. Parameters must agree before the first step.
     """
     if world.world_size == 1 or comm == "late" or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
                                       init_sync=False)
-    if comm == "bf16":  # in a lambda, because by its name DDP refuses this hook without NCCL
+    if comm == "bf16":  # a lambda, because DDP refuses this hook by name without NCCL
         wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return wrapped
 
 
 def shard_optimizers(optimizers: list, strategy: str) -> list:
-    """With zero1, each process updates some of the parameters, and sends the result to the others."""
+    """With zero1, each process updates some of the parameters and sends them to the others."""
     if strategy != "zero1":
         return optimizers
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -1235,8 +1236,8 @@ def inner_optimizer(optimizer):
 
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:
-    """Scales gradients down to a total norm of max_norm (0: any). Returns the norm before that."""
-    gradients = [p.grad for p in parameters if p.grad is not None]  # others may be frozen
+    """Scales gradients down to a total norm of max_norm (0: no limit). Returns the norm before that."""
+    gradients = [p.grad for p in parameters if p.grad is not None]  # frozen parameters have none
     here = [local_shard(g) for g in gradients]
     norm = nn.utils.get_total_norm(here)
     if isinstance(gradients[0], DTensor):
@@ -1255,12 +1256,12 @@ def mixed(seed: int, step: int, stream: int) -> int:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds torch for one step of one rank, so that a checkpoint need not hold the state of generators."""
+    """Seeds torch for one step of one rank, so that a checkpoint need not hold generator states."""
     torch.manual_seed(mixed(seed, step, rank))
 
 
 def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Generator:
-    """A generator of random numbers that are the same on all ranks; each step has as many as you like."""
+    """A random generator, the same on all ranks; each `number` gives another one for the same step."""
     return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
 
 
@@ -1293,8 +1294,8 @@ class EMA:
 
 
 def quantise(values: Tensor) -> Tensor:
-    """float32 (n,), n a multiple of 128, as int8 (n + n / 64,): a level from -127 to 127 for each, then for
-    each block of 128 a scale in bfloat16. A block with NaN or inf comes back as NaN.
+    """Packs float32 (n,), n a multiple of 128, into int8 (n + n / 64,): n levels from -127 to 127, then a
+    bfloat16 scale for each block of 128. `dequantise` makes a block with NaN or inf all NaN.
     """
     blocks = values.view(-1, 128)
     scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
@@ -1303,51 +1304,51 @@ def quantise(values: Tensor) -> Tensor:
 
 
 def dequantise(packed: Tensor) -> Tensor:
-    """What `quantise` was given, rounded."""
+    """The input of `quantise`, rounded."""
     levels, scales = packed.split([n := len(packed) // 130 * 128, len(packed) - n])
     return (levels.view(-1, 128) * scales.view(torch.bfloat16).float()[:, None]).view(-1)
 
 
 class Late:
-    """Gradients that are sent, as int8, while the next step is computed, and applied one step late.
+    """Sends gradients as int8 while the next step is computed, and applies them one step late.
 
-    The update u(t) for the gradient of step t is made when the micro-batches of step t + 1 are done, and
-    moves the parameters by 2 u(t) - u(t - 1), which makes up for the delay (arXiv 2606.30634). In the end
-    they move by what is left, so that a run moves by the sum of all u. All ranks always have the same state.
+    The update u(t) for the gradient of step t is computed after the micro-batches of step t + 1. It moves the
+    parameters by 2 u(t) - u(t - 1), which compensates for the delay (arXiv 2606.30634). The last step moves
+    them by the rest, so that a run moves by the sum of all u. All ranks always have the same state.
     """
 
-    START = 0.1  # of a run, in which a delay costs most: there each step waits for its own gradient
+    START = 0.1  # first part of a run, where a delay costs most; its steps wait for their own gradient
 
     def __init__(self, model: nn.Module, world: World):
         self.world = world
         self.params = [p for p in model.parameters() if p.requires_grad]
         numbers = sum(p.numel() for p in self.params)
-        self._share = -(-numbers // (128 * world.world_size)) * 128  # of the sum, each rank makes one
+        self._share = -(-numbers // (128 * world.world_size)) * 128  # numbers that each rank sums
         device = world.device
-        # of the newest step: the sum of the gradients of all ranks, zeros once it is applied; learning rate
+        # of the newest step: gradient summed over all ranks, zeros once it is applied; learning rate
         self.gradient = torch.zeros(numbers, device=device)
         self.lr = torch.zeros((), dtype=torch.float64)
-        self.moved = torch.zeros(numbers, device=device)  # u of the step before
+        self.moved = torch.zeros(numbers, device=device)  # u of the previous step
         self.waits = False  # whether this step waits for its own gradient
-        self.ends = False  # whether no step follows, in which a gradient could be sent
-        self.max_norm = 0.0  # to which gradients are clipped
+        self.ends = False  # whether no step follows during which to send a gradient
+        self.max_norm = 0.0  # gradient norm to clip to
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "gradients")
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
         self._under_way: concurrent.futures.Future | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint needs. Waits for the exchange."""
+        """The tensors for a checkpoint. Waits for the exchange."""
         self._wait()
         return {"gradient": self.gradient, "lr": self.lr, "moved": self.moved}
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """See TrainState.begin_step."""
-        # not again where a run that has begun to delay gets longer
+        # a run that has begun to delay does not wait again if it gets longer
         self.waits = step / total_steps < self.START and not self.lr
         self.ends = step + 1 >= total_steps
 
     def exchange(self) -> None:
-        """Begins to add up the gradients of all ranks, after `take`, or before it if the step waits."""
+        """Starts summing this step's gradients; takes the previous sum, or if the step waits, its own."""
         packed = self.pack([p.grad for p in self.params])
         self.take()
         on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
@@ -1358,26 +1359,26 @@ class Late:
             self.take()
 
     def pack(self, gradients: list[Tensor | None]) -> Tensor:
-        """Gradients of all parameters in shares (ranks, bytes), one for each rank to add up."""
+        """Packs all gradients into shares (ranks, bytes), one for each rank to sum."""
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, gradients)]
         rest = self.moved.new_zeros(self._share * self.world.world_size - len(self.moved))
         flat = torch.cat([part.view(-1) for part in parts] + [rest])
         return torch.stack([quantise(share) for share in flat.split(self._share)])
 
     def _add_up(self, packed: Tensor, copied) -> Tensor:
-        """The packed sum, (ranks, bytes of a share), in a thread of its own, which alone uses this group."""
+        """The packed sum (ranks, bytes of a share). Runs in a thread that alone uses this process group."""
         if copied:
-            torch.cuda.set_device(self.world.device)  # else this thread would open a context on the first GPU
+            torch.cuda.set_device(self.world.device)  # or this thread would open a context on the first GPU
             copied.synchronize()
         received = torch.empty_like(packed)
         together = torch.empty_like(packed)
         dist.all_to_all_single(received, packed, group=self._group)
-        share = quantise(sum(map(dequantise, received)))  # in the order of ranks
+        share = quantise(sum(map(dequantise, received)))  # in rank order
         dist.all_gather([*together], share, group=self._group)
         return together
 
     def take(self) -> None:
-        """Puts the gradient that is to be applied next into place: at first zeros."""
+        """Sets p.grad to the gradient to apply next, which is at first zero."""
         self._wait()
         for p, gradient in zip(self.params, self.gradient.split([p.numel() for p in self.params])):
             p.grad = gradient.view_as(p)
@@ -1391,7 +1392,7 @@ class Late:
 
     @contextlib.contextmanager
     def corrected(self, final: bool):
-        """Inside, the parameters move by u(t), then by u(t) - u(t - 1) more, or in the end u(t - 1) less."""
+        """Adds u(t) - u(t - 1) to the move by u(t) made inside; if `final`, only subtracts u(t - 1)."""
         flat = [p.detach().view(-1) for p in self.params]
         before = torch.cat(flat)
         yield
@@ -1402,8 +1403,8 @@ class Late:
 
 
 class TrainState:
-    """A model in training: `model`, `wrapped` (its DDP), optimizers, loss scaler, averaged weights.
-    `tensors` says what of it a checkpoint holds; saving and `restore` both walk that.
+    """A model in training: `model`, `wrapped` (in DDP), optimizers, loss scaler, averaged weights.
+    `tensors` yields the tensors of a checkpoint; saving and `restore` both iterate over them.
     """
 
     def __init__(self, model: nn.Module, optimizers: list, world: World, strategy: str = "ddp",
@@ -1415,36 +1416,36 @@ class TrainState:
         self.ema = EMA(model, ema) if ema else None
         self.late = Late(model, world) if comm == "late" else None
         self.wrapped = wrap(model, world, comm)
-        # over how many ranks gradients are averaged, by DDP and FSDP; late ones are added up
+        # ranks over which DDP and FSDP average gradients; with --comm late they are summed
         self.ranks_averaged = 1 if self.late else world.world_size
         self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
-        self.grad_norm = torch.zeros((), device=world.device)  # of the last step; NaN if one was skipped
+        self.grad_norm = torch.zeros((), device=world.device)  # of the last step; inf or NaN if skipped
 
     @property
     def delay(self) -> int:
-        """How many steps old the gradients are that the next update applies."""
+        """The age, in steps, of the gradients that the next update applies."""
         return int(self.late is not None and not self.late.waits)
 
     @property
     def updated(self) -> bool:
-        """Whether the last step has changed what a checkpoint holds: its gradient was finite, or is late."""
+        """Whether the last step changed what a checkpoint holds: its gradient was finite, or is late."""
         return self.late is not None or bool(self.grad_norm.isfinite())
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """To be called before each step, when `step` of `total_steps` are done."""
+        """Must be called before each step, when `step` of `total_steps` are done."""
         if self.late:
             self.late.begin_step(step, total_steps)
 
     def no_sync(self, accumulating: bool):
-        """A context in which DDP keeps gradients local: for all micro-batches of a step but the last."""
+        """A context in which DDP keeps gradients local, for all micro-batches of a step but the last."""
         ddp = isinstance(self.wrapped, DistributedDataParallel)
         return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
 
     def warm_up(self, first: dict, settled: dict) -> None:
-        """Throw-away backward passes of model(**first), then of model(**settled) twice.
+        """Throw-away backward passes: one of model(**first), then two of model(**settled).
 
-        The first, without communication, shows that every parameter gets a gradient when training starts
-        (RunError if not). The others settle DDP's buckets: it rearranges them after its first step, which
+        The first, without communication, checks that every parameter gets a gradient when training starts
+        (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
         changes the order of sums, so a resumed run would drift from an uninterrupted one.
         """
         for i, inputs in enumerate((first, settled, settled)):
@@ -1456,13 +1457,13 @@ class TrainState:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
             self.wrapped.zero_grad(set_to_none=True)
         assert_in_sync(self.model.state_dict())
-        # from here on Python's collector skips what there is so far, at which it would look for half a second
+        # from here on the garbage collector skips all existing objects, a scan of which takes half a second
         gc.collect()
         gc.freeze()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clips the gradients. Returns their norm before that: exactly 0 for a step without labels. With
-        --comm late they become those of the step before.
+        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
+        --comm late, the gradients of the previous step replace them first.
         """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
@@ -1473,14 +1474,14 @@ class TrainState:
         return clip_gradients(self.model.parameters(), max_norm)
 
     def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
-        """Steps the optimizers unless the gradient norm, the same on all ranks, is not finite or 0; zeroes
-        the gradients; updates the average. With --comm late the learning rate is that of the step before,
-        too, and the last step applies its own gradient as well.
+        """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
+        the gradients and updates the average. With --comm late, the learning rate, too, is that of the
+        previous step, and the last step applies its own gradient as well.
         """
         if self.delay:
             lr, self.late.lr = self.late.lr.item(), torch.tensor(lr, dtype=torch.float64)
         self._update(lr, grad_norm)
-        self.scaler.update()  # by what unscale_ has found
+        self.scaler.update()  # from what unscale_ has found
         if self.ema:
             self.ema.update()
         if self.delay and self.late.ends:
@@ -1488,14 +1489,14 @@ class TrainState:
             left = clip_gradients(self.model.parameters(), self.late.max_norm)
             self._update(self.late.lr.item(), left, final=True)
             self.late.lr = torch.zeros((), dtype=torch.float64)
-            grad_norm = torch.maximum(grad_norm, left)  # NaN, if one is
+            grad_norm = torch.maximum(grad_norm, left)  # NaN if either is
         self.grad_norm = grad_norm
         if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
             self.skipped = (self.skipped + 1) * (1 - grad_norm.isfinite().float())
 
     def _update(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
-        """Applies the gradients, unless their norm is not finite or 0. torch's fused optimizers and those of
-        model.py skip on the device; for others, which have no such switch, the host waits for the norm.
+        """Applies the gradients, unless their norm is 0 or not finite. torch's fused optimizers and those of
+        model.py skip on the device. Other optimizers cannot, so the host waits for the norm.
         """
         skip = 1.0 - (grad_norm.isfinite() & (grad_norm > 0)).float()
         with self.late.corrected(final) if self.delay else contextlib.nullcontext():
@@ -1504,7 +1505,7 @@ class TrainState:
                     group["lr"] = lr * group.get("scale", 1.0)
                 inner = inner_optimizer(optimizer)
                 if inner.defaults.get("fused") or isinstance(inner, SkippingOptimizer):
-                    device = optimizer.param_groups[0]["params"][0].device  # the host's with zero3-offload
+                    device = optimizer.param_groups[0]["params"][0].device  # the CPU with zero3-offload
                     inner.grad_scale = None
                     inner.found_inf = skip.to(device)
                     optimizer.step()
@@ -1514,7 +1515,7 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged_weights(self):
-        """Inside, the model has the averaged weights, if the run keeps any."""
+        """A context in which the model has the averaged weights, if the run keeps any."""
         with contextlib.ExitStack() as at_end:
             if self.ema:
                 self.ema.swap()
@@ -1522,13 +1523,13 @@ class TrainState:
             yield
 
     def tensors(self):
-        """Yields (group, name, tensor, owner) of all that a checkpoint holds, in the same order on all ranks.
-        If `owner` is None, all ranks have the tensor, or a shard of it (DTensor); else only the rank `owner`
-        has it, and the others yield one of its shape on the meta device.
+        """Yields (group, name, tensor, owner) for each tensor of a checkpoint, in the same order on all
+        ranks. If `owner` is None, all ranks have the tensor or a shard of it (DTensor). Otherwise only rank
+        `owner` has it, and the other ranks yield a meta tensor of its shape.
         """
         groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
                   "late": self.late.tensors() if self.late else {}, "optimizer": self.optimizer_tensors()}
-        zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has some of them
+        zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has a part of the state
         held = groups.pop("optimizer") if zero1 else None
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
@@ -1540,7 +1541,7 @@ class TrainState:
                     yield "optimizer", name, held.get(name, shape), owner
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer state on this process by parameter and key, such as `embed.weight/exp_avg`."""
+        """This process's optimizer state by parameter and key, such as `embed.weight/exp_avg`."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         found = {}
         for optimizer in map(inner_optimizer, self.optimizers):
@@ -1555,13 +1556,13 @@ class TrainState:
     @torch.no_grad()
     def restore(self, saved: dict, say) -> None:
         """Copies the tensors of a checkpoint, which rank 0 has read, to all ranks, one by one, so no other
-        rank holds a second copy. A new --ema starts from the weights, and a parameter whose optimizer was of
-        another type starts without optimizer state.
+        rank holds a second copy. A new --ema starts from the weights. A parameter whose saved optimizer state
+        has other names or shapes starts without optimizer state.
         """
         assert_same_parameters(self.model, saved)
         tensors = dict.fromkeys(GROUPS, {}) | saved["tensors"]
         world = self.world
-        if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels, and their number
+        if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels and their number
             share = torch.where(late["labels"] > 0, 1 / late["labels"], 0.0).float()
             tensors["late"] = late | {"gradient": late["gradient"] * share}
         parameters = dict(self.model.named_parameters())
@@ -1586,10 +1587,10 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _create_optimizer_state(self) -> None:
-        """Steps with gradients and learning rates of 0, a parameter at a time so as to hold one gradient."""
+        """Steps with gradient and learning rate 0, one parameter at a time, to hold only one gradient."""
         for optimizer in map(inner_optimizer, self.optimizers):
             for group in optimizer.param_groups:
-                group["lr"] = 0.0  # which every training step sets
+                group["lr"] = 0.0  # every training step sets it
                 for p in group["params"]:
                     p.grad = torch.zeros_like(p)
                     optimizer.step()
@@ -1604,10 +1605,10 @@ GROUPS = ("model", "ema", "optimizer", "late")  # of tensors in a checkpoint, ea
 
 
 def read_checkpoint(path: Path) -> dict:
-    """A checkpoint whose every byte has been checked. Raises RunError if it is not what was written.
+    """Reads a checkpoint and checks every byte. Raises RunError if it is not what was written.
 
-    torch.load ignores the checksums in the file, so zipfile checks them, and mmap makes torch use the same
-    directory of the file as zipfile. The bit sums then show that what was read is what was saved.
+    torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
+    directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -1636,11 +1637,11 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
 
 
 def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False) -> dict | None:
-    """A checkpoint file, or the newest intact one of a run directory. With `resuming` it sets damaged ones
-    aside, which would else count as some of the newest to keep, and returns None if there are none at all.
+    """Loads a checkpoint file, or the newest intact one of a run directory. With `resuming`, renames damaged
+    ones, which would otherwise count among the newest to keep, and returns None if there are no checkpoints.
 
-    Every rank gets the plain data, but rank 0, which reads, alone the tensors; the others have tensors of the
-    same shapes on the meta device. Raises UserError on all ranks if none can be read.
+    All ranks get the plain data. Only rank 0, which reads the file, gets the tensors; the others get meta
+    tensors of the same shapes. Raises UserError on all ranks if no checkpoint can be read.
     """
     saved = None
 
@@ -1678,12 +1679,12 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
 
 
 def check_resumable(saved: dict, now: dict, say) -> None:
-    """Raises UserError if the checkpoint has another model, tokenizer, data or seed; prints other changes."""
+    """Raises UserError if the model, tokenizer, data or seed has changed; prints other changes."""
     def fixed(run: dict) -> dict:
         model = {k: v for k, v in run["model_config"].items() if k not in CHANGEABLE}
         fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")}
-        loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # once a field of the model
-        return fixed | model | fixed | loss  # in this order; seq_len is that of the rows
+        loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # formerly a field of the model
+        return fixed | model | fixed | loss  # the keys of `fixed` first; seq_len is that of the rows
 
     was = {"attention": "causal", "loss": "all"} | fixed(saved)
     is_ = fixed(now)
@@ -1705,7 +1706,7 @@ class Checkpoints:
     """Writes the checkpoints of a run, `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link.
 
     `save` copies the state and returns; a thread writes it to a temporary file, syncs it and renames it, so
-    every file with such a name is complete. Only rank 0 writes, but `save` has collectives.
+    every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks.
     """
 
     unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
@@ -1724,7 +1725,7 @@ class Checkpoints:
         self._newest: Path | None = None  # its file
 
     def load(self, resume: str) -> dict | None:
-        """The checkpoint that --resume means, None to start from scratch. Raises UserError on all ranks."""
+        """The checkpoint of --resume, or None to start from scratch. Raises UserError on all ranks."""
         world = self.world
         directory = self.run_directory
         newest = on_rank0(world, lambda: next((path.name for path in list_checkpoints(directory)), None))
@@ -1751,8 +1752,8 @@ class Checkpoints:
         return saved["step"], saved["samples"]
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
-        """Compares the parameters of all ranks, copies the state, tensor by tensor, and has it written, with
-        `meta`, which is plain data, the loss of the step among it. Does nothing if the step is saved already.
+        """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
+        with `meta`, plain data that includes the step's loss. Does nothing if the step is already saved.
         """
         if step == self.saved_step:
             return
@@ -1761,7 +1762,7 @@ class Checkpoints:
         self.saved_step = step
         steps = meta["settings"]["steps"]
         say_on_other_nodes(world, f"step {step}/{steps} | in sync, node 0 saves a checkpoint")
-        # The copies are in use until the last one is written, which may take longer than --timeout.
+        # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
         while reduce_sum([not all(job.done() for job in self.unwritten)], world)[0]:
             time.sleep(0.02)
         for group, name, tensor, owner in state.tensors():
@@ -1770,7 +1771,7 @@ class Checkpoints:
             elif isinstance(tensor, DTensor):
                 tensor = tensor.to(world.device).full_tensor()
             if world.is_rank0:
-                copies = self._copies[group]  # made once: there is one state, whose shapes do not change
+                copies = self._copies[group]  # allocated once, because the shapes do not change
                 if name not in copies:
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 copies[name].copy_(tensor.detach(), non_blocking=True)
@@ -1786,8 +1787,8 @@ class Checkpoints:
         self._submit(self._write, self._newest, content, time.perf_counter())
 
     def mark_best(self, step: int, loss: float, others: dict[int, float]) -> None:
-        """Makes best.pt a link to the checkpoint of this step, once that is written, if its validation loss
-        is lower than the others, which are by step.
+        """Links best.pt to the checkpoint of `step`, once it is written, if its validation loss is lower than
+        all `others`, which are given by step.
         """
         if self.saved_step != step:  # the update was skipped
             self._lost.add(step)
@@ -1806,7 +1807,7 @@ class Checkpoints:
         def job():
             try:
                 function(path, *args)
-            except Exception as error:  # above all a full disk, of which torch.save says nothing
+            except Exception as error:  # mostly a full disk, which torch.save does not name
                 reason = first_line(error)
                 with contextlib.suppress(OSError):  # the directory may be gone
                     free = shutil.disk_usage(self.directory).free
@@ -1818,7 +1819,7 @@ class Checkpoints:
 
     def _write(self, path: Path, content: dict, begun: float) -> None:
         for key, tensor in self._copies["model"].items():
-            if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN add up
+            if not tensor.sum(dtype=torch.float32).isfinite():  # a sum keeps inf and NaN
                 raise RuntimeError(f"{key} is not finite")
         with replacing(path) as file:
             torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
@@ -1830,7 +1831,7 @@ class Checkpoints:
         self.say(text)
 
     def _link_best(self, path: Path, newest: Path, step: int, loss: float, others: dict) -> None:
-        if not newest.exists():  # that save has failed, and said so
+        if not newest.exists():  # its save failed, and said so
             self._lost.add(step)
             return
         saved = [other for at, other in others.items() if at not in self._lost]
@@ -1847,11 +1848,11 @@ class Checkpoints:
 
 
 def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
-    """Makes a run directory and locks it until the result is closed or rank 0 ends, however it ends."""
+    """Creates a run directory and locks it until the result is closed or rank 0 ends in any way."""
     held = contextlib.ExitStack()
 
     def lock():
-        path = run_directory / ".lock"  # never a link, for its content gets replaced
+        path = run_directory / ".lock"  # never a link, because its content gets replaced
         try:
             (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -1877,23 +1878,23 @@ def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# What surrounds a training step
+# Around a training step
 
 
 class StopVote:
-    """Lets all ranks stop after the same step: at a signal to any of them, or when training has failed.
+    """Stops all ranks after the same step, when any of them gets a signal or training has failed.
 
-    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `vote`, after each step and each
-    batch of an evaluation, sends it in a small all-reduce, which the next one collects: nobody waits for it.
+    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `vote`, called after each step and
+    each evaluation batch, starts a small all-reduce of it. The next call gets the result, so no rank waits.
     """
 
     MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
-        self.signal = 0  # what this rank has got
-        self._since = 0.0  # and when
+        self.signal = 0  # received by this rank
+        self._since = 0.0  # when it came
         self.agreed = 0  # the signal at which all ranks have agreed to stop
-        self._vote = self._arrive = None  # the vote under way, and what waits for it
+        self._vote = self._arrive = None  # the vote under way, and the function that waits for it
         self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
@@ -1906,15 +1907,15 @@ class StopVote:
             os.write(2, b"\nleaving at once, without a checkpoint\n")
             os._exit(130)
         if not self.signal:
-            self._since = time.monotonic()  # first: the next signal may come between these two
+            self._since = time.monotonic()  # set first: a signal may come between these two lines
             self.signal = number
 
     def vote(self, skipped: Tensor) -> int:
-        """Begins a vote, with the number of updates that were `skipped` in a row, of TrainState. Returns what
-        the one before has found, see `read`.
+        """Starts a vote; `skipped` is TrainState's number of updates skipped in a row. Returns the result of
+        the previous vote, see `read`.
         """
         found = self.read()
-        if self._torchrun not in (None, os.getppid()):  # it was killed, and nothing else will stop us
+        if self._torchrun not in (None, os.getppid()):  # it was killed, so nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
         self._vote = torch.stack((torch.full_like(skipped, self.signal), skipped))
         work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
@@ -1927,9 +1928,7 @@ class StopVote:
         return found
 
     def read(self) -> int:
-        """The signal that some rank had got before the last vote, or 0. Raises RunError if training has
-        failed.
-        """
+        """The signal that any rank got before the last vote, or 0. Raises RunError if training has failed."""
         if self._arrive is None:
             return self.agreed
         self._arrive()
@@ -1945,7 +1944,7 @@ class StopVote:
 
 def open_run(out: Path, args: argparse.Namespace,
              world: World) -> tuple[monitor.RunLog, Checkpoints, dict | None]:
-    """Locks a run directory, opens its log, and reads the checkpoint to go on from, if there is one."""
+    """Locks a run directory, opens its log, and reads the checkpoint to resume from, if there is one."""
     lock = lock_run_dir(out, world)
     log = monitor.RunLog(out, world.is_rank0, world.prefix)
     checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
@@ -1954,8 +1953,8 @@ def open_run(out: Path, args: argparse.Namespace,
 
 def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
              say) -> tuple[int, int, int, int]:
-    """Sequences in a step and in a micro-batch, micro-batches in a step, steps of the run. A run that resumes
-    keeps its global batch, unless the flags name another.
+    """Returns sequences per step and per micro-batch, micro-batches per step, and steps of the run. A resumed
+    run keeps its global batch, unless the flags name another.
     """
     size = recipe(args, size)
     wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
@@ -1974,8 +1973,8 @@ def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: Worl
 
 def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, world: World,
               saved: dict | None, say, **config) -> nn.Module:
-    """The model to train: random, or from --init-from; empty if the checkpoint `saved` is to be restored.
-    `config` are the fields of its configuration that come from the data.
+    """The model to train: random or from --init-from, or uninitialized if `saved` will be restored into it.
+    `config` has the fields of its configuration that come from the data.
     """
     padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
     config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
@@ -2006,8 +2005,8 @@ def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, wor
 
 def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset, world: World, say,
                   vocab_size: int, pairs: bool, changes: dict) -> nn.Module:
-    """The model of --init-from, with these changes of its configuration. Raises UserError if it was trained
-    with another tokenizer than that of the data.
+    """The model of --init-from, with `changes` to its configuration. Raises UserError if it was trained with
+    a tokenizer other than that of the data.
     """
     tokenizer = dataset.tokenizer
     model, source = load_model(model_class, args.init_from, world, say, args.seq_len, args.strategy,
@@ -2029,8 +2028,8 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
 
 def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, dataset: Dataset,
                 world: World, **settings) -> dict:
-    """What a checkpoint and config.json say of the run: what has to be the same on a resume, and the
-    settings, some of which `settings` replaces.
+    """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
+    the flags, some of which `settings` replaces.
     """
     modes = {block.checkpointing for block in blocks_of(model)}
     settings = json.loads(json.dumps(vars(args), default=str)) | settings
@@ -2044,15 +2043,15 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
 
 def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict, step: int,
               saved: dict | None, flops_per_token) -> None:
-    """Opens the log of a run after so many steps, writes config.json and tokenizer.json, says what is going
-    to be done. flops_per_token(record) are the FLOPs of a training step.
+    """Opens the log of a run after `step` steps, writes config.json and tokenizer.json, and prints the plan.
+    flops_per_token(record) returns the FLOPs per token of a training step.
     """
     world = state.world
     model = state.model
     settings = identity["settings"]
     say = log.say
     log.settings = settings
-    # only rank 0 reads what the log has already
+    # only rank 0 reads the existing log
     log.evaluations = on_rank0(world, lambda: log.begin(step, settings))
     if world.is_rank0:
         write_atomically(log.out / "config.json", json.dumps(identity, indent=2).encode())
@@ -2090,19 +2089,18 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
 
 
 def say_on_other_nodes(world: World, text: str) -> None:
-    """Prints for the first process of a node without rank 0, which would else print nothing."""
+    """Prints on the first process of a node without rank 0, which would otherwise print nothing."""
     if world.local_rank == 0 and not world.is_rank0:
         print(f"{world.prefix} {text}", flush=True)
 
 
 class Metrics:
-    """What a model has summed up over the labels of a step, and its loss over an epoch. It stays on the
-    device, each rank with its part, until `reduce`.
+    """A model's sums over the labels of a step, and its loss over an epoch. Each rank keeps its part on the
+    device until `reduce`.
     """
 
     def __init__(self, world: World, rows: int, saved: dict | None):
-        """`rows` of data are an epoch, 0 if these are not told apart; `saved` is a checkpoint to go on from.
-        """
+        """`rows` make an epoch (0: epochs are not tracked); `saved` is the checkpoint to resume from."""
         saved = saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
         epoch = saved["epoch"]
@@ -2114,7 +2112,7 @@ class Metrics:
         self._begun = time.perf_counter() - epoch["seconds"]
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # of the last step, over all ranks
-        # of each mean the part of this rank: those of all ranks add up to it
+        # this rank's part of each mean; the parts of all ranks add up to the mean
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
@@ -2125,14 +2123,14 @@ class Metrics:
             self._sums[name] = self._sums.get(name, 0) + value
 
     def end_step(self, samples: int, labels: Tensor) -> None:
-        """Ends a step, after which so many samples of the run are consumed, with `labels` on all ranks."""
+        """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
         self.labels = labels
         before = self._samples
         self._samples = samples
         self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
-        # float32, whose sums in float64 are exact, so that a resumed run adds up to the same
+        # float32 values sum exactly in float64, so a resumed run gets the same sum
         self._epoch_loss += self._means["loss"].float()
         self._steps += 1
 
@@ -2150,14 +2148,14 @@ class Metrics:
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 
     def position(self) -> dict:
-        """What a checkpoint holds of this."""
+        """The state for a checkpoint."""
         means, epoch = self.reduce()
         return {"loss": means["loss"], "samples": self._samples, "epoch": epoch,
                 "ends_epoch": self.ends_epoch}
 
 
 def share_curves(world: World) -> None:
-    """On the first process of each node: puts the curves of its machine into the store."""
+    """Puts the curves of this machine into the store. The first process of each node calls it."""
     host = f"{world.node}-{os.uname().nodename}"
     curves = {f"{tag}/{host}": value for tag, value in monitor.machine_curves().items()}
     heartbeat.call(lambda: heartbeat.store.set(world.node, json.dumps(curves)))
@@ -2172,7 +2170,7 @@ def shared_curves(world: World) -> dict[str, float]:
 
 def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: Tensor,
              **numbers) -> None:
-    """Gives the log a step that it wants, with the means over all ranks. Every rank calls it after each step.
+    """Logs a step, if it is due, with the means over all ranks. Every rank calls this after each step.
     `numbers`, the same on all ranks, become curves.
     """
     world = metrics.world
@@ -2193,9 +2191,9 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
 @torch.no_grad()
 def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, limit: int = 0,
              masker=None) -> dict[str, float] | None:
-    """Means over the first `limit` rows (0: all) of all validation sets together, and over those of each that
-    has a name, such as `val_loss/NAME`, with the averaged weights, if the run keeps any. Every rank calls it.
-    None if a stop signal has cut it short.
+    """Evaluates the first `limit` rows (0: all) of each validation set, with the averaged weights if the run
+    keeps any. Every rank calls this. Returns the means over all sets together and over each named set, such
+    as `val_loss/NAME`, or None if a stop signal cut it short.
     """
     model = state.model.eval()
     world = state.world
@@ -2225,7 +2223,7 @@ def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, li
 
 
 def results_of(sums: dict[str, float]) -> dict[str, float]:
-    """What is reported of the sums over a validation set."""
+    """The means to report, from the sums over a validation set."""
     found = {"val_loss": sums["loss"] / max(sums["labels"], 1)}
     if "correct" in sums:
         found["val_accuracy"] = sums["correct"] / max(sums["labels"], 1)
@@ -2239,8 +2237,8 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
 
 
 def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]:
-    """What samples continue: of pairs, by default, one that is held out, and the response that it has.
-    Raises UserError if it fills a row.
+    """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
+    the response is empty. Raises UserError if the prompt of a pair fills a row.
     """
     prompt = args.sample_prompt
     expected = ""
@@ -2255,7 +2253,7 @@ def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]
 
 def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: monitor.RunLog,
            step: int) -> None:
-    """Shows what the model writes. All ranks take part, for each may hold a shard."""
+    """Logs a text that the model writes. All ranks take part, because each may hold a shard."""
     prompt, expected = sample_prompt(args, dataset)
     with state.averaged_weights():
         text = "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
@@ -2274,7 +2272,7 @@ def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step:
     settings = log.settings
     stopping = stop.agreed
     memory = largest(monitor.memory_gb(world.device), world)
-    stop.read()  # no vote is left under way; a signal after the last step changes nothing
+    stop.read()  # leaves no vote under way; a signal after the last step changes nothing
     checkpoints.close()  # after all collectives, because rank 0 may write for longer than --timeout
     in_sync = "are in shards" if settings["strategy"] in SHARDED else "of all ranks were in sync"
     ending = (f"training complete: {step} steps, {samples * settings['seq_len']:,} tokens, the parameters "

@@ -6,12 +6,12 @@
     python monitor.py runs/one runs/two --output two.png
     watch -n 4 python monitor.py runs/one                # the table again and again, in a remote terminal
 
-A trainer reports to a RunLog, which writes to the run directory: what was printed (train.log), a JSON object
-for each logged step and each evaluation (metrics.jsonl), the same as lists (history.json), and, if matplotlib
-and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one line and one
-point in each curve, even after a kill: see RunLog.write. GB and MB are 2^30 and 2^20 bytes here, as in
-nvidia-smi, htop and torch's own messages. torch is imported only in what a trainer calls, so the commands
-start at once.
+A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
+for each logged step and each evaluation (metrics.jsonl), the same data as lists (history.json), and, if
+matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one
+line and one point in each curve, even after a kill; see RunLog.write. GB and MB are 2^30 and 2^20 bytes, as
+in nvidia-smi, htop and torch's messages; only the size of a run on disk is in 10^9 bytes. Only functions for
+trainers import torch, so the commands start at once.
 """
 
 import argparse
@@ -56,11 +56,11 @@ def peak_flops(device, say=print) -> float | None:
 
 
 def memory_gb(device) -> float:
-    """Peak memory so far in GB: of tensors on a GPU, else of the process."""
+    """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         import torch
         return torch.cuda.max_memory_allocated(device) / GB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, else in kB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
     return peak / (GB if sys.platform == "darwin" else MB)
 
 
@@ -86,8 +86,8 @@ def human_time(seconds: float) -> str:
 
 
 def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> tuple[int, int] | None:
-    """(bytes in use, limit) of the tightest memory limit of cgroups v2 on this process, as containers have;
-    else None. Inactive file cache, which the kernel can drop, does not count as in use.
+    """(bytes in use, limit) for the tightest cgroup v2 memory limit on this process, such as a container's;
+    None without a limit. Inactive file cache, which the kernel can drop, does not count as in use.
     """
     member = re.search("^0::/(.*)", own.read_text() if own.exists() else "", re.M)
     group = root / (member[1] if member else "")
@@ -115,8 +115,8 @@ def cpu_and_ram() -> dict:
 
 
 def machine_curves() -> dict[str, float]:
-    """CPU use since the last call and RAM in percent; of this thread's GPU its use, which needs nvidia-ml-py,
-    and in MB what torch has reserved.
+    """CPU use since the last call and RAM, in percent; for this thread's GPU, the memory reserved by torch in
+    MB, and the use in percent, which needs nvidia-ml-py.
     """
     import torch
     values = {}
@@ -144,7 +144,7 @@ def is_trainer(command: list[str]) -> bool:
 
 
 def read_gpus() -> list[dict]:
-    """Each GPU as a dict; what the driver does not report is None. Empty without nvidia-ml-py or driver."""
+    """A dict for each GPU, with None for unreported values. Empty without nvidia-ml-py or a driver."""
     try:
         import pynvml
         pynvml.nvmlInit()  # repeated calls cost nothing
@@ -171,7 +171,7 @@ def read_gpus() -> list[dict]:
 
 def read_machine(seconds: float) -> dict:
     """Watches the machine for `seconds`; CPU and network are means over that time. Sizes are in bytes.
-    `process_ram` is that of all trainers, or of this process if none runs. Raises UserError without psutil.
+    `process_ram` is the RAM of all trainers, or else of this process. Raises UserError without psutil.
     """
     try:
         import psutil
@@ -196,7 +196,7 @@ def format_known(values: dict, formats: dict[str, str]) -> list[str]:
 
 
 def format_reading(r: dict) -> list[str]:
-    """What read_machine returns, as lines of text."""
+    """The result of read_machine as lines of text."""
     def gigabytes(used: int, total: int) -> str:
         return f"{used / GB:.1f} GB / {total / GB:.1f} GB"
 
@@ -226,10 +226,10 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "val_exact": "Pairs/val_exact", "val_cycles": "HRM/val_cycles", "val_accuracy": "MLM/val_accuracy",
         "val_bits_per_byte": "Loss/val_bits_per_byte"}
 
-# Other keys of the record of a training step. What is in neither has been named by a trainer.
+# Other keys of the record of a training step. A key that is in neither was named by a trainer.
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
 
-# What a run says first, of settings and facts
+# The first lines of a run, made from settings and facts
 START_BLOCK = (
     "{model} {size}: {parameters:,} parameters, {in_blocks:,} of them in {blocks} blocks; {shape}; {ids} ids "
     "in {padded_ids} rows",
@@ -242,14 +242,14 @@ START_BLOCK = (
     "{tokens:,} tokens a step; {steps} steps, {steps_per_epoch:.1f} an epoch",
     "run directory {out}{resumed}")
 
-# How the results of an evaluation are printed, by the keys of a record and in this order
+# Formats for the results of an evaluation, by the keys of a record, in the order of printing
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
               "val_exact": "exact match {:.1%}", "val_cycles": "{:.1f} cycles",
               "val_bits_per_byte": "{:.4f} bits per byte"}
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The records of a run up to the first broken line, such as a kill can leave. Raises OSError."""
+    """The records of a run up to the first broken line, which a kill can leave. Raises OSError."""
     records = []
     text = Path(run_directory, "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
     with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -266,7 +266,7 @@ def evaluations_of(records: list[dict]) -> dict[int, float]:
 
 
 def own_keys(record: dict) -> list[str]:
-    """The numbers of a training step that are neither in TAGS nor in OTHER_KEYS."""
+    """The keys of a training step that are in neither TAGS nor OTHER_KEYS."""
     if "loss" not in record:
         return []
     known = TAGS.keys() | OTHER_KEYS
@@ -276,14 +276,14 @@ def own_keys(record: dict) -> list[str]:
 def curve_values(record: dict) -> dict[str, float]:
     tags = TAGS | {key: f"Train/{key}" for key in own_keys(record)}
     for key in record:
-        base, _, name = key.partition("/")  # of a validation set with a name
+        base, _, name = key.partition("/")  # the name of a validation set
         if name and base in TAGS:
             tags[key] = f"{TAGS[base]}/{name}"
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
 
 
 def grouped_sets(found: dict) -> str:
-    """What an evaluation found on each set that has a name: exact matches of pairs, else losses. Sets such as
+    """The results of an evaluation on each named set: exact matches for pairs, losses otherwise. Sets such as
     trained-1 and trained-2 become a group with their mean: 'trained 97.5% (1 98.0%, 2 97.0%)'.
     """
     prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in found else ("val_loss/", "{} {:.4f}")
@@ -304,7 +304,7 @@ def grouped_sets(found: dict) -> str:
 
 @dataclass
 class Clock:
-    """Where a run was when it began to train here, and where and when that went on after the last pause."""
+    """Step, samples and time when training began here; samples and time after the last pause."""
 
     step: int
     samples: int
@@ -314,8 +314,8 @@ class Clock:
 
 
 class RunLog:
-    """The log of a run in directory `out`: a record for each logged step, and one for each evaluation. Each
-    rank has one; only rank 0 (`active`) writes, elsewhere methods do nothing.
+    """The log of a run in directory `out`: a record for each logged step and each evaluation. Every rank has
+    a RunLog, but only that of rank 0 (`active`) prints and writes.
     """
 
     def __init__(self, out: Path, active: bool, prefix: str):
@@ -346,9 +346,9 @@ class RunLog:
                 self._text.write(text + "\n")
 
     def begin(self, step: int, settings: dict) -> dict[int, float]:
-        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. Returns, on
-        rank 0, the validation losses by step; that of `step` itself may be missing if the run was killed
-        before. Raises UserError if --wandb does not work, or nothing can be written.
+        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. On rank 0,
+        returns the validation losses by step. That of `step` may be missing if the run was killed before its
+        evaluation. Raises UserError if --wandb does not work, or nothing can be written.
         """
         self.settings = settings
         if not self.active:
@@ -357,7 +357,7 @@ class RunLog:
             self._open_wandb()
         with contextlib.suppress(FileNotFoundError):
             for record in read_metrics(self.out):
-                # an evaluation of this step that found no number is made again
+                # an evaluation of this step without a finite loss is repeated
                 failed = "loss" not in record and record.get("val_loss") is None
                 if record["step"] < step or record["step"] == step and not failed:
                     self.records.append(record)
@@ -371,7 +371,7 @@ class RunLog:
             self._tensorboard = None
         if self._tensorboard or self._wandb:
             try:
-                cpu_and_ram()  # the first record has the mean since now
+                cpu_and_ram()  # the first record has the mean from now on
             except ImportError:
                 self.say("curves of CPU and RAM are not written: pip install psutil")
         if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
@@ -381,8 +381,8 @@ class RunLog:
         return evaluations_of(self.records)
 
     def describe(self, facts: dict, peak_flops: float | None, flops_per_token) -> None:
-        """Says what is going to be done: the settings, and facts about model, data and processes, see
-        START_BLOCK. `peak_flops` is that of a process, flops_per_token(record) of a training step.
+        """Prints the plan: the settings, and facts about model, data and processes, see START_BLOCK.
+        `peak_flops` is for one process. flops_per_token(record) is for a training step.
         """
         self.facts = self.settings | facts | {
             "out": self.out, "peak_flops": peak_flops, "flops_per_token": flops_per_token}
@@ -400,18 +400,18 @@ class RunLog:
             self.say(line.format(**self.facts, tokens=tokens, steps_per_epoch=rows / batch))
 
     def say_complete(self, step: int, use: str) -> None:
-        """Says that there is nothing to train, and what else can be done."""
+        """Says that there is nothing left to train, and what else to do."""
         self.say(f"this run is complete after {step} steps: raise --steps to continue, give another --out to "
                  f"start from scratch, or try {use} or --export")
         self.close()
 
     def start_clock(self, step: int, samples: int) -> None:
-        """Starts the clock, after so many steps and samples of the run."""
+        """Starts the clock when the run has done `step` steps and `samples` samples."""
         now = time.perf_counter()
         self.clock = Clock(step, samples, now, samples, now)
 
     def restart_clock(self, samples: int) -> None:
-        """After a pause, such as an evaluation, which does not count in tokens per second."""
+        """Excludes a pause that ends now, such as an evaluation, from tokens per second."""
         self.clock.lap_samples = samples
         self.clock.lap_began = time.perf_counter()
 
@@ -423,9 +423,9 @@ class RunLog:
 
     def step(self, step: int, samples: int, numbers: dict, epoch: dict, ends_epoch: bool,
              machines: dict | None = None) -> None:
-        """Records and prints a training step, after which `samples` of the run are consumed. `numbers` has
-        loss, lr, grad_norm, labels, mem_gb and what else there is. `epoch` has the loss, steps and seconds of
-        the running epoch, `machines` the curves of several nodes.
+        """Records and prints a training step, after which the run has consumed `samples`. `numbers` has loss,
+        lr, grad_norm, labels, mem_gb and any others. `epoch` has the loss, steps and seconds of the current
+        epoch, `machines` the curves of several nodes.
         """
         if not self.active:
             return
@@ -451,8 +451,8 @@ class RunLog:
             self._epoch_line(record, math.nan)
 
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> None:
-        """Records and prints what an evaluation has found."""
-        if math.isfinite(found["val_loss"]):  # else it is made again on resume
+        """Records and prints the results of an evaluation."""
+        if math.isfinite(found["val_loss"]):  # otherwise it is repeated on resume
             self.evaluations[step] = found["val_loss"]
         if not self.active:
             return
@@ -493,13 +493,13 @@ class RunLog:
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
     def _open_tensorboard(self, step: int) -> None:
-        """Opens TensorBoard so that it drops all after `step`, or if the log has no evaluation of that, drops
-        it too and writes it anew; logs the settings.
+        """Opens TensorBoard, drops all points after `step`, and logs the settings. If the log has no
+        evaluation of `step`, also drops the points of `step` and writes them again.
         """
         again = step + (step in evaluations_of(self.records))
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
-        # TensorBoard reads files in the order of their names, which begin with the second of creation
+        # TensorBoard reads files in the order of their names, which sort by the second of creation
         created = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
         while str(int(time.time())) in created:
             time.sleep(0.05)
@@ -517,7 +517,7 @@ class RunLog:
                 self._to_tensorboard(curve_values(record), record)
 
     def _open_wandb(self) -> None:
-        path = self.out / "wandb-id"  # a resumed run continues its curves; wandb ignores steps that it has
+        path = self.out / "wandb-id"  # a resumed run continues its curves; wandb ignores steps it already has
         try:
             import wandb
             if not path.exists():
@@ -525,8 +525,8 @@ class RunLog:
             self._wandb = wandb.init(project="flat-distributed-training", name=self.out.name,
                                      config=self.settings, dir=self.out, id=path.read_text(), resume="allow")
             self._wandb.define_metric("step")
-            self._wandb.define_metric("*", step_metric="step")  # what charts have on their x axis
-        except Exception as error:  # not installed, not logged in, no network: there are many types
+            self._wandb.define_metric("*", step_metric="step")  # the x axis of charts
+        except Exception as error:  # not installed, not logged in, no network: their types vary
             raise UserError(f"--wandb does not start ({error}): pip install wandb, then `wandb login` or "
                             "WANDB_MODE=offline, or leave it out.") from None
 
@@ -550,8 +550,8 @@ class RunLog:
         self.say(f"{self.prefix} {steps} | {line}", on_screen=self._bar is None)
 
     def evaluation_line(self, step: int, found: dict, entropy: float) -> None:
-        """Prints what the evaluation that was written last has found, beside the unigram entropy (the loss
-        without context).
+        """Prints the results of the last written evaluation and the unigram entropy (the loss without
+        context).
         """
         before = evaluations_of(self.records[:-1]).values()
         parts = [f"step {step}", *format_known(found, EVALUATION)]
@@ -563,9 +563,9 @@ class RunLog:
         self.say(" | ".join(parts))
 
     def write(self, record: dict, machines: dict[str, float] | None = None) -> None:
-        """Adds the record of a step or of an evaluation to all curves, in TensorBoard and wandb with
-        `machines`, those of this machine or, where there are several, of all. NaN and infinity, which JSON
-        lacks, become null. A kill can leave TensorBoard, which is first, too many points, which `begin`
+        """Adds the record of a step or an evaluation to all curves. TensorBoard and wandb also get
+        `machines`, the curves of all nodes, or those of this machine if it is None. NaN and infinity, which
+        JSON lacks, become null. TensorBoard is first, so a kill can leave it too many points, which `begin`
         drops, but never too few.
         """
         if not self.active:
@@ -575,7 +575,7 @@ class RunLog:
         values = curve_values(record) | (machine_curves() if machines is None else machines)
         self._to_tensorboard(values, record)
         if self._wandb:
-            # an evaluation, which may have to be made by a resumed run, comes after its training step
+            # an evaluation, which a resumed run may have to make, comes after its training step
             number = 2 * record["step"] + ("val_loss" in record)
             self._wandb.log(values | {"step": record["step"]}, step=number)
         try:
@@ -608,7 +608,7 @@ class RunLog:
                 self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
-        """Writes history.json and training_history.png, for at most 5 % of the time unless `last`."""
+        """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
         start = time.perf_counter()
         if not self.records or not last and start < self._next_drawing:
             return
@@ -644,9 +644,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
-    """Draws loss, learning rate, throughput and what a trainer has named itself of runs, records by name,
-    into a PNG 800 pixels wide, over steps for one run, over tokens for several. Raises ImportError and
-    UserError.
+    """Draws loss, learning rate, throughput and a trainer's own numbers into a PNG 800 pixels wide, over
+    steps for one run, over tokens for several. `runs` has records by name. Raises ImportError and UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     own = dict.fromkeys(key for records in runs.values() for record in records for key in own_keys(record))
@@ -685,7 +684,7 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
 
 
 def summarize(records: list[dict]) -> dict:
-    """The latest and the best losses of a run, and totals. Hours do not include evaluations and pauses."""
+    """The latest and the best losses of a run, and totals. Hours exclude evaluations and pauses."""
     last = ([r for r in records if "loss" in r] or [{}])[-1]
     evals = [(loss, step) for step, loss in evaluations_of(records).items()]
     best, best_step = min(evals, default=(None, None))
@@ -757,7 +756,7 @@ def show_runs(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit code: 2 for a UserError, else 0, also after Ctrl-C or a broken pipe."""
+    """The command. Returns exit code 2 for a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to list and draw")
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")

@@ -1,12 +1,12 @@
-"""Checks a cluster before a long run, and measures its network. Ends with OK, or with what is wrong.
+"""Checks a cluster before a long run, and measures its network. Ends with OK, or with an error.
 
     torchrun --nproc_per_node=8 test_ddp.py                                    # one machine
     cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096 --size gpt2        # on each of several
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py     # without torchrun
 
-All ranks first compare what they have, because a process group of unequal members only hangs. Then they join
-one, and take every step together. With --size it says how long the gradients of that preset take on this
-network. The trainers' --dry-run is here, too.
+All ranks first compare software, devices and data, because unequal ranks would only hang. Then they join one
+process group and take every step together. With --size, the script prints how long the gradients of that
+preset take on this network. The trainers' --dry-run is here, too.
 """
 
 import argparse
@@ -39,15 +39,15 @@ from model import GPT2, HRM, MLM, blocks_of, num_params, pad_vocab
 
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
-BUCKET = 25 * 2**20  # bytes in which DDP sends gradients
-GOOD = 0.93  # of the time, at least, should go into computing
+BUCKET = 25 * 2**20  # bytes; DDP sends gradients in such buckets
+GOOD = 0.93  # smallest fraction of the time to spend computing
 
 # -----------------------------------------------------------------------------------------------------------
 # Before there is a process group
 
 
 def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> dict:
-    """What this rank has, as plain data. `wrong` is a sentence, or empty."""
+    """This rank's software, device and data. `wrong` is a sentence, or empty."""
     report = {"host": platform.node(), "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
               "backend": backend, "python": platform.python_version(), "torch": torch.__version__}
     report |= {"nccl": "none", "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
@@ -66,7 +66,7 @@ def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> d
 
 
 def problem_in(reports: list[dict]) -> str:
-    """The first thing that is wrong in the reports of all ranks, and how to fix it; empty if nothing is."""
+    """The first problem in the reports of all ranks, and how to fix it; empty if there is none."""
     names = [f"rank {rank} ({report['host']})" for rank, report in enumerate(reports)]
     for name, report in zip(names, reports):
         if report["wrong"]:
@@ -83,7 +83,7 @@ def problem_in(reports: list[dict]) -> str:
             "data": "copy the same files to every machine, or prepare them there as on the others"}.items():
         values = [report[what] for report in reports]
         if what == "python":
-            values = [value.rpartition(".")[0] for value in values]  # 3.11.2 and 3.11.9 are the same
+            values = [value.rpartition(".")[0] for value in values]  # 3.11.2 and 3.11.9 count as equal
         usual = max(values, key=values.count)  # the first of the most frequent
         for name, value in zip(names, values):
             if value != usual:
@@ -98,7 +98,7 @@ def problem_in(reports: list[dict]) -> str:
 
 
 def compare(report: dict) -> None:
-    """Prints and compares the reports of all ranks. Raises UserError on all ranks."""
+    """Prints and compares the reports of all ranks. A problem raises UserError on all ranks."""
     heartbeat = ddp_utils.heartbeat
     reports = [report]
     if heartbeat:
@@ -111,7 +111,7 @@ def compare(report: dict) -> None:
             versions = ", ".join(f"{what} {found[what]}" for what in SHOWN)
             print(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; {versions}", flush=True)
     verdict = problem_in(reports)
-    if heartbeat:  # that of rank 0, because a rank with another WORLD_SIZE has seen other reports
+    if heartbeat:  # rank 0 decides, because a rank with another WORLD_SIZE has seen other reports
         if heartbeat.rank == 0:
             heartbeat.call(lambda: heartbeat.store.set("verdict", verdict))
         verdict = heartbeat.call(lambda: heartbeat.store.get("verdict")).decode()
@@ -124,7 +124,7 @@ def compare(report: dict) -> None:
 
 
 def step(what: str, function, *args):
-    """function(*args), which all ranks call. RunError says in which step it failed, and because of whom."""
+    """Returns function(*args), which all ranks call. RunError names the failed step and the cause."""
     try:
         return function(*args)
     except RuntimeError as error:
@@ -137,7 +137,7 @@ def step(what: str, function, *args):
 
 
 def check_collectives(world: World) -> str:
-    """Names those of three collectives that give wrong numbers on this rank."""
+    """The names of the collectives, of three, that give wrong numbers on this rank."""
     size = world.world_size
     base = torch.arange(100_000, dtype=torch.float64, device=world.device)
     reduced = base + world.rank
@@ -153,7 +153,7 @@ def check_collectives(world: World) -> str:
 
 
 def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
-    """Median over the repetitions, of the slowest rank, after a first call, which connects or allocates."""
+    """The slowest rank's median over the repetitions, after a first call, which connects or allocates."""
     buffer = torch.zeros(nbytes // 4, device=world.device)
 
     def until_done():
@@ -165,9 +165,9 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
 
 
 def measure_network(world: World, limit: float) -> tuple[float, float]:
-    """Latency in seconds, and seconds for each further byte, of an all-reduce. Prints what it finds."""
+    """An all-reduce's latency in seconds, and its seconds for each further byte. Prints all measurements."""
     found = {1_000: all_reduce_seconds(1_000, 21, world), 1_000_000: all_reduce_seconds(1_000_000, 7, world)}
-    expected = 100 * found[1_000_000]  # of 100 MB; the same number on all ranks
+    expected = 100 * found[1_000_000]  # for 100 MB; the same on all ranks
     large = 100_000_000 if expected < limit / 2 else 10_000_000
     found[large] = all_reduce_seconds(large, max(1, min(5, int(5 * 1e8 / large / expected))), world)
     if world.is_rank0:
@@ -182,12 +182,12 @@ def measure_network(world: World, limit: float) -> tuple[float, float]:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# How long the gradients of a preset take
+# Time to send the gradients of a preset
 
 
 def print_gradients(args: argparse.Namespace, world: World, latency: float, per_byte: float) -> None:
-    """What gradients take in each way to send them, and how long a step has to compute so that this matters
-    little. Nothing is computed here, so these are the times if nothing else is sent or computed meanwhile.
+    """Prints how long gradients take with each --comm, and how long a step has to compute for this to matter
+    little. Nothing is computed here, so the times hold if nothing else is sent or computed meanwhile.
     """
     trainer = importlib.import_module(f"train_{args.model}")
     flags = trainer.parse_args(["--size", args.size])
@@ -209,10 +209,10 @@ def print_gradients(args: argparse.Namespace, world: World, latency: float, per_
 
 
 class _Alive(TorchDispatchMode):
-    """Remembers the storage of each tensor that is computed, in compiled blocks too, without keeping it."""
+    """Records the storage of each computed tensor, in compiled blocks too, without keeping it alive."""
 
     supports_higher_order_operators = True
-    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo compiles nothing in a mode
+    ignore_compile_internals = classmethod(lambda cls: True)  # otherwise Dynamo compiles nothing in a mode
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ class _Alive(TorchDispatchMode):
 
 
 def activation_bytes(loss, others) -> int:
-    """Bytes that stay in memory for the backward pass of loss(), without the tensors `others`."""
+    """Bytes that stay in memory for the backward pass of loss(), not counting the tensors `others`."""
     known = {StorageWeakRef(t.untyped_storage()) for t in others}
     with _Alive() as alive:
         kept = loss()
@@ -240,20 +240,20 @@ def activation_bytes(loss, others) -> int:
 def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointing: str, inputs: dict,
                       compiled: bool) -> int:
     """Bytes of activations that the backward pass of a model needs, counted on tensors that have a shape but
-    no memory. Of `inputs`, the arguments of forward, only types and shapes matter. `compiled` counts what
-    compiled blocks keep: what is cheap to recompute, they recompute in any mode.
+    no memory. `inputs` are the arguments of forward; only their types and shapes matter. With `compiled`,
+    counts what compiled blocks keep; they recompute cheap operations in any mode.
     """
-    if hasattr(config, "dropout"):  # on CPUs, and only there, attention with it keeps T x T probabilities
+    if hasattr(config, "dropout"):  # attention with dropout keeps T x T probabilities, but only on CPUs
         config = replace(config, dropout=0.0)
     with torch.device("meta"):
         model = model_class(config)
-    # nothing is computed, so the loss need not keep to a cache, row by row
+    # nothing is computed, so the loss need not be split into rows that fit a cache
     with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("model.LOSS_CACHE", 2**40):
         model.to_empty(device="cpu")
         model.compute_dtype = dtype
         for block in blocks_of(model):
             block.checkpointing = checkpointing
-            if compiled:  # as Inductor divides forward from backward, but without its kernels
+            if compiled:  # splits forward and backward as Inductor does, but without its kernels
                 block.compile(backend="aot_eager_decomp_partition")
         inputs = {name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value
                   for name, value in inputs.items()}
@@ -261,7 +261,7 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
 
 
 def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
-    """The model that the flags of a trainer ask for, without memory."""
+    """The model that the flags of a trainer ask for, on the meta device."""
     ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data)[0], args.tokenizer))
     flags = flags_of_model(model_class.Config, args)
     with torch.device("meta"):
@@ -269,7 +269,7 @@ def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
 
 
 def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) -> None:
-    """--dry-run: prints what each process would hold, with every strategy, and whether that fits."""
+    """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
     if int(os.environ.get("RANK", 0)) > 0:
         return
     processes, gigabytes = machine(args.dry_run, args.device)
@@ -313,7 +313,7 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
 
 
 def machine(text: str, device: str) -> tuple[int, float]:
-    """'8x141' → (8, 141.0); of '' what torchrun has started here: processes, and GB of memory for each."""
+    """Processes and GB of memory for each: '8x141' → (8, 141.0), '' → those that torchrun started here."""
     if text:
         match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
         if not match:
@@ -363,7 +363,7 @@ def main() -> None:
     if args.size and world.is_rank0:
         print_gradients(args, world, *network)
     print(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}", flush=True)
-    for _ in range(2):  # of NCCL's collectives, the one that times out returns, and the next one raises
+    for _ in range(2):  # an NCCL collective that times out returns, and the next one raises
         step("the end", dist.barrier)
     if world.is_rank0:
         print("OK", flush=True)

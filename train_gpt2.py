@@ -1,11 +1,11 @@
-"""Trains GPT-2, in English, Spanish or whatever the data are, on one process or on many.
+"""Trains GPT-2, in English, Spanish or any other language, with one process or many.
 
     torchrun --nproc_per_node=2 train_gpt2.py                             # tiny, Python's own source
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2                 # 124 M parameters, FineWeb-Edu
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --data wikipedia-es --tokenizer bpe:32000
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --init-from hf:gpt2 --data 'text:*.txt'
 
-Run the same command again and it resumes where it stopped. Without torchrun it is one process:
+Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
     python train_gpt2.py --prompt "def main("               # the newest checkpoint continues a text
     python train_gpt2.py --export                           # and becomes a directory for transformers
@@ -25,7 +25,7 @@ from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
-# 20 tokens for each parameter, and the learning rates of Brown et al., 2020.
+# 20 tokens per parameter, and the learning rates of Brown et al., 2020.
 WEB = dict(seq_len=1024, global_batch=512, eval_batches=20, data="fineweb-edu")
 SIZES = {
     "tiny": dict(n_layer=4, n_head=2, d_model=128, seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
@@ -85,7 +85,7 @@ def main() -> None:
 
     # -------------------------------------------------------------------------------------------- training
     while True:
-        # what is due after the steps so far: all ranks decide alike
+        # what is due after the steps so far; all ranks decide alike
         stopping, done = stop.agreed > 0, step >= total_steps
         evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
             step % args.eval_every == 0 or metrics.ends_epoch or done)
@@ -97,7 +97,7 @@ def main() -> None:
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
             found = evaluate(state, dataset, stop, micro_batch, eval_rows)
-            if found is None:  # a signal has cut it short; the run that resumes evaluates this step
+            if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, metrics.ends_epoch)
@@ -105,26 +105,26 @@ def main() -> None:
                 sample(state, dataset, args, log, step)
         if stopping or done:
             break
-        if saving:  # which takes time, as an evaluation does, that is none of the training step
+        if saving:  # saves and evaluations do not count as training time
             log.restart_clock(samples)
         if metrics.ends_epoch:
             metrics.begin_epoch()
 
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)  # for --comm late; else it does nothing
+        state.begin_step(step, total_steps)  # only --comm late needs it
         count, batches = loader.step(grad_accum_steps)
-        labels = begin_sum(count, world)  # of the step, over all ranks: labels() waits for the sum
-        for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
+        labels = begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
+        for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y is −1 where nothing is learned
             with state.no_sync(micro_step < grad_accum_steps - 1):
-                objective, sums = state.wrapped(x, y)  # sums over its labels
-                # the mean over all labels of the step; DDP takes the mean over ranks, so times their number
+                objective, sums = state.wrapped(x, y)  # both are sums over labels
+                # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
                 loss = objective * (state.ranks_averaged / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        stop.vote(state.skipped)  # for a signal or too many skipped updates; counted after the next step
+        stop.vote(state.skipped)  # on a signal or too many skipped updates; collected after the next step
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
         log_step(log, metrics, step, samples, state.grad_norm, lr=lr)

@@ -1,10 +1,10 @@
-"""Trains a Hierarchical Reasoning Model for text (arXiv 2605.20613), on one process or on many.
+"""Trains a Hierarchical Reasoning Model for text (arXiv 2605.20613), with one process or many.
 
     torchrun --nproc_per_node=2 train_hrm.py                 # tiny, Python's own source: minutes on a laptop
     torchrun --nproc_per_node=8 train_hrm.py --size 1b       # eight GPUs, FineWeb-Edu
     torchrun --nproc_per_node=2 train_hrm.py --data 'text:books/*.txt' --tokenizer bpe:4096
 
-Run the same command again and it resumes where it stopped. Without torchrun it is one process:
+Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
     python train_hrm.py --prompt "def main("                 # the newest checkpoint continues a text
     python train_hrm.py --export                             # and becomes a directory for transformers
@@ -22,8 +22,8 @@ from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync
                        start, use_model)
 from model import HRM, HRMConfig, learning_rate, make_optimizers
 
-# Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the rate of HRM-Text, 4 times its batch.
-# Micro-batch and checkpoint_activations are for GPUs of 80 GB, in all trainers.
+# Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
+# 4 times its batch. In all trainers, micro-batch and checkpoint_activations are for GPUs of 80 GB.
 WEB = dict(seq_len=1024, data="fineweb-edu", init="identity")
 SIZES = {
     "tiny": dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=6e-3,
@@ -44,12 +44,12 @@ SIZES = {
                warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10,
                checkpoint_activations="block", **WEB),
 }
-SIZES["1b-published"] = SIZES["1b"] | dict(  # HRM-Text 1B, as far as it differs from 1b
+SIZES["1b-published"] = SIZES["1b"] | dict(  # where HRM-Text 1B differs from 1b
     vocab_size=65536, init="published", global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
     schedule="constant", grad_clip=0.0, ema=0.9999)
 BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
-VOCAB_LR = 4.0  # learning rate of embedding and head / --lr, but not with Muon, --init-from or another --init
-PONDER_COST = 0.01  # of a cycle more, with --halt
+VOCAB_LR = 4.0  # learning rate of embedding and head / --lr; 1 with Muon, --init-from or another --init
+PONDER_COST = 0.01  # of each further cycle, with --halt
 RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
 
 
@@ -135,14 +135,14 @@ def main() -> None:
     log.start_clock(step, samples)
 
     def plan(step: int) -> tuple[float, int, int]:
-        """How far the ramps of a step are, its bp_steps and its cycles: the same on all ranks."""
+        """Ramp progress (0 to 1), bp_steps and cycles of a step; the same on all ranks."""
         ramp = min(1.0, step / (RAMP * total_steps))
         cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
 
     # -------------------------------------------------------------------------------------------- training
     while True:
-        # what is due after the steps so far: all ranks decide alike
+        # what is due after the steps so far; all ranks decide alike
         stopping, done = stop.agreed > 0, step >= total_steps
         evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
             step % args.eval_every == 0 or metrics.ends_epoch or done)
@@ -154,7 +154,7 @@ def main() -> None:
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
             found = evaluate(state, dataset, stop, micro_batch, eval_rows)
-            if found is None:  # a signal has cut it short; the run that resumes evaluates this step
+            if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, metrics.ends_epoch)
@@ -162,7 +162,7 @@ def main() -> None:
                 sample(state, dataset, args, log, step)
         if stopping or done:
             break
-        if saving:  # which takes time, as an evaluation does, that is none of the training step
+        if saving:  # saves and evaluations do not count as training time
             log.restart_clock(samples)
         if metrics.ends_epoch:
             metrics.begin_epoch()
@@ -170,14 +170,14 @@ def main() -> None:
         ramp, bp_steps, cycles = plan(step)
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)  # for --comm late; else it does nothing
+        state.begin_step(step, total_steps)  # only --comm late needs it
         count, batches = loader.step(grad_accum_steps)
-        labels = begin_sum(count, world)  # of the step, over all ranks: labels() waits for the sum
-        for micro_step, (x, y) in enumerate(batches):  # (B, T) each, y is −1 where nothing is learned
+        labels = begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
+        for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y is −1 where nothing is learned
             with state.no_sync(micro_step < grad_accum_steps - 1):
                 objective, sums = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
                                                 ponder_weight=ramp * PONDER_COST)
-                # the mean over all labels of the step; DDP takes the mean over ranks, so times their number
+                # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
                 loss = objective * (state.ranks_averaged / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
@@ -185,7 +185,7 @@ def main() -> None:
         if not c.reaches_embedding(*plan(step - state.delay)[1:]):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
-        stop.vote(state.skipped)  # for a signal or too many skipped updates; counted after the next step
+        stop.vote(state.skipped)  # on a signal or too many skipped updates; collected after the next step
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
         log_step(log, metrics, step, samples, state.grad_norm, lr=lr, bp_steps=bp_steps)

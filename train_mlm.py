@@ -1,17 +1,17 @@
-"""Trains a masked language model (ModernBERT's architecture), on one process or on many.
+"""Trains a masked language model (ModernBERT's architecture), with one process or many.
 
     torchrun --nproc_per_node=2 train_mlm.py                                # tiny, Python's own source
     torchrun --nproc_per_node=8 train_mlm.py --size base                    # 22 x 768, FineWeb-Edu
     python train_mlm.py --list-presets                                      # and the command for each
     torchrun --nproc_per_node=8 train_mlm.py --preset h200_8gpu_standard --data imdb
 
-Run the same command again and it resumes where it stopped. Without torchrun it is one process:
+Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
     python train_mlm.py --fill "import [MASK] as np"                        # the five likeliest tokens
     python train_mlm.py --export                                            # a directory for transformers
 
-Documents do not attend across their boundaries. Training masks --mask-rate of the tokens, evaluation always
-the same 15 %.
+Attention does not cross document boundaries. Training masks --mask-rate of the tokens; evaluation always
+masks the same 15 %.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SIZES = {
     "large": dict(n_layer=28, n_head=16, d_model=1024, ff=2624, global_batch=1024, batch=32, lr=5e-4,
                   warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
-# Whole recipes: GPUs, use case, size and what differs from it. The narrow ones are for learning how it works.
+# Whole recipes: GPUs, use case, size and changes to it. The narrow ones are for learning how things work.
 NARROW = dict(n_layer=4, n_head=4, d_model=8, ff=32, epochs=5)
 PRESETS = {
     "h200_8gpu_fast": (8, "does everything work?", "tiny", NARROW | dict(global_batch=512, epochs=3)),
@@ -66,7 +66,7 @@ def list_presets() -> None:
     print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
           "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
     for name, (gpus, _, size, _) in PRESETS.items():
-        source = " --data imdb" if size == "tiny" else ""  # the larger ones need more: FineWeb-Edu
+        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: FineWeb-Edu
         print(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
 
 
@@ -126,7 +126,7 @@ def main() -> None:
 
     # -------------------------------------------------------------------------------------------- training
     while True:
-        # what is due after the steps so far: all ranks decide alike
+        # what is due after the steps so far; all ranks decide alike
         stopping, done = stop.agreed > 0, step >= total_steps
         evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
             step % args.eval_every == 0 or metrics.ends_epoch or done)
@@ -138,32 +138,32 @@ def main() -> None:
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
             found = evaluate(state, dataset, stop, micro_batch, eval_rows, eval_masker)
-            if found is None:  # a signal has cut it short; the run that resumes evaluates this step
+            if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)
             log.evaluation(step, samples, found, metrics.ends_epoch)
         if stopping or done:
             break
-        if saving:  # which takes time, as an evaluation does, that is none of the training step
+        if saving:  # saves and evaluations do not count as training time
             log.restart_clock(samples)
         if metrics.ends_epoch:
             metrics.begin_epoch()
 
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)  # for --comm late; else it does nothing
+        state.begin_step(step, total_steps)  # only --comm late needs it
         count, batches = loader.step(grad_accum_steps)
-        labels = begin_sum(count, world)  # of the step, over all ranks: labels() waits for the sum
+        labels = begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
         for micro_step, (x, positions, y) in enumerate(batches):  # (B, T), (B, K), (B, K)
             with state.no_sync(micro_step < grad_accum_steps - 1):
-                objective, sums = state.wrapped(x, positions, y)  # sums over its labels
-                # the mean over all labels of the step; DDP takes the mean over ranks, so times their number
+                objective, sums = state.wrapped(x, positions, y)  # both are sums over labels
+                # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
                 loss = objective * (state.ranks_averaged / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip)
         state.optimizer_step(lr, grad_norm)
-        stop.vote(state.skipped)  # for a signal or too many skipped updates; counted after the next step
+        stop.vote(state.skipped)  # on a signal or too many skipped updates; collected after the next step
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
         log_step(log, metrics, step, samples, state.grad_norm, lr=lr)

@@ -1,12 +1,12 @@
-"""All nodes meet before torchrun starts, so that what is wrong is one sentence, not ten minutes of silence.
+"""Gathers all nodes before torchrun starts, so that a problem is one sentence, not ten minutes of silence.
 
     python3 roll_call.py ADDR PORT NNODES NODE_RANK GPUS_PER_NODE SECONDS
 
-Node 0 listens at ADDR:PORT until every NODE_RANK has come once, the others knock there. torchrun's static
-rendezvous would notice neither a missing nor a repeated node: both are a time-out that names nobody.
-Prints the name of the network interface that leads to the others, for gloo and NCCL, which guess wrongly
-where /etc/hosts gives this machine the address 127.0.1.1. Exit code 1 with one sentence if something is
-wrong; ends within SECONDS on node 0, and within about twice that elsewhere. Needs nothing but Python.
+Node 0 listens at ADDR:PORT until every NODE_RANK has connected once; the other nodes connect to it.
+torchrun's static rendezvous notices neither a missing nor a repeated node; both end in a time-out that names
+nobody. Prints the network interface that leads to the other nodes, for gloo and NCCL, which guess wrongly
+where /etc/hosts gives this machine the address 127.0.1.1. Exits with code 1 and one sentence if something
+is wrong. Ends within SECONDS on node 0, and within about twice that elsewhere. Needs nothing but Python.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def is_ours(address: str) -> bool:
 
 
 def interface_towards(address: str) -> str:
-    """The interface through which packets to this IPv4 address leave, '' if it cannot be told."""
+    """The interface through which packets to this IPv4 address leave, '' if it is not known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
@@ -57,14 +57,14 @@ def interface_towards(address: str) -> str:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Makes a connection fail within 20 s of the other machine's death, also where it sends no farewell."""
+    """Makes a connection fail within 20 s of the other machine's death, even if it is never closed."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
-    """Node 0: waits until every NODE_RANK has come, and tells all of them that, or what is wrong."""
+    """Node 0: waits until every NODE_RANK has connected, then sends all nodes "go" or the problem."""
     try:
         server = socket.create_server(("", port))
     except OSError as error:
@@ -81,7 +81,7 @@ def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
             connection.settimeout(5)
             hello = json.loads(connection.makefile().readline(1000))
             rank, host = hello["node_rank"], f"{hello['host']} ({peer[0]})"
-        except (OSError, ValueError, KeyError, TypeError):  # not one of ours
+        except (OSError, ValueError, KeyError, TypeError):  # not one of our nodes
             return connection.close()
         if rank in here:
             bad = f"NODE_RANK={rank} was given to both {here[rank][0]} and {host}: give each node its own."
@@ -108,7 +108,7 @@ def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
                               "MASTER_PORT of node 0, and look at the firewall.")
             readable = select.select([server, *connections()], [], [], left)[0]
             for connection in readable:
-                if connection is not server:  # one that has come says nothing more, so it has gone
+                if connection is not server:  # a node that is here sends nothing more, so it has gone
                     rank = connections()[connection]
                     say(f"node {rank} has gone again: {here.pop(rank)[0]}")
                     connection.close()
@@ -132,7 +132,7 @@ def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
 
 
 def answer(address: str, port: int, hello: dict, seconds: float) -> None:
-    """Nodes from 1 on: knock at node 0 until it opens, then wait for what it says."""
+    """Other nodes: connect to node 0, retrying until it listens, then wait for its answer."""
     deadline, why = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:
         try:
