@@ -176,8 +176,8 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
     """
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float()
-    if bias is not None:
-        logits += bias
+    if bias is not None:  # in place, Inductor of torch 2.11 would add it twice to some of the float32 logits
+        logits = logits + bias if compiled else logits.add_(bias)
     logits[:, vocab_size:] = -torch.inf  # padding
     correct = (logits.argmax(-1, keepdim=True) == y) & counted if hits else None
     log_p = torch.log_softmax(logits, dim=-1)

@@ -244,7 +244,7 @@ def test_signal_to_torchrun(tmp_path, shards, number):
     process.send_signal(number)
     done = finish(process, 30)
     assert done.code == 1 and f"stopped by {number.name}" in done.out and "Traceback" in done.out, done.out
-    assert "torchrun that gets a signal prints a traceback and exits with 1" in GUIDE
+    assert "When torchrun receives a signal, it prints a traceback and exits with 1" in GUIDE
     assert not marked(mark)
     assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
 
