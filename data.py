@@ -406,6 +406,8 @@ class Source:
             self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
             prefix = "hub"
             self.identity = f"{self.repo}:{self.config}"
+        elif Path(dataset).is_file():
+            raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: in front of it.")
         else:
             raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
         self._read = getattr(self, f"_{prefix}")
@@ -1882,7 +1884,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         return out
 
     prefix = data.partition(":")[0]
-    endless = prefix == "task" or prefix not in ("stdlib", "pairs", *FILE_PREFIXES)
+    endless = prefix in ("task", "hf") or data in SHORT_NAMES
     useful = TASK_TOKENS if prefix == "task" else useful
     if manifest:
         settings = manifest["settings"]
@@ -1937,7 +1939,7 @@ def verify(directory: Path) -> None:
 
 def info(directory: Path, tokenizer_name: str | None) -> None:
     manifest, _ = read_directory(directory, 1, tokenizer_name)
-    dataset = Dataset([directory], 1, tokenizer_name)
+    dataset = Dataset([directory], row_of(str(directory)) or 1, tokenizer_name)
     print(f"{manifest['dataset']}: {describe(manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
     for split, shards in {"train": dataset.train, **dataset.val_splits()}.items():

@@ -2012,6 +2012,7 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
     model, source = load_model(model_class, args.init_from, world, say, args.seq_len, args.strategy,
                                vocab_size if pairs else 0, **changes)
     assert_trained_with(args, model.config, args.init_from)
+    say(f"starting from {source['path'] if source else args.init_from}")
     digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
     if source and source["tokenizer"].split()[-1] not in digests:
         raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
@@ -2253,10 +2254,19 @@ def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]
 
 def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: monitor.RunLog,
            step: int) -> None:
-    """Logs a text that the model writes. All ranks take part, because each may hold a shard."""
+    """Logs a text that the model writes. Rank 0 writes it alone, for as long as that takes, unless each rank
+    holds a shard.
+    """
     prompt, expected = sample_prompt(args, dataset)
+
+    def write() -> str:
+        return "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
+
     with state.averaged_weights():
-        text = "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
+        if args.strategy in SHARDED:
+            text = write()
+        else:
+            text = on_all("sample", write if state.world.is_rank0 else str)
     if dataset.roles["response"] < 0:
         return log.sample(prompt + text, step)
     if expected:

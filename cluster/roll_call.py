@@ -153,7 +153,7 @@ def answer(address: str, port: int, hello: dict, seconds: float) -> None:
     else:
         own = "; it is an address of this very machine" if is_ours(address) else ""
         raise Problem(f"node 0 at {address}:{port} did not answer within {seconds:g} s ({why}{own}): wrong "
-                      "MASTER_ADDR or MASTER_PORT, a firewall, or node 0 was not started.")
+                      "MASTER_ADDR or MASTER_PORT, a firewall, or node 0 was not started, or has ended.")
     raise Problem(why)
 
 

@@ -2,6 +2,7 @@
 runs on all ranks, and raises AssertionError there if it fails."""
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -264,6 +265,28 @@ def check_samples_have_one_prompt(world: World) -> None:
     args, tokenizer = train_hrm.parse_args([]), data.with_roles(data.load_tokenizer("bytes"))
     dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.roles, first_pair=lambda: ("why", "so"))
     assert ddp_utils.sample_prompt(args, dataset) == ("why", "so")
+
+
+def check_who_writes_samples(world: World) -> None:
+    """Rank 0 alone, for which the others wait; all of them, if each holds a shard."""
+    texts, tokenizer = [], data.load_tokenizer("bytes")
+    dataset = argparse.Namespace(tokenizer=tokenizer, roles={"response": -1})
+    state = argparse.Namespace(model=make(), world=world, averaged_weights=contextlib.nullcontext)
+    log = argparse.Namespace(sample=lambda text, step: texts.append(text))
+    for strategy, writers in (("ddp", {0}), ("zero1", {0}), ("zero3", {0, 1})):
+        args = train_hrm.parse_args(["--strategy", strategy, "--sample-prompt", "a"])
+        torch.distributed.barrier()
+        written, began = [], time.monotonic()
+
+        def slowly(*_, written=written):
+            written.append(world.rank)
+            time.sleep(1)
+            return ["b"]
+
+        with mock.patch("ddp_utils.continue_text", slowly):
+            ddp_utils.sample(state, dataset, args, log, 1)
+        assert set(written) == writers & {world.rank} and time.monotonic() - began > 0.5
+        assert texts.pop() == ("ab" if world.rank in writers else "a")
 
 
 def check_stop(world: World) -> None:

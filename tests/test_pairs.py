@@ -687,6 +687,8 @@ def test_peek_takes_the_rows_that_pairs_have(tmp_path):
     made = prepare(write(tmp_path / "some.jsonl", samples(200)), tmp_path / "pairs", row=96)
     done = run(0, "data.py", "peek", made, "--rows", 2)
     assert done.code == 0 and done.out.count("--- train row") == 2, done.out
+    info = run(0, "data.py", "info", made).out
+    assert len(re.findall(r"unigram entropy [1-9]\.\d+ nats", info)) == 2, info  # not 0 for rows of one
 
 
 def test_sets_of_several_directories_have_unlike_names(tmp_path):

@@ -128,6 +128,7 @@ MISTAKES = {
     "train_hrm.py --data text:nowhere/*.txt": "file & 'nowhere/*.txt'",
     "train_hrm.py --data text:ready/train_000000.bin --tokenizer bytes": "ready/train_000000.bin & UTF-8",
     "train_hrm.py --data nonsense --tokenizer bytes": "nonsense & data set & text:GLOB",
+    "train_hrm.py --data good.txt --tokenizer bytes": "good.txt is a file & 'text:good.txt'",
     "train_hrm.py --data truncated": "truncated/train_000000.bin & 2824 & 2826",
     "train_hrm.py --data header": "header/train_000000.bin & shard",
     "train_hrm.py --data unfinished": "unfinished & prepare",
