@@ -407,7 +407,7 @@ class Source:
             prefix = "hub"
             self.identity = f"{self.repo}:{self.config}"
         elif Path(dataset).is_file():
-            raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: in front of it.")
+            raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: before it.")
         else:
             raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
         self._read = getattr(self, f"_{prefix}")
