@@ -248,7 +248,8 @@ def test_another_process_count_or_way_to_send_goes_on(tmp_path, shards):
     there, here = ({r["step"]: r for r in steps_of(tmp_path / name)} for name in ("plain", "back"))
     # the first step from there on has nothing to apply yet, the next what the first did without a delay
     assert [step for step in here if here[step]["grad_norm"] == 0] == [11], back.out
-    assert abs(here[12]["grad_norm"] - there[11]["grad_norm"]) < 1e-3
+    # but for int8, whose rounding changes the norm by 8e-4 on the text of Python 3.13; other steps by 10 %
+    assert abs(here[12]["grad_norm"] / there[11]["grad_norm"] - 1) < 1e-2
     assert here[11]["loss"] == there[11]["loss"]
     assert abs(val_loss(tmp_path / "back") - val_loss(tmp_path / "plain")) < 0.1
 
