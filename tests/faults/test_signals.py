@@ -256,7 +256,7 @@ def test_torchrun_is_killed(tmp_path, shards, number):
     process, mark = run_under_torchrun(shards, out)
     process.send_signal(number)
     assert finish(process, 15).code == -number  # its output ends with the last of the workers
-    wait_for(lambda: not marked(mark), 5)
+    wait_for(lambda: not marked(mark), 30)
     assert "stopped by SIGHUP" in (out / "train.log").read_text()
     assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
     again = GPT2.train(0, shards, out, steps=log_of(out)[-1]["step"] + 1)
