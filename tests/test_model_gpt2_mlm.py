@@ -210,6 +210,11 @@ def test_modern_starts_as_the_identity_and_every_parameter_moves_soon():
     model = GPT2(GPT2Config(VOCAB, PADDED, SEQ_LEN, n_layer=2, n_head=2, d_model=32, modern=True))
     x = torch.randn(1, 5, 32)
     assert torch.equal(model.transformer["blocks"][0](x, model.rope[:, :5]), x)
+    seen = []
+    hook = model.transformer["blocks"][0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(torch.arange(VOCAB)[None, :SEQ_LEN])
+    hook.remove()
+    assert abs(seen[0].std() - 1) < 0.1  # embeddings have variance 1
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     grads = step(model)
     assert all(g is not None for g in grads.values())

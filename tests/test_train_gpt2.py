@@ -114,6 +114,7 @@ def test_shape_and_context_come_from_the_weights(tmp_path, shards, corpus, monke
     assert train_gpt2.parse_args(["--init-from", "medium", "--data", text]).size == "gpt2-medium"
     tuned = GPT2.here("--init-from", "run", "--data", shards, "--steps", "2", "--out", "tuned")
     assert tuned.code == 0 and "seq_len 48" in tuned.out, tuned.out
+    assert "starting from run/checkpoints/step_" in tuned.out
     other = Trainer("train_hrm.py").here("--init-from", "run", "--data", text)
     assert other.code == 2 and "has no config.json here" in other.out, other.out
 
