@@ -1096,7 +1096,8 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     """Peak bytes in each process, by type, with `strategy` instead of --strategy. zero2 and zero3 hold their
     shards, gathered parameters, and the gradients of one block and of parameters outside blocks. zero2
     gathers all parameters, zero3 those of two blocks (one is prefetched) and those outside blocks. With the
-    other strategies, the largest gradient exists twice for a while, as parts from embedding and head.
+    other strategies, the largest gradient exists twice for a while, as parts from embedding and head, and
+    before there is optimizer state, `warm_up` holds each gradient twice.
     """
     largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
@@ -1111,8 +1112,9 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # summed gradient, last update
-    gradients = held + (outside + block if sharded else largest_one) + late  # the last: copies
     optimizer = 0 if offload else state if strategy == "ddp" else state / processes
+    again = max(largest_one, everything - optimizer)
+    gradients = held + (outside + block if sharded else again) + late  # the last: copies
     averaged = (args.ema > 0) * held
     return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
             "other": averaged + late, "activations": activations}
@@ -1455,7 +1457,9 @@ class TrainState:
             for name, p in self.model.named_parameters():
                 if p.requires_grad and p.grad is None:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
-            self.wrapped.zero_grad(set_to_none=True)
+            if i < 2:  # after the last, DDP keeps its gradients
+                self.wrapped.zero_grad()
+        self.clear_gradients()
         assert_in_sync(self.model.state_dict())
         # from here on the garbage collector skips all existing objects, a scan of which takes half a second
         gc.collect()
@@ -1511,7 +1515,13 @@ class TrainState:
                     optimizer.step()
                 elif not skip.item():
                     optimizer.step()
-        self.wrapped.zero_grad(set_to_none=True)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """DDP's gradients become zeros, because they are views of its buckets: after None, the next backward
+        pass without communication would hold each gradient a second time. Others are freed.
+        """
+        self.wrapped.zero_grad(set_to_none=not isinstance(self.wrapped, DistributedDataParallel))
 
     @contextlib.contextmanager
     def averaged_weights(self):

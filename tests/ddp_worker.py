@@ -215,6 +215,13 @@ def check_memory(world: World) -> None:
                 assert n == said[what] - max(p.nbytes for p in model.parameters()), (strategy, what, n, said)
             else:  # what is gathered for the time of a step is gone
                 assert n == held["ddp"][what] / 2 < said[what], (strategy, what, n, said)
+        if strategy == "ddp":  # the next step adds to DDP's buckets from its first micro-batch on
+            trained.wrapped(*batch(world.rank))[0].backward()  # DDP makes its last buckets
+            trained.clear_gradients()
+            buckets = [p.grad.data_ptr() for p in model.parameters()]
+            with trained.no_sync(True):
+                trained.wrapped(*batch(world.rank))[0].backward()
+            assert buckets == [p.grad.data_ptr() for p in model.parameters()]
 
 
 def check_gathering(world: World) -> None:
