@@ -28,8 +28,11 @@ from model import (GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, bloc
                    num_params, sample)
 
 SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 64, "n_layer": 1, "n_head": 4, "d_model": 64}
+WHOLE = {"ff": 128, "l_cycles": 1, "bp_cycles": 2, "inject_input": True}
 MODELS = {
     "hrm": lambda: HRM(HRMConfig(**SMALL, ff=128)),
+    "cycles": lambda: HRM(HRMConfig(**SMALL, **WHOLE, h_cycles=3)),
+    "halt": lambda: HRM(HRMConfig(**SMALL, **WHOLE, halt=True)),
     "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
     "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
     "pairs": lambda: HRM(HRMConfig(**SMALL, ff=128, start=499, response=498)),
