@@ -233,10 +233,10 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
     if not launched:  # gloo opens a port even for one process; keep it local
         env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # By default (3) NCCL aborts the process when a collective times out, before Python can say why. With 2 it
-    # aborts only the communicator. The collective then returns garbage, and the next one raises. There is
-    # always a next one before a checkpoint is written.
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    # By default (3; torchrun sets 1) NCCL aborts the process when a collective times out, before Python can
+    # say why. With 2 it aborts only the communicator. The collective then returns garbage, and the next one
+    # raises. There is always a next one before a checkpoint is written.
+    env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(backend, store=dist.PrefixStore("process group", store), rank=rank,

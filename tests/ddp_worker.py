@@ -323,6 +323,8 @@ def differing_depth(world: World, agree: bool) -> None:
 
 def run_checks(names: list[str]) -> None:
     world = ddp_utils.init(timeout=30)
+    # not torchrun's 1, with which NCCL ends a process whose peer is lost before it can name the peer
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
     for name in names:
         globals()[f"check_{name}"](world)
         torch.distributed.barrier()  # rank 0 may be through with one that fails on rank 1
