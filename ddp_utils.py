@@ -266,6 +266,13 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     if device == "cuda" and local_world_size > gpus:
         raise UserError(f"{local_world_size} processes on {host} with {gpus} GPUs: start torchrun with "
                         f"--nproc_per_node={gpus}, or use --device cpu.")
+    built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list())) if device == "cuda" else []
+    if built_for:
+        major, minor = torch.cuda.get_device_capability(local_rank())
+        if 10 * major + minor < min(map(int, built_for)):
+            raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {host} is too old for this build "
+                            "of torch: install the one that the table of drivers in cluster/README.md names, "
+                            "or use --device cpu.")
     has_nccl = device == "cuda" and dist.is_nccl_available()
     if backend == "nccl" and not has_nccl:
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")

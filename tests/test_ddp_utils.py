@@ -411,6 +411,21 @@ def test_ranks_started_by_hand_do_not_wait_for_ever(command, code, sentence):
         assert sentence.format(rank=rank) in done.out, done.out
 
 
+@pytest.mark.parametrize("capability, too_old", [((6, 1), True), ((7, 0), True), ((7, 5), False),
+                                                 ((8, 6), False), ((12, 1), False)])
+def test_a_gpu_that_this_torch_has_no_kernels_for_is_refused(monkeypatch, capability, too_old):
+    """A GTX 1080 with a CUDA 13 build, whose oldest kernels are for Turing."""
+    cuda = {"device_count": 1, "get_arch_list": ["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"],
+            "get_device_capability": capability, "get_device_name": "a card"}
+    for name, found in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    if too_old:
+        with pytest.raises(UserError, match="a card on .* is too old for this build of torch: install"):
+            ddp_utils.choose_device("gloo", "auto", 1)
+    else:
+        assert ddp_utils.choose_device("gloo", "auto", 1)[0] == torch.device("cuda", 0)
+
+
 def test_a_run_that_is_not_there_is_told_which_are(tmp_path, world):
     for name in ("a", "b", "empty"):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
