@@ -1458,14 +1458,13 @@ class TrainState:
         changes the order of sums, so a resumed run would drift from an uninterrupted one.
         """
         for i, inputs in enumerate((first, settled, settled)):
+            self.wrapped.zero_grad()
             with self.no_sync(i == 0):
                 self.wrapped(**inputs)[0].backward()
             free_gathered_params(self.model)
             for name, p in self.model.named_parameters():
                 if p.requires_grad and p.grad is None:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
-            if i < 2:  # after the last, DDP keeps its gradients
-                self.wrapped.zero_grad()
         self.clear_gradients()
         assert_in_sync(self.model.state_dict())
         # from here on the garbage collector skips all existing objects, a scan of which takes half a second
