@@ -1702,7 +1702,7 @@ def check_resumable(saved: dict, now: dict, say) -> None:
         loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # formerly a field of the model
         return fixed | model | fixed | loss  # the keys of `fixed` first; seq_len is that of the rows
 
-    was = {"attention": "causal", "loss": "all"} | fixed(saved)
+    was = {"attention": "causal", "loss": "all", "qk_norm": False} | fixed(saved)
     is_ = fixed(now)
     for what in is_:
         if was.get(what, is_[what]) != is_[what]:  # checkpoints of older versions lack some

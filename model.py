@@ -476,6 +476,7 @@ class HRMConfig(AttentionConfig):
                             "published, but the embedding table is the head",
                             ("identity", "published", "tied"))
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
+    qk_norm: bool = flag(False, "normalize queries and keys (Henry et al., arXiv 2010.04245)")
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
     eval_cycles: int = flag(0, "cycles in evaluation and use; 0: as in training, of a range twice the most")
     settle: bool = flag(False, "with pairs, in evaluation and use: end the cycles of a prompt and its "
@@ -534,12 +535,13 @@ class HRMConfig(AttentionConfig):
 
 class HRMBlock(Block):
     """Pre-norm block without biases: RMSNorm without parameters, gated attention (causal by default) with
-    RoPE, SwiGLU.
+    RoPE, SwiGLU. With `qk_norm`, queries and keys have norm sqrt(head_dim), as Henry et al. (2020, arXiv
+    2010.04245) propose with another scale.
     """
 
     def __init__(self, c: HRMConfig):
         super().__init__()
-        self.head_dim, self.eps, self.dropout = c.head_dim, c.norm_eps, c.dropout
+        self.head_dim, self.eps, self.dropout, self.qk_norm = c.head_dim, c.norm_eps, c.dropout, c.qk_norm
         self.gqkv = Linear(c.d_model, 4 * c.d_model, bias=False)  # gate, query, key, value
         self.attn_out = Linear(c.d_model, c.d_model, bias=False)
         self.gate_up = Linear(c.d_model, 2 * c.ff, bias=False)
@@ -564,6 +566,8 @@ class HRMBlock(Block):
         B, T, C = x.shape
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
         q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        if self.qk_norm:
+            q, k = rms_norm(q, self.eps), rms_norm(k, self.eps)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -782,8 +786,10 @@ class GPT2Config(AttentionConfig):
     n_head: int = flag(12, "attention heads")
     d_model: int = flag(768, "channels; the MLP has four times as many, with --modern 8/3 as many")
     dropout: float = flag(0.0, DROPOUT)
-    modern: bool = flag(False, "the block of the HRM: gated attention, SwiGLU, RMSNorm, rotary positions, "
-                        "zero-initialised projections; an untied head; best with --optimizer muon")
+    modern: bool = flag(False, "the block of the HRM with normalized queries and keys: gated attention, "
+                        "SwiGLU, RMSNorm, rotary positions, zero-initialised projections; an untied head; "
+                        "best with --optimizer muon")
+    qk_norm: bool = False  # train_gpt2.py sets it with `modern`; modern checkpoints of before lack it
     norm_eps: float = 1e-5
     zero_init: ClassVar[bool] = True  # of a modern model
 
@@ -1276,7 +1282,7 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) 
 
 
 def hrm_to_hf(c: HRMConfig) -> dict:
-    refuse_export(c, "halt", "inject_input", "settle")
+    refuse_export(c, "halt", "inject_input", "qk_norm", "settle")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             # their cache has a layer for each attention call
             "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,

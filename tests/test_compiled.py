@@ -34,7 +34,7 @@ MODELS = {
     "cycles": lambda: HRM(HRMConfig(**SMALL, **WHOLE, h_cycles=3)),
     "halt": lambda: HRM(HRMConfig(**SMALL, **WHOLE, halt=True)),
     "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
-    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
+    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True, qk_norm=True)),
     "pairs": lambda: HRM(HRMConfig(**SMALL, ff=128, start=499, response=498)),
     "mlm": lambda: MLM(MLMConfig(**SMALL | {"n_layer": 2}, ff=96, eot=499, window=16))}
 

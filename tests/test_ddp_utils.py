@@ -483,20 +483,21 @@ def test_compiled_blocks_use_the_libdevice_of_triton(tmp_path, monkeypatch, inst
     assert os.environ["TRITON_LIBDEVICE_PATH"] == "of the user"
 
 
-def test_checkpoints_from_before_pairs_were_causal_and_learned_everything():
+def test_checkpoints_that_lack_a_field_have_the_value_of_their_time():
     def identity(**changes) -> dict:
         return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "settings": {},
                 "model_config": {"dropout": 0.0}} | changes
 
-    def now(attention="causal", loss="all") -> dict:
-        return identity(model_config={"dropout": 0.0, "attention": attention}, loss_on=loss)
+    def now(attention="causal", loss="all", qk_norm=False) -> dict:
+        config = {"dropout": 0.0, "attention": attention, "qk_norm": qk_norm}
+        return identity(model_config=config, loss_on=loss)
 
     old = identity(path="old.pt", loss=5.2)  # that of the step
     # until what is learned became a matter of the data, it was one of the model
     newer = old | {"model_config": {"dropout": 0.0, "attention": "causal", "loss": "all"}}
     for saved in (old, newer):
         ddp_utils.check_resumable(saved, now(), print)
-        for changed in ({"attention": "isolated"}, {"loss": "response"}):
+        for changed in ({"attention": "isolated"}, {"loss": "response"}, {"qk_norm": True}):
             with pytest.raises(UserError, match=f"cannot be resumed: {next(iter(changed))} was "):
                 ddp_utils.check_resumable(saved, now(**changed), print)
 

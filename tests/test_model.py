@@ -293,6 +293,18 @@ def test_whole_cycles_equal_explicit_detach(config):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_normalized_queries_and_keys_have_no_scale(qk_norm):
+    model, x = hrm(qk_norm=qk_norm), tokens()
+    expected = model(x)
+    with torch.no_grad():
+        for block in (*model.H.blocks, *model.L.blocks):
+            _, query, key, _ = block.gqkv.weight.chunk(4)
+            query *= 3
+            key *= 5
+    assert torch.allclose(model(x), expected, atol=1e-4) == qk_norm
+
+
 def test_states_are_what_fixed_numbers_of_cycles_give():
     model, x = hrm(inject_input=True), tokens()
     for cycles, state in enumerate(model.states(x, 4), 1):
@@ -466,7 +478,7 @@ def test_control_attention_that_is_not_causal(monkeypatch):
     assert not torch.equal(*prefixes(hrm()))
 
 
-SHAPES = [{}, {"inject_input": True}, {"depth": 2}, {"halt": True},
+SHAPES = [{}, {"inject_input": True, "qk_norm": True}, {"depth": 2}, {"halt": True},
           {"tie": False, "h_cycles": 1, "l_cycles": 2}]
 
 
@@ -759,7 +771,7 @@ def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, t
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids  # the control
 
 
-@pytest.mark.parametrize("option", ["halt", "inject_input"])
+@pytest.mark.parametrize("option", ["halt", "inject_input", "qk_norm"])
 def test_models_without_a_counterpart_are_not_exported(option, tokenizer, tmp_path):
     with pytest.raises(UserError, match="--" + option.replace("_", "-")):
         export(hrm(vocab_size=257, padded_vocab=320, **{option: True}), tokenizer, tmp_path / "hf")

@@ -52,7 +52,7 @@ from test_model import (
 )
 
 EOT, WINDOW = 0, 6  # three tokens to either side
-KINDS = {"gpt2": {}, "modern": {"modern": True}}
+KINDS = {"gpt2": {}, "modern": {"modern": True, "qk_norm": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def step(model) -> dict:
     return {"loss": loss.detach(), **gradients(model)}
 
 
-BUILDS = {"gpt2": gpt2, "modern": lambda *a, **k: gpt2(*a, modern=True, **k), "mlm": mlm}
+BUILDS = {"gpt2": gpt2, "modern": lambda *a, **k: gpt2(*a, **KINDS["modern"], **k), "mlm": mlm}
 each_model = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 
 # -----------------------------------------------------------------------------------------------------------
