@@ -160,6 +160,13 @@ def launch(main) -> None:
     os._exit(code)
 
 
+def leave_at_once(number, frame) -> None:
+    """Ends the process on Ctrl-C while it compiles: torch's compiler can lose or wrap a KeyboardInterrupt."""
+    if local_rank() == 0:
+        os.write(2, b"\nstopped\n")
+    os._exit(130)
+
+
 @dataclass(frozen=True)
 class World:
     """This process's place among all processes, as torchrun numbers them."""
@@ -1457,6 +1464,7 @@ class TrainState:
         (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
         changes the order of sums, so a resumed run would drift from an uninterrupted one.
         """
+        signal.signal(signal.SIGINT, leave_at_once)
         for i, inputs in enumerate((first, settled, settled)):
             self.wrapped.zero_grad()
             with self.no_sync(i == 0):

@@ -12,15 +12,18 @@ import signal
 import threading
 import time
 import uuid
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, finish, start, torchrun
 from processes import Group, marked
 from runs import Trainer, assert_same_run, evaluations_of, log_of, steps_of, worker
 
 import data
 import ddp_utils
+import model
 from ddp_utils import list_checkpoints, read_checkpoint
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -146,6 +149,28 @@ def test_compile(tmp_path, shards, number):
     done = group.finish(20)
     assert done.code == code_of_death(number) and "Traceback (most recent" not in done.out, done.out
     wait_for(lambda: not marked(group.mark), 20)
+
+
+class InACallback:
+    """Ctrl-C in a callback of a weak reference, where Python drops exceptions. torch's compiler has such."""
+
+    def __call__(self):
+        real = model.GPT2.hidden
+
+        def hidden(*arguments):
+            dying = torch.zeros(1)
+            callback = weakref.ref(dying, lambda _: os.kill(os.getpid(), signal.SIGINT))
+            del dying
+            assert callback() is None
+            return real(*arguments)
+
+        model.GPT2.hidden = hidden
+
+
+def test_ctrl_c_where_exceptions_are_dropped(tmp_path, shards):
+    done = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "run"), fault=InACallback()).finish()
+    assert done.code == 130 and "step 1/" not in done.out, done.out
+    assert done.out.endswith("\nstopped\n") and "Traceback" not in done.out
 
 
 @pytest.mark.parametrize("number", [*STOPS, signal.SIGHUP])
