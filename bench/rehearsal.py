@@ -231,7 +231,7 @@ class Case:
         fields = self.model_class.Config.__dataclass_fields__
         chosen = {key: value for key, value in self.size.items() if key in fields}
         return self.model_class.Config(**chosen | {"seq_len": self.seq_len}
-                                       | ({"modern": True} if self.modern else {}))
+                                       | ({"modern": True, "qk_norm": True} if self.modern else {}))
 
 
 def cases() -> list[Case]:
