@@ -227,10 +227,15 @@ class HuggingFaceTokenizer:
         special = set(self.specials.values())
         vocab = self._tokenizer.get_vocab()
         word_piece = any(word.startswith("##") for word in vocab)  # it marks the continuation of a word
+        byte_level = "ByteLevel" in str(self._tokenizer.decoder)
 
         def spell(word: str) -> bytes:
+            if byte_level and all(c in CHAR_TO_BYTE for c in word):
+                return bytes(CHAR_TO_BYTE[c] for c in word)
+            if byte := re.fullmatch("<0x([0-9A-F]{2})>", word):  # of SentencePiece
+                return bytes.fromhex(byte[1])
             word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
-            return re.sub("[\u2581\u0120]", " ", word).encode()  # the spaces of SentencePiece and GPT-2
+            return word.replace("\u2581", " ").encode()  # the space of SentencePiece
 
         return {i: spell(word) for word, i in vocab.items() if i not in special}
 
@@ -578,7 +583,7 @@ class Source:
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:
     """Two twelve-digit numbers and their sum, highest digit first. The longest run of columns whose digits
-    add up to 9 has `level` columns, so a digit depends on a carry from far to its right.
+    add up to 9 has `level` columns, so a carry from the right passes through all.
     """
     while True:
         begin = some.randrange(13 - level)

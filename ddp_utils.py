@@ -59,6 +59,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 # fields of a configuration that a resumed run may change
 CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles", "settle")
+OWN_TO_A_RUN = {"seq_len", "dropout", "attention", "init"}  # --init-from sets all others
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # it warns against in-place operations in selectively checkpointed code; blocks have none
@@ -554,7 +555,8 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     keys = dict.fromkeys(itertools.chain(*sizes.values()))
     table = [["--size", *sizes]]
     for key in keys:
-        table.append([key, *(str(row.get(key, "")) for row in sizes.values())])
+        default = getattr(config_class, key, "")
+        table.append([key, *(str(row.get(key, default)) for row in sizes.values())])
     widths = [max(map(len, column)) for column in zip(*table)]
     parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
         "  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
@@ -571,8 +573,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         elif choices := field.metadata["choices"]:
             group.add_argument(f"--{name}", choices=choices, help=text)
         else:  # `parse` sets the default, because sizes have their own defaults
-            text += "" if field.name in keys else f" ({field.default})"
-            number_type = positive_int if field.type is int else fraction
+            text += "" if field.name in keys or field.default is None else f" ({field.default})"
+            whole = nonnegative_int if field.default == 0 else positive_int
+            number_type = whole if field.type is int else fraction
             group.add_argument(f"--{name}", type=field.metadata["type"] or number_type, help=text)
     group.add_argument("--compile", action=argparse.BooleanOptionalAction,
                        help="compile each block (default: on GPUs)")
@@ -722,7 +725,12 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
 
     size = size or min(sizes, key=unlike)  # tiny, the first, without --init-from
     defaults = {field.name: field.default for field in flag_fields(config_class)}
-    defaults |= {"vocab_size": None} | recipe(given, sizes[size])
+    shape = {name: weights[name] for name in defaults.keys() & weights.keys() - OWN_TO_A_RUN}
+    for name in shape.keys() - CHANGEABLE:
+        if (asked := vars(given)[name]) is not None and asked != type(asked)(shape[name]):
+            raise UserError(f"{given.init_from} was trained with {name} {shape[name]}: leave out "
+                            f"--{name.replace('_', '-')}, or start without --init-from.")
+    defaults |= {"vocab_size": None} | recipe(given, sizes[size]) | shape
     defaults |= {"size": size, "global_batch": None, "batch": None}  # plan_run computes the last two
     args = argparse.Namespace(**vars(given) | defaults)
     for name, value in vars(given).items():
@@ -1038,7 +1046,8 @@ def run_directory(args: argparse.Namespace, name: str) -> Path:
 
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
     """--export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of --resume."""
-    changes = {name: vars(args)[name] for name in ("eval_cycles", "settle") if vars(args).get(name)}
+    asked = {name: vars(args).get(name) for name in ("eval_cycles", "settle")}
+    changes = {name: value for name, value in asked.items() if value is not None}
     resume = out if args.resume == "auto" else args.resume
     model, saved = load_model(model_class, resume, world, print, **changes)
     assert_trained_with(args, model.config, saved["path"])
@@ -1722,8 +1731,7 @@ def check_resumable(saved: dict, now: dict, say) -> None:
     were = [f"{flag} {value}" for flag, value in saved["settings"].items()
             if value not in (None, False) and flag not in now["settings"]]
     if were:
-        say(f"resuming a run of another version, which had {', '.join(were)}: here these are constants in "
-            "the code")
+        say(f"resuming a run of another version, which had {', '.join(were)}: this version has no such flags")
 
 
 class Checkpoints:
@@ -2087,7 +2095,8 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     c = model.config
     data = dataset.train
     val = [*dataset.val.values()]
-    shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))]
+    shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))
+             if getattr(c, field.name) is not None]
     hosts = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     facts = {"model": identity["family"], "parameters": num_params(model), "blocks": len(blocks),
              "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape)}
@@ -2294,7 +2303,8 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
     if dataset.roles["response"] < 0:
         return log.sample(prompt + text, step)
     if expected:
-        command = f"python {sys.argv[0]} --out {shlex.quote(str(log.out))} --prompt {shlex.quote(prompt)}"
+        command = (f"python {sys.argv[0]} --size {args.size} --out {shlex.quote(str(log.out))} --prompt "
+                   f"{shlex.quote(prompt)}")
         text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
     log.sample(f"{cycles_of(state.model)}prompt:\n{prompt}\nresponse:\n{text}", step)
 

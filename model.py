@@ -469,8 +469,7 @@ class HRMConfig(AttentionConfig):
     h_cycles: int = flag(2, "cycles, each of --l-cycles calls of the stack L and one of H; a range such as "
                          "4:8 draws their number anew for each training step", type=str)
     l_cycles: int = flag(3, "calls of the fast stack L in each cycle")
-    bp_cycles: int = flag(0, "backpropagate through this many whole cycles, the last ones, instead of "
-                          "--bp-steps")
+    bp_cycles: int = flag(0, "backpropagate through this many whole cycles, the last ones; 0: --bp-steps")
     init: str | None = flag(None, "identity: blocks start by adding zero to the residual stream, and the "
                             "untied head starts small; published: as in HRM-Text, also untied; tied: as "
                             "published, but the embedding table is the head",
@@ -478,8 +477,9 @@ class HRMConfig(AttentionConfig):
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
     qk_norm: bool = flag(False, "normalize queries and keys (Henry et al., arXiv 2010.04245)")
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
-    eval_cycles: int = flag(0, "cycles in evaluation and use; 0: as in training, of a range twice the most")
-    settle: bool = flag(False, "with pairs, in evaluation and use: end the cycles of a prompt and its "
+    eval_cycles: int = flag(None, "cycles in evaluation and use (default: as in training, of a range twice "
+                            "the most)")
+    settle: bool = flag(None, "with pairs, in evaluation and use: end the cycles of a prompt and its "
                         "response when its state hardly changes any more; --eval-cycles is then the most")
     least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
     max_cycles: int = 4  # the largest number of cycles with `halt`
@@ -495,6 +495,9 @@ class HRMConfig(AttentionConfig):
             self.embed_scale = self.d_model ** 0.5
         if self.init:
             self.tie, self.zero_init = self.init == "tied", self.init == "identity"
+        if self.settle and self.halt:
+            raise UserError("--settle does not go with --halt, which weighs the cycles itself: leave one of "
+                            "them out.")
         if self.zero_init and self.tie:
             raise UserError("a model that starts as the identity needs a head of its own, or it would only "
                             "repeat its input.")
@@ -644,7 +647,7 @@ class HRM(CausalLM):
         if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient anyway
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
-        if self.config.settle and not self.training:
+        if self.settles():
             sums["taken"] = ((ponder + 1) * (targets >= 0)).sum()
         if self.config.halt:
             ponder = (ponder * (targets >= 0)).sum()
@@ -652,13 +655,17 @@ class HRM(CausalLM):
             sums["ponder"] = ponder.detach()
         return objective, sums
 
+    def settles(self) -> bool:
+        """Whether each prompt ends its cycles itself."""
+        return self.config.settle and self.config.response >= 0 and not self.training
+
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False, cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
         """Runs the recurrence on idx (B, T). Returns the state for the head (B, T, C), the ponder cost per
         token (B, T) and the number of cycles run. With `fixed_depth`, all run, without asking other ranks.
         """
         c = self.config
-        if c.settle and c.response >= 0 and not self.training and not cycles:
+        if self.settles() and not cycles:
             return self.settled(idx, cache, fixed_depth)
         cycles = cycles or (c.cycles if self.training else c.used_cycles)
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)

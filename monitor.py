@@ -644,11 +644,16 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
-    """Draws loss, learning rate, throughput and a trainer's own numbers into a PNG 800 pixels wide, over
-    steps for one run, over tokens for several. `runs` has records by name. Raises ImportError and UserError.
+    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches (for one run those of
+    each validation set) into a PNG 800 pixels wide, over steps for one run, over tokens for several. `runs`
+    has records by name. Raises ImportError and UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
-    own = dict.fromkeys(key for records in runs.values() for record in records for key in own_keys(record))
+    everything = [record for records in runs.values() for record in records]
+    own = dict.fromkeys(key for record in everything for key in own_keys(record))
+    if any("val_exact" in record for record in everything):
+        own["val_exact"] = None
+    sets = dict.fromkeys(key for record in everything for key in record if key.startswith("val_exact/"))
     figure = Figure(figsize=(8, 8 + 1.6 * len(own)))
     heights = (3, *[1] * (2 + len(own)))
     loss, *others = figure.subplots(3 + len(own), 1, sharex=True, height_ratios=heights)
@@ -666,6 +671,11 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
         curve(loss, records, "val_loss", marker=marker, markersize=5, label=name, **style)
         for key, axes in below.items():
             curve(axes, records, key, **style)
+    if len(runs) == 1 and sets:
+        for i, key in enumerate(sets, 1):
+            curve(below["val_exact"], everything, key, color=f"C{i}", linestyle=LINES[i % len(LINES)],
+                  marker=MARKERS[i % len(MARKERS)], markersize=3, label=key.removeprefix("val_exact/"))
+        below["val_exact"].legend(fontsize=6, ncols=2)
     loss.set(title="validation loss (with markers) and training loss (thin)", ylabel="loss (nats per token)")
     loss.legend(handlelength=4)
     for key, axes in below.items():

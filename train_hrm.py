@@ -62,6 +62,10 @@ def int_range(flag: str, text, lowest: int) -> tuple[int, int]:
     return low, high
 
 
+def as_range(low: int, high: int) -> str:
+    return f"{low} to {high}" if low < high else f"{high}"
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, HRMConfig, SIZES)
     flag = flag_group(parser, "recurrence")
@@ -124,6 +128,10 @@ def main() -> None:
         record["bp_steps"], round(record["cycles"]) if c.halt else None))
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--prompt")
+    trained = as_range(1 if c.halt else least_cycles, c.cycles)
+    used = as_range(1 if c.halt or c.settle else c.used_cycles, c.used_cycles)
+    graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
+    log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through the last {graph}")
     state.warm_up(*examples)
     stop = StopVote(world)
     loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,

@@ -42,6 +42,10 @@ def settled(model: HRM, shards: data.Shards, device) -> list[float]:
     return [sums["exact"] / sums["samples"], sums["taken"] / sums["labels"]]
 
 
+def numbers(text: str) -> list[int]:
+    return [ddp_utils.positive_int(n) for n in text.split(",")]
+
+
 def mean(levels: dict[str, list[float]], prefix: str) -> list[float]:
     """The mean over the levels whose name begins so, number by number."""
     chosen = [numbers for name, numbers in levels.items() if name.startswith(prefix)]
@@ -69,15 +73,19 @@ def main() -> None:
     parser = data.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories")
     parser.add_argument("--data", type=Path, default="shards/task-addition-bytes", help="prepared samples")
-    parser.add_argument("--cycles", default="1,2,3,4,6,8,12,16,24", help="columns of the table")
+    parser.add_argument("--cycles", type=numbers, default="1,2,3,4,6,8,12,16,24", help="columns of the table")
     parser.add_argument("--picture", type=Path, help="PNG of the first run, a line for each level")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
-    columns = [int(n) for n in args.cycles.split(",")]
+    columns = args.cycles
+    if args.picture and not args.picture.parent.is_dir():
+        raise data.UserError(f"{args.picture.parent} is no directory: create it, or name another --picture.")
     print("| run | level |" + "".join(f" {n} |" for n in columns) + " by itself | cycles |\n"
           + "|---" * (len(columns) + 4) + "|")
     for run in args.runs:
         model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None)
+        if model.config.response < 0 or model.config.halt:
+            raise data.UserError(f"{run} was trained on text or with --halt: name a run on a task.")
         model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
         model.eval()
         dataset = data.Dataset([args.data], model.config.seq_len)
@@ -86,8 +94,9 @@ def main() -> None:
         model.config.settle = True
         own = {name: settled(model, shards, world.device) for name, shards in dataset.val.items()}
         for prefix in ("trained", "untrained"):
-            levels[f"mean of {prefix}"] = mean(levels, prefix)
-            own[f"mean of {prefix}"] = mean(own, prefix)
+            if any(name.startswith(prefix) for name in dataset.val):
+                levels[f"mean of {prefix}"] = mean(levels, prefix)
+                own[f"mean of {prefix}"] = mean(own, prefix)
         for name, exact in levels.items():
             cells = [f"{exact[n - 1]:.1%}" for n in columns]
             print(f"| {run.name} | {name} | {' | '.join(cells)} | {own[name][0]:.1%} | {own[name][1]:.1f} |",

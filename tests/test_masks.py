@@ -1,5 +1,7 @@
 """The masks of the masked language model: a pure function of seed, epoch, row and position."""
 
+import json
+
 import numpy as np
 import pytest
 from conftest import SHARED
@@ -136,6 +138,24 @@ def test_word_pieces_continue_a_word(tmp_path):
     assert set(tokenizer.specials.values()) >= {0, 1, 2}
     masker = data.Masker(tokenizer, T, 0.3, 0, whole_words=True)
     assert masker.starts_word[[3, 4, 5, 6]].tolist() == [True, False, True, True]
+
+
+def test_bytes_of_tokens_that_another_program_wrote(tmp_path):
+    """In the vocabulary a byte-level BPE spells a byte as a character, and SentencePiece some as <0xNN>."""
+    pytest.importorskip("tokenizers")
+    ours = data.train_bpe(["Niño: ¡eh!\n\tИван 你好 " * 9], 300)
+    spec = json.loads(ours.to_json())
+    spec["model"]["dropout"] = None
+    theirs = data.parse_tokenizer_json("other", json.dumps(spec))
+    assert isinstance(theirs, data.HuggingFaceTokenizer) and not isinstance(ours, data.HuggingFaceTokenizer)
+    assert theirs.spellings() == ours.spellings()
+    vocab = {"<unk>": 0, "</s>": 1, "<0x0A>": 2, "\u2581é": 3}
+    spec = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
+            "post_processor": None, "decoder": {"type": "ByteFallback"},
+            "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True,
+                      "unk_token": "<unk>"}}
+    spelled = data.parse_tokenizer_json("other", json.dumps(spec)).spellings()
+    assert spelled[2] == b"\n" and spelled[3] == " é".encode()
 
 
 def test_gpt2_has_room_for_the_mask(monkeypatch):

@@ -548,6 +548,24 @@ def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsy
     assert png_size(tmp_path / "training_history.png") == (800, 960)  # a picture below the three others
 
 
+def test_the_picture_has_the_exact_matches_of_each_level(tmp_path, monkeypatch):
+    """For several runs only their mean."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, *given, **named: (
+        drawn.append(self.axes[-1]), save(self, *given, **named)))
+    found = {"val_loss": 1.0, "val_exact": 0.5, "val_exact/easy": 0.75, "val_exact/hard": 0.25}
+    records = [record(1), {"step": 1, "tokens": 32, **found}]
+    monitor.draw_curves({"one": records}, tmp_path / "one.png")
+    monitor.draw_curves({"one": records, "two": records}, tmp_path / "two.png")
+    one, two = drawn
+    assert one.get_ylabel() == two.get_ylabel() == "val_exact"
+    levels = {line.get_label(): [*line.get_ydata()] for line in one.lines[1:]}
+    assert levels == {"easy": [0.75], "hard": [0.25]}
+    assert [[*line.get_ydata()] for line in two.lines] == [[0.5], [0.5]]
+
+
 @pytest.mark.parametrize("loss, warned", [("all", True), ("response", False)])
 def test_a_small_text_is_warned_of_but_not_small_pairs(tmp_path, monkeypatch, capsys, loss, warned):
     """Pairs, of which only a few tokens are learned, need many passes."""

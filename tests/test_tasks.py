@@ -121,7 +121,7 @@ def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path
     monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = (f"prompt:\n{question}\nresponse:\nsome text\nresponse in the data:\n{answer}\nask it yourself: "
-             f"python train_hrm.py --out {tmp_path / 'run'} --prompt '{question}'\n")
+             f"python train_hrm.py --size puzzle --out {tmp_path / 'run'} --prompt '{question}'\n")
     assert done.code == 0 and shown in done.out, done.out
     short = data.prepare("task:doubling", tmp_path / "short", max_samples=50, workers=1, row=90)
     done = puzzles.train(0, short, tmp_path / "short-run")

@@ -350,6 +350,26 @@ def test_cycles_of_evaluation(tmp_path, shards):
     assert (exported["H_cycles"], exported["num_hidden_layers"]) == (4, 16)
 
 
+def test_a_run_of_many_cycles_goes_on_from_its_weights(tmp_path, shards):
+    """The graph has to reach the untied embedding through the cycles of the weights, not of the size."""
+    first = train(0, shards, tmp_path / "nine", h_cycles=9, l_cycles=1, steps=1)
+    line = "cycles: 9 in training, 9 in evaluation; backpropagation through the last 2 to 10 stack calls"
+    assert first.code == 0 and line in first.out, first.out
+    assert train(0, shards, tmp_path / "tuned", size="tiny", init_from=tmp_path / "nine", steps=1).code == 0
+    assert steps_of(tmp_path / "tuned")[-1]["bp_steps"] == 10
+    settings = json.loads((tmp_path / "tuned" / "config.json").read_text())["settings"]
+    assert (settings["h_cycles"], settings["l_cycles"]) == (9, 1)
+
+
+def test_settling_is_for_prompts_and_can_be_left_out_again(tmp_path, shards):
+    flags = {"settle": True, "init": "published", "steps": 1, "eval_every": 1}
+    assert train(0, shards, tmp_path / "run", **flags).code == 0
+    assert "val_cycles" not in evaluations_of(tmp_path / "run")[-1]  # a text runs all cycles
+    refused = here("--out", tmp_path / "run", "--export")
+    assert refused.code == 2 and "--settle has no Hugging Face counterpart" in refused.out, refused.out
+    assert here("--out", tmp_path / "run", "--export", "--no-settle").code == 0
+
+
 def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
     """Until then it has no optimizer state and no weight decay; from there a run also resumes bit for bit.
     One that would wait for ever is refused.
