@@ -1595,6 +1595,9 @@ class TrainState:
         assert_same_parameters(self.model, saved)
         tensors = dict.fromkeys(GROUPS, {}) | saved["tensors"]
         world = self.world
+        if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels and their number
+            share = torch.where(late["labels"] > 0, 1 / late["labels"], 0.0).float()
+            tensors["late"] = late | {"gradient": late["gradient"] * share}
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
