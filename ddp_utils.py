@@ -59,7 +59,6 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 # fields of a configuration that a resumed run may change
 CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles", "settle")
-OWN_TO_A_RUN = {"seq_len", "dropout", "attention", "init"}  # --init-from sets all others
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # it warns against in-place operations in selectively checkpointed code; blocks have none
@@ -725,12 +724,12 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
 
     size = size or min(sizes, key=unlike)  # tiny, the first, without --init-from
     defaults = {field.name: field.default for field in flag_fields(config_class)}
-    shape = {name: weights[name] for name in defaults.keys() & weights.keys() - OWN_TO_A_RUN}
-    for name in shape.keys() - CHANGEABLE:
-        if (asked := vars(given)[name]) is not None and asked != type(asked)(shape[name]):
-            raise UserError(f"{given.init_from} was trained with {name} {shape[name]}: leave out "
+    for name in defaults.keys() & weights.keys() - {"seq_len", "attention", "init", *CHANGEABLE}:
+        asked = vars(given)[name]
+        if asked is not None and asked != type(asked)(weights[name]):
+            raise UserError(f"{given.init_from} was trained with {name} {weights[name]}: leave out "
                             f"--{name.replace('_', '-')}, or start without --init-from.")
-    defaults |= {"vocab_size": None} | recipe(given, sizes[size]) | shape
+    defaults |= {"vocab_size": None} | recipe(given, sizes[size])
     defaults |= {"size": size, "global_batch": None, "batch": None}  # plan_run computes the last two
     args = argparse.Namespace(**vars(given) | defaults)
     for name, value in vars(given).items():

@@ -17,9 +17,9 @@ import re
 import data
 from data import UserError
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, flag_group, identity_of, launch, load_data, log_step, make_parser,
-                       new_model, open_run, parse, plan_run, run_directory, sample, seed_step, set_modes,
-                       start, use_model)
+                       end_run, evaluate, flag_group, flags_of_model, identity_of, launch, load_data,
+                       log_step, make_parser, new_model, open_run, parse, plan_run, run_directory, sample,
+                       seed_step, set_modes, start, use_model)
 from model import HRM, HRMConfig, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
@@ -77,26 +77,34 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.least_cycles = least if least < args.h_cycles else 0
     if args.halt and args.least_cycles:
         raise UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one number.")
-    cycles = HRMConfig.max_cycles if args.halt else args.h_cycles
-    calls = cycles * (args.l_cycles + 1)
     if args.bp_steps:
-        args.bp_steps, args.bp_cycles = int_range("--bp-steps", args.bp_steps, 2), 0
-    elif args.bp_cycles:
-        args.bp_steps = (args.bp_cycles * (args.l_cycles + 1),) * 2
-    else:
-        high = 5 if args.init == "tied" or args.halt or args.inject_input else max(cycles + 1, 5)
-        args.bp_steps = (high if args.init_from else 2, high)  # trained weights need no ramp
-    if args.bp_steps[1] > max(calls, 5):
-        kept = f"--bp-cycles {args.bp_cycles}" if args.bp_cycles else f"--bp-steps {args.bp_steps[1]}"
-        raise UserError(f"{kept} is more than the {cycles} cycles of {args.l_cycles + 1} stack calls.")
+        args.bp_cycles = 0
+    if not args.init_from:  # whose weights say how many cycles there are
+        truncation(args, HRMConfig(**flags_of_model(HRMConfig, args)))
     return args
+
+
+def truncation(args: argparse.Namespace, c: HRMConfig) -> tuple[int, int]:
+    """The stack calls that keep a graph, at the start of the run and after the ramp. Raises UserError."""
+    calls = c.l_cycles + 1  # of a cycle
+    if args.bp_steps:
+        low, high = int_range("--bp-steps", args.bp_steps, 2)
+    elif c.bp_cycles:
+        low = high = c.bp_cycles * calls
+    else:
+        high = 5 if c.tie or c.halt or c.inject_input else max(c.cycles + 1, 5)
+        low = high if args.init_from else 2  # trained weights need no ramp
+    if high > max(c.cycles * calls, 5):
+        kept = f"--bp-cycles {c.bp_cycles}" if c.bp_cycles else f"--bp-steps {high}"
+        raise UserError(f"{kept} is more than the {c.cycles} cycles of {calls} stack calls.")
+    return low, high
 
 
 def main() -> None:
     args = parse_args()
-    low, high = args.bp_steps
     if args.dry_run is not None:
         from test_ddp import dry_run
+        _, high = truncation(args, HRMConfig(**flags_of_model(HRMConfig, args)))
         return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
     world = start(args)
     out = run_directory(args, f"hrm-{args.size}")
@@ -111,6 +119,7 @@ def main() -> None:
     model = new_model(HRM, args, dataset, world, saved, log.say, least_cycles=args.least_cycles,
                       vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     c = model.config
+    args.bp_steps = low, high = truncation(args, c)
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
         raise UserError(f"with a graph through {high} stack calls an untied embedding never learns: add "

@@ -42,7 +42,7 @@ def settled(model: HRM, shards: data.Shards, device) -> list[float]:
     return [sums["exact"] / sums["samples"], sums["taken"] / sums["labels"]]
 
 
-def numbers(text: str) -> list[int]:
+def cycle_numbers(text: str) -> list[int]:
     return [ddp_utils.positive_int(n) for n in text.split(",")]
 
 
@@ -73,7 +73,8 @@ def main() -> None:
     parser = data.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories")
     parser.add_argument("--data", type=Path, default="shards/task-addition-bytes", help="prepared samples")
-    parser.add_argument("--cycles", type=numbers, default="1,2,3,4,6,8,12,16,24", help="columns of the table")
+    parser.add_argument("--cycles", type=cycle_numbers, default="1,2,3,4,6,8,12,16,24",
+                        help="columns of the table")
     parser.add_argument("--picture", type=Path, help="PNG of the first run, a line for each level")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")

@@ -62,7 +62,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     if kind is GPT2:
         return num_params(model), model.flops_per_token()
     model.config.least_cycles = parsed.least_cycles
-    return num_params(model), model.flops_per_token(parsed.bp_steps[1])
+    return num_params(model), model.flops_per_token(trainer.truncation(parsed, model.config)[1])
 
 
 def harder_half(record: dict) -> float:

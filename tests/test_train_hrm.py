@@ -229,12 +229,20 @@ def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
     assert done.code == 0 and re.search("note: .*shards/text-bytes, prepared before, is used", done.out)
 
 
+def parsed(*flags):
+    """The flags of a run, with the bp_steps that it begins and goes on with."""
+    args = train_hrm.parse_args([*flags])
+    config = train_hrm.HRMConfig(**ddp_utils.flags_of_model(train_hrm.HRMConfig, args))
+    args.bp_steps = train_hrm.truncation(args, config)
+    return args
+
+
 def test_trained_weights_are_trained_further_gently():
-    args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere"])
+    args = parsed("--size", "1b", "--init-from", "hf:somewhere")
     assert (args.lr, args.warmup, args.epochs, args.bp_steps) == (3e-5, 0, 3, (5, 5))
     args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere", "--steps", "7", "--lr", "1"])
     assert (args.steps, args.epochs, args.lr) == (7, None, 1)
-    scratch = train_hrm.parse_args(["--size", "1b"])
+    scratch = parsed("--size", "1b")
     assert (scratch.lr, scratch.warmup, scratch.epochs, scratch.bp_steps) == (2.2e-4, 1000, None, (2, 5))
 
 
@@ -246,7 +254,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     assert (train_hrm.BETAS, train_hrm.WEIGHT_DECAY, train_hrm.MIN_LR_RATIO) == ((0.9, 0.95), 0.1, 0.1)
 
     def differ(wanted, *flags):
-        args = vars(train_hrm.parse_args([*flags]))
+        args = vars(parsed(*flags))
         return {key for key in wanted if args[key] != wanted[key]}
 
     published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
@@ -265,8 +273,15 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     assert not differ(whole, "--size", "puzzle")
     calls = {"bp_steps": (2, 5), "bp_cycles": 0, "inject_input": False}
     assert not differ(calls, "--size", "puzzle", "--bp-steps", "2:5", "--no-inject-input")
+    assert not differ({"bp_steps": (2, 5), "bp_cycles": 0}, "--size", "puzzle", "--bp-cycles", "0")
     assert differ(wanted, "--size", "1b") == others | {"vocab_size", "warmup"}
     assert not differ({"ema": 0.0, "schedule": "cosine"}, "--size", "1b", "--init-from", "hf:somewhere")
+
+
+def test_the_table_of_sizes_has_the_defaults_of_the_model_too(capsys):
+    with pytest.raises(SystemExit):
+        train_hrm.parse_args(["--help"])
+    assert re.search(r"\n  l_cycles +3 +1 +3 ", capsys.readouterr().out)
 
 
 def test_init_says_what_the_weights_start_as(shards, tmp_path):
@@ -357,8 +372,9 @@ def test_a_run_of_many_cycles_goes_on_from_its_weights(tmp_path, shards):
     assert first.code == 0 and line in first.out, first.out
     assert train(0, shards, tmp_path / "tuned", size="tiny", init_from=tmp_path / "nine", steps=1).code == 0
     assert steps_of(tmp_path / "tuned")[-1]["bp_steps"] == 10
-    settings = json.loads((tmp_path / "tuned" / "config.json").read_text())["settings"]
-    assert (settings["h_cycles"], settings["l_cycles"]) == (9, 1)
+    copy = (tmp_path / "nine").rename(tmp_path / "moved")  # then the command line alone cannot know
+    assert train(0, shards, tmp_path / "tuned", size="tiny", init_from=tmp_path / "nine", steps=2).code == 0
+    assert [record["bp_steps"] for record in steps_of(tmp_path / "tuned")] == [10, 10] and copy.exists()
 
 
 def test_settling_is_for_prompts_and_can_be_left_out_again(tmp_path, shards):
