@@ -119,19 +119,19 @@ def main() -> None:
     model = new_model(HRM, args, dataset, world, saved, log.say, least_cycles=args.least_cycles,
                       vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     c = model.config
-    args.bp_steps = low, high = truncation(args, c)
+    low, high = truncation(args, c)
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
         raise UserError(f"with a graph through {high} stack calls an untied embedding never learns: add "
                         f"--inject-input, or give --bp-steps {least_cycles + 1}.")
-    examples = [model.example(micro_batch, world.device, n) for n in args.bp_steps]
+    examples = [model.example(micro_batch, world.device, n) for n in (low, high)]
     set_modes(model, args, world, examples[1], log.say)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
     identity = identity_of(HRM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
-                           batch=micro_batch, grad_accum=grad_accum_steps)
+                           batch=micro_batch, grad_accum=grad_accum_steps, bp_steps=[low, high])
     step, samples = checkpoints.resume(saved, state, identity)
     begin_log(log, state, dataset, identity, step, saved, lambda record: model.flops_per_token(
         record["bp_steps"], round(record["cycles"]) if c.halt else None))
