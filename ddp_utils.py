@@ -51,9 +51,8 @@ import monitor
 from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
                   load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
                   unigram_entropy, validation_batches, without_response, write_atomically)
-from model import (GPT2, HF_FAMILIES, LOSS_ROWS, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
-                   config_from_hf, continue_text, fill_masks, from_hf, hidden_matrices, num_params, pad_vocab,
-                   to_hf)
+from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
+                   config_from_hf, continue_text, fill_masks, from_hf, num_params, pad_vocab, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -618,9 +617,9 @@ def add_running_flags(parser: ArgumentParser) -> None:
     flag = flag_group(parser, "running")
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "type of activations (parameters: fp32); "
          "auto: bf16 where the hardware has it")
-    flag("--checkpoint-activations", (*CHECKPOINTING, "auto"), "none", "recompute in the backward pass, "
-         "exactly: block keeps only the input of a block, selective the matrix products too; auto: the first "
-         "of none, selective and block that fits on the GPUs; some sizes have a default for 80 GB")
+    flag("--checkpoint-activations", ("none", "selective", "block"), "none", "recompute in the backward "
+         "pass, exactly: block keeps only the input of a block, selective the matrix products too; some sizes "
+         "have a default for 80 GB")
     flag("--fast", bool, None, "on GPUs, allow non-deterministic kernels: the last bits then change when a "
          "run resumes, and in compiled blocks with other --checkpoint-activations")
     flag("--strategy", STRATEGIES, "ddp", "what is sharded across processes: nothing, the optimizer state, "
@@ -680,9 +679,6 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
         raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
     if sharded and args.precision == "fp16":
         raise UserError("--precision fp16 needs ddp or zero1: use zero1, or bf16 where the GPU has it.")
-    if args.checkpoint_activations == "auto" and args.compile is False:
-        raise UserError("--checkpoint-activations auto knows only what compiled blocks keep: leave out "
-                        "--no-compile, or give none, selective or block.")
     if args.comm != "fp32" and args.strategy != "ddp":
         raise UserError("--comm needs --strategy ddp.")
     if args.comm == "late" and args.precision == "fp16":
@@ -1107,79 +1103,6 @@ def print_pieces(pieces) -> None:
     print()
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Memory
-
-CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
-
-
-def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
-              activations: int) -> dict[str, float]:
-    """Peak bytes in each process, by type, with `strategy` instead of --strategy. zero2 and zero3 hold their
-    shards, gathered parameters, and the gradients of one block and of parameters outside blocks. zero2
-    gathers all parameters, zero3 those of two blocks (one is prefetched) and those outside blocks. With the
-    other strategies, the largest gradient exists twice for a while, as parts from embedding and head, and
-    before there is optimizer state, `warm_up` holds each gradient twice.
-    """
-    largest_one = 4 * max(p.numel() for p in model.parameters())
-    blocks = [4 * num_params(block) for block in blocks_of(model)]
-    everything = 4 * num_params(model)
-    outside = everything - sum(blocks)
-    block = max(blocks, default=0)
-    state = 2 * everything  # AdamW keeps two numbers per parameter, Muon one
-    if args.optimizer == "muon":
-        state -= 4 * sum(p.numel() for p in hidden_matrices(model))
-    sharded = strategy in SHARDED
-    offload = strategy == "zero3-offload"
-    held = 0 if offload else everything / (processes if sharded else 1)
-    gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
-    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # summed gradient, last update
-    optimizer = 0 if offload else state if strategy == "ddp" else state / processes
-    again = max(largest_one, everything - optimizer)
-    gradients = held + (outside + block if sharded else again) + late  # the last: copies
-    averaged = (args.ema > 0) * held
-    return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
-            "other": averaged + late, "activations": activations}
-
-
-def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
-    """Bytes of logits that the loss of model(**inputs) holds at a time on a GPU."""
-    rows = inputs["labels" if "labels" in inputs else "targets"].numel()
-    logits = min(rows, LOSS_ROWS["cuda"]) * padded_vocab * dtype.itemsize
-    return logits if compiled else logits + 12 * min(rows, 4096) * padded_vocab  # some of them in float32
-
-
-def fits(held: dict[str, float], gigabytes: float) -> bool:
-    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest: CUDA, its libraries, fragmentation
-
-
-def choose_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, dtype: torch.dtype,
-                         processes: int, gigabytes: float) -> str:
-    """--checkpoint-activations auto: the fastest mode with which model(**inputs) fits into `gigabytes`,
-    according to the model's activation_bytes, or `block` if none fits.
-    """
-    if not hasattr(model, "activation_bytes"):
-        raise UserError(f"{type(model).__name__} has no activation_bytes, so --checkpoint-activations auto "
-                        "cannot choose: give none, selective or block; --dry-run says what they need.")
-    logits = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled=True)
-    for mode in CHECKPOINTING:
-        activations = model.activation_bytes(mode, **inputs) * dtype.itemsize // 2 + logits
-        if fits(memory_of(model, args.strategy, args, processes, activations), gigabytes):
-            break
-    return mode
-
-
-def agree_on_checkpointing(model: nn.Module, inputs: dict, args: argparse.Namespace, world: World,
-                           gigabytes: float, say) -> str:
-    """The mode for the smallest GPU of the run; this one has `gigabytes`. All ranks need the same mode,
-    because they call collectives each time they compute a sharded block.
-    """
-    smallest = -largest(-gigabytes, world)
-    mode = choose_checkpointing(model, inputs, args, model.compute_dtype, world.world_size, smallest)
-    say(f"--checkpoint-activations auto is {mode} for {smallest:.0f} GB")
-    return mode
-
-
 def compiles(choice: bool | None, device: torch.device) -> bool:
     """Whether blocks are compiled, with --compile, --no-compile or neither."""
     if choice is None:  # Triton and CUDA 13 need it
@@ -1204,25 +1127,16 @@ class CompileCounter:
             self.next_line = time.monotonic() + self.EVERY
 
 
-def set_modes(model: nn.Module, args: argparse.Namespace, world: World, inputs: dict, say) -> None:
-    """Applies --precision, --checkpoint-activations and --compile. `inputs` are the arguments of forward for
-    the largest micro-batch.
-    """
+def set_modes(model: nn.Module, args: argparse.Namespace, world: World, say) -> None:
+    """Applies --precision, --checkpoint-activations and --compile."""
     compiled = compiles(args.compile, world.device)
-    on_cuda = world.device.type == "cuda"
     model.compute_dtype = compute_dtype(args.precision, world.device)
-    model.compile_loss = compiled and on_cuda
+    model.compile_loss = compiled and world.device.type == "cuda"
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
-    mode = args.checkpoint_activations
-    if mode == "auto" and on_cuda:
-        total = torch.cuda.get_device_properties(world.device).total_memory
-        mode = agree_on_checkpointing(model, inputs, args, world, total / 1e9, say)
-    elif mode == "auto":
-        mode = "none"
     if compiled:
         torch._dynamo.callback.on_compile_start(CompileCounter(say))
     for block in blocks_of(model):
-        block.checkpointing = mode
+        block.checkpointing = args.checkpoint_activations
         if compiled:  # rounds where eager code does, so that recomputing gives the same bits
             block.compile(options={"emulate_precision_casts": not args.fast})
 
@@ -2063,11 +1977,9 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
     the flags, some of which `settings` replaces.
     """
-    modes = {block.checkpointing for block in blocks_of(model)}
     settings = json.loads(json.dumps(vars(args), default=str)) | settings
     settings["world_size"] = world.world_size
     settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
-    settings["checkpoint_activations"] = modes.pop() if modes else "none"
     return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
             "loss_on": dataset.loss, "seed": args.seed, "settings": settings}

@@ -358,8 +358,7 @@ class LanguageModel(nn.Module):
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
       (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
     * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient.
-      `flops_per_token(…)` returns the FLOPs of a training step per token, for MFU. `activation_bytes`, as in
-      GPT2, is optional; --checkpoint-activations auto calls `activation_bytes(mode, **example)`.
+      `flops_per_token(…)` returns the FLOPs of a training step per token, for MFU.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
       states (B, T, C) that the head reads. The tokens idx follow those in the KVCache: T in the first call,
       then one per call.
@@ -559,12 +558,6 @@ class HRMBlock(Block):
         """Elements of its weights."""
         return 5 * c.d_model**2 + 3 * c.d_model * c.ff
 
-    @staticmethod
-    def bytes_per_token(c, mode: str) -> int:
-        """What the backward pass needs, see GPT2.activation_bytes."""
-        d, ff = {"none": (26, 6), "selective": (14, 4), "block": (2, 0)}[mode]
-        return d * c.d_model + ff * c.ff
-
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
@@ -761,12 +754,6 @@ class HRM(CausalLM):
     def example(self, batch: int, device, bp_steps: int = 5) -> dict[str, Any]:
         return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True)
 
-    def activation_bytes(self, mode: str, idx: Tensor, bp_steps: int = 5, **others) -> int:
-        """Like GPT2.activation_bytes, for the stack calls that keep a graph."""
-        c = self.config
-        calls = sum(map(sum, c.kept_calls(bp_steps, c.cycles)))
-        return idx.numel() * calls * c.n_layer * HRMBlock.bytes_per_token(c, mode)
-
     def flops_per_token(self, bp_steps: int = 5, cycles: int | None = None) -> float:
         """Matrix-product FLOPs per token of a training step, with attention counted as full T × T. Counts the
         forward pass of every stack call, the backward pass (twice that) of calls with a graph, and the head.
@@ -880,14 +867,6 @@ class GPT2(CausalLM):
         for block in self.transformer["blocks"]:
             x = block(x, rope, mask, cache)
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
-
-    def activation_bytes(self, mode: str, idx: Tensor, **others) -> int:
-        """Roughly the bytes that forward(idx, …) keeps for backward, in bfloat16 with compiled blocks and
-        --checkpoint-activations `mode`. The bytes per channel come from test_ddp.kept_for_backward.
-        """
-        c = self.config
-        plain = c.d_model * {"none": 32, "selective": 20, "block": 2}[mode]
-        return idx.numel() * c.n_layer * (HRMBlock.bytes_per_token(c, mode) if c.modern else plain)
 
     def flops_per_token(self) -> float:
         """Matrix-product FLOPs per token of a training step, with attention counted as full T × T."""
@@ -1015,12 +994,6 @@ class MLM(LanguageModel):
         positions = torch.arange(max(1, round(mask_rate * self.config.seq_len)), device=device)
         positions = positions.expand(batch, -1)
         return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
-
-    def activation_bytes(self, mode: str, idx: Tensor, **others) -> int:
-        """Like GPT2.activation_bytes."""
-        c = self.config
-        d, ff = {"none": (26, 6), "selective": (12, 4), "block": (2, 0)}[mode]
-        return idx.numel() * c.n_layer * (d * c.d_model + ff * c.ff)
 
     def flops_per_token(self, mask_rate: float = 0.3) -> float:
         """Like GPT2.flops_per_token, local layers in full; the head runs on `mask_rate` of the tokens."""

@@ -32,10 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, sources_of
-from ddp_utils import (STRATEGIES, RunError, World, choose_checkpointing, compute_dtype, first_line, fits,
-                       flags_of_model, hardware, init, largest, launch, logits_bytes, memory_of, number,
-                       on_all, recipe)
-from model import GPT2, HRM, MLM, blocks_of, num_params, pad_vocab
+from ddp_utils import (SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
+                       hardware, init, largest, launch, number, on_all, recipe)
+from model import GPT2, HRM, LOSS_ROWS, MLM, blocks_of, hidden_matrices, num_params, pad_vocab
 
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
@@ -260,6 +259,46 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
         return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
 
 
+def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
+              activations: int) -> dict[str, float]:
+    """Peak bytes in each process, by type, with `strategy` instead of --strategy. zero2 and zero3 hold their
+    shards, gathered parameters, and the gradients of one block and of parameters outside blocks. zero2
+    gathers all parameters, zero3 those of two blocks (one is prefetched) and those outside blocks. With the
+    other strategies, the largest gradient exists twice for a while, as parts from embedding and head, and
+    before there is optimizer state, `warm_up` holds each gradient twice.
+    """
+    largest_one = 4 * max(p.numel() for p in model.parameters())
+    blocks = [4 * num_params(block) for block in blocks_of(model)]
+    everything = 4 * num_params(model)
+    outside = everything - sum(blocks)
+    block = max(blocks, default=0)
+    state = 2 * everything  # AdamW keeps two numbers per parameter, Muon one
+    if args.optimizer == "muon":
+        state -= 4 * sum(p.numel() for p in hidden_matrices(model))
+    sharded = strategy in SHARDED
+    offload = strategy == "zero3-offload"
+    held = 0 if offload else everything / (processes if sharded else 1)
+    gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
+    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # summed gradient, last update
+    optimizer = 0 if offload else state if strategy == "ddp" else state / processes
+    again = max(largest_one, everything - optimizer)
+    gradients = held + (outside + block if sharded else again) + late  # the last: copies
+    averaged = (args.ema > 0) * held
+    return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
+            "other": averaged + late, "activations": activations}
+
+
+def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
+    """Bytes of logits that the loss of model(**inputs) holds at a time on a GPU."""
+    rows = inputs["labels" if "labels" in inputs else "targets"].numel()
+    logits = min(rows, LOSS_ROWS["cuda"]) * padded_vocab * dtype.itemsize
+    return logits if compiled else logits + 12 * min(rows, 4096) * padded_vocab  # some of them in float32
+
+
+def fits(held: dict[str, float], gigabytes: float) -> bool:
+    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest: CUDA, its libraries, fragmentation
+
+
 def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
     """The model that the flags of a trainer ask for, on the meta device."""
     ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data)[0], args.tokenizer))
@@ -283,10 +322,6 @@ def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) 
     compiled = gpus if args.compile is None else args.compile
     inputs = model.example(batch, "meta", **example)
     mode = args.checkpoint_activations
-    if mode == "auto" and not gpus:
-        mode = "none"
-    elif mode == "auto":
-        mode = choose_checkpointing(model, inputs, args, dtype, processes, gigabytes)
     activations = kept_for_backward(model_class, model.config, dtype, mode, inputs, compiled)
     activations += logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
     what = f"{model_class.__name__} of {num_params(model):,} parameters"

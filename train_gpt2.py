@@ -64,7 +64,7 @@ def main() -> None:
     model = new_model(GPT2, args, dataset, world, saved, log.say,
                       vocab_size=dataset.tokenizer.vocab_size, qk_norm=args.modern, **dataset.roles)
     example = model.example(micro_batch, world.device)
-    set_modes(model, args, world, example, log.say)  # precision, recomputing, compiling
+    set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
     identity = identity_of(GPT2, model, args, dataset, world, steps=total_steps, global_batch=global_batch,

@@ -125,7 +125,7 @@ def main() -> None:
         raise UserError(f"with a graph through {high} stack calls an untied embedding never learns: add "
                         f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.example(micro_batch, world.device, n) for n in (low, high)]
-    set_modes(model, args, world, examples[1], log.say)  # precision, recomputing, compiling
+    set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY,
                                  VOCAB_LR if fast_vocab else 1.0)

@@ -102,7 +102,7 @@ def main() -> None:
     model = new_model(MLM, args, dataset, world, saved, log.say, vocab_size=tokenizer.num_ids,
                       eot=tokenizer.eot)
     example = model.example(micro_batch, world.device, args.mask_rate)
-    set_modes(model, args, world, example, log.say)  # precision, recomputing, compiling
+    set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
     identity = identity_of(MLM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,

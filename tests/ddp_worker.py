@@ -14,6 +14,7 @@ from states import train_state
 
 import data
 import ddp_utils
+import test_ddp
 import train_hrm
 from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
@@ -204,7 +205,7 @@ def check_memory(world: World) -> None:
                                    for what, found in tensors.items()}
         held[strategy]["gradients"] = sum(gradients)
         # on a CPU nothing is offloaded
-        said = ddp_utils.memory_of(model, strategy.removesuffix("-offload"), train_hrm.parse_args([]),
+        said = test_ddp.memory_of(model, strategy.removesuffix("-offload"), train_hrm.parse_args([]),
                                    world.world_size, 0)
         for what, n in held[strategy].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
@@ -255,16 +256,6 @@ def check_owners(world: World) -> None:
         back = ddp_utils.transfer(there if world.rank == 0 else tensor, 0, owner, world)
         assert (back is None) == (world.rank != owner)
         assert back is None or torch.equal(back, tensor)
-
-
-def check_activation_checkpointing_is_chosen_for_the_smallest_gpu(world: World) -> None:
-    """Rank 1 has next to no memory, so rank 0 has to take `block` too."""
-    args, model = train_hrm.parse_args([]), HRM(HRMConfig(**TINY))
-    inputs = model.example(4, "cpu")
-    for gigabytes, mode in ((1000.0, "none"), (1000.0 if world.is_rank0 else 0.0, "block")):
-        assert ddp_utils.agree_on_checkpointing(model, inputs, args, world, gigabytes, print) == mode
-    state = train_state(HRM(HRMConfig(**TINY)), world, checkpoint_activations="auto")
-    assert {block.checkpointing for block in ddp_utils.blocks_of(state.model)} == {"none"}  # as on a CPU
 
 
 def check_samples_have_one_prompt(world: World) -> None:

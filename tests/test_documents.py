@@ -10,7 +10,7 @@ from conftest import ROOT
 from runs import Trainer
 
 import test_ddp
-from ddp_utils import STRATEGIES, memory_of
+from ddp_utils import STRATEGIES
 from model import num_params
 
 DOCUMENTS = [ROOT / folder / "README.md" for folder in (".", "cluster", "tests")]
@@ -80,7 +80,7 @@ def test_the_table_of_memory_is_what_dry_run_says():
         args, model = model_of(name, flags)
         assert abs(num_params(model) / {"M": 1e6, "B": 1e9}[unit] - float(size)) <= rounded(size)
         for strategy, cell in zip(STRATEGIES, cells.strip(" |").split(" | "), strict=True):
-            held = sum(memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
+            held = sum(test_ddp.memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
             assert abs(held - float(cell)) <= rounded(cell), (name, flags, strategy)
 
 

@@ -98,7 +98,7 @@ def main() -> None:
     model = new_model(Recurrent, args, dataset, world, saved, log.say,
                       vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(batch, world.device)
-    set_modes(model, args, world, example, log.say)
+    set_modes(model, args, world, log.say)
     state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), world,
                        args.strategy, args.comm, args.ema)
     identity = identity_of(Recurrent, model, args, dataset, world, steps=total_steps,

@@ -141,7 +141,6 @@ MISTAKES = {
     "train_hrm.py --data pairs --seq-len 64": "pairs & --seq-len 32 & --row 64",
     "train_hrm.py --attention prefix": "--attention prefix & --loss response & --prompt-field",
     "train_gpt2.py --data pairs --loss all": "--attention prefix & --loss response & --prompt-field",
-    "train_hrm.py --checkpoint-activations auto --no-compile": "--checkpoint-activations auto & --no-compile",
     "train_hrm.py --loss response": "--loss response & pairs & --prompt-field & --response-field",
     "train_gpt2.py --data pairs --condition <|deep|>": "tokenizer & <|deep|> & [MASK]",
     "train_gpt2.py --data pairs --sample-prompt " + "long" * 9: "--sample-prompt & 38 & 32",
