@@ -57,7 +57,7 @@ from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, SkippingOptim
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 # fields of a configuration that a resumed run may change
-CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles", "settle")
+CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # it warns against in-place operations in selectively checkpointed code; blocks have none
@@ -1041,8 +1041,7 @@ def run_directory(args: argparse.Namespace, name: str) -> Path:
 
 def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
     """--export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of --resume."""
-    asked = {name: vars(args).get(name) for name in ("eval_cycles", "settle")}
-    changes = {name: value for name, value in asked.items() if value is not None}
+    changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
     model, saved = load_model(model_class, resume, world, print, **changes)
     assert_trained_with(args, model.config, saved["path"])
@@ -1072,7 +1071,6 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
         pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
         print(prompt, end="\n" * (model.config.response >= 0))
         print_pieces(pieces)
-        print(cycles_of(model), end="")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while chat:
             try:
@@ -1089,12 +1087,6 @@ def assert_trained_with(args: argparse.Namespace, config, where) -> None:
         if field.type is bool and field.name not in CHANGEABLE and was != value != field.default:
             raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
                             f"{field.name} {value}.")
-
-
-def cycles_of(model: nn.Module) -> str:
-    """A line with the cycles of the last response of an HRM that settles; otherwise empty."""
-    taken = vars(model).get("cycles_taken")
-    return f"cycles: {taken}\n" if taken else ""
 
 
 def print_pieces(pieces) -> None:
@@ -2176,8 +2168,6 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
     else:  # so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
-    if "taken" in sums:
-        found["val_cycles"] = sums["taken"] / max(sums["labels"], 1)
     return found
 
 
@@ -2217,7 +2207,7 @@ def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: m
         command = (f"python {sys.argv[0]} --size {args.size} --out {shlex.quote(str(log.out))} --prompt "
                    f"{shlex.quote(prompt)}")
         text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
-    log.sample(f"{cycles_of(state.model)}prompt:\n{prompt}\nresponse:\n{text}", step)
+    log.sample(f"prompt:\n{prompt}\nresponse:\n{text}", step)
 
 
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,

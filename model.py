@@ -75,7 +75,6 @@ class KVCache:
     def __init__(self, seq_len: int):
         self.memory: list[Tensor] = []
         self.seq_len, self.length, self.slot = seq_len, 0, 0
-        self.cycles: Tensor | None = None  # (B,) cycles of each prompt, see HRM.settled
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k, v (B, H, T, D) of new tokens in the next slot; returns the k, v of all tokens so far."""
@@ -455,9 +454,6 @@ class CausalLM(LanguageModel):
 # HRM: the Hierarchical Reasoning Model for text (arXiv 2605.20613, github sapientinc/HRM-Text)
 
 
-SETTLED = 0.15  # see HRM.settled
-
-
 @dataclass
 class HRMConfig(AttentionConfig):
     n_layer: int = flag(16, "blocks in each of the two stacks")
@@ -478,8 +474,6 @@ class HRMConfig(AttentionConfig):
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
     eval_cycles: int = flag(None, "cycles in evaluation and use (default: as in training, of a range twice "
                             "the most)")
-    settle: bool = flag(None, "with pairs, in evaluation and use: end the cycles of a prompt and its "
-                        "response when its state hardly changes any more; --eval-cycles is then the most")
     least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
     max_cycles: int = 4  # the largest number of cycles with `halt`
     tie: bool = True  # head and embedding table are one; `init`, if given, sets this and zero_init
@@ -494,9 +488,6 @@ class HRMConfig(AttentionConfig):
             self.embed_scale = self.d_model ** 0.5
         if self.init:
             self.tie, self.zero_init = self.init == "tied", self.init == "identity"
-        if self.settle and self.halt:
-            raise UserError("--settle does not go with --halt, which weighs the cycles itself: leave one of "
-                            "them out.")
         if self.zero_init and self.tie:
             raise UserError("a model that starts as the identity needs a head of its own, or it would only "
                             "repeat its input.")
@@ -629,9 +620,8 @@ class HRM(CausalLM):
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
         """Returns logits (B, T, V) of idx (B, T), or given targets (B, T) the result of CausalLM.loss. The
-        sums then include the `cycles` run, the cycles `taken` if prompts settle, and with `halt` the `ponder`
-        cost, which also enters the objective. bp_steps None means no truncation. `cycles` overrides the
-        configuration.
+        sums then include the `cycles` run, and with `halt` the `ponder` cost, which also enters the
+        objective. bp_steps None means no truncation. `cycles` overrides the configuration.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
@@ -640,17 +630,11 @@ class HRM(CausalLM):
         if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient anyway
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
-        if self.settles():
-            sums["taken"] = ((ponder + 1) * (targets >= 0)).sum()
         if self.config.halt:
             ponder = (ponder * (targets >= 0)).sum()
             objective = objective + ponder_weight * ponder
             sums["ponder"] = ponder.detach()
         return objective, sums
-
-    def settles(self) -> bool:
-        """Whether each prompt ends its cycles itself."""
-        return self.config.settle and self.config.response >= 0 and not self.training
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
               fixed_depth: bool = False, cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
@@ -658,8 +642,6 @@ class HRM(CausalLM):
         token (B, T) and the number of cycles run. With `fixed_depth`, all run, without asking other ranks.
         """
         c = self.config
-        if self.settles() and not cycles:
-            return self.settled(idx, cache, fixed_depth)
         cycles = cycles or (c.cycles if self.training else c.used_cycles)
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
         out, ponder = 0.0, torch.zeros_like(remaining)
@@ -688,45 +670,6 @@ class HRM(CausalLM):
             with torch.set_grad_enabled(grad and h_kept > 0):
                 z_h = self.H(z_h + z_l, rope, mask, cache)
             yield z_h
-
-    def settled(self, idx: Tensor, cache: KVCache | None, fixed_depth: bool) -> tuple[Tensor, Tensor, int]:
-        """Like `think`, but returns z_H of each document after the cycle in which its prompt settles: the
-        change of z_H, in the norm over the prompt, is at most SETTLED times that of the second cycle. A
-        response takes as many cycles as its prompt. The ponder cost is the number of cycles minus one. The
-        loop ends early once all ranks have settled, but with `fixed_depth`, several ranks run all cycles.
-        """
-        B, T = idx.shape
-        answering = cache is not None and cache.length > 0  # idx is a token of the response
-        if not answering:
-            number, _, response = self.documents(idx)
-            document = number + torch.arange(B, device=idx.device)[:, None] * (T + 1)
-            in_prompt = torch.arange(T, device=idx.device) <= response
-
-        def over_prompt(values: Tensor) -> Tensor:
-            """The sum (B, T) of values (B, T) over the prompt of each token's document."""
-            sums = torch.zeros(B * (T + 1), device=idx.device)
-            return sums.index_add_(0, document.flatten(), (values * in_prompt).flatten())[document]
-
-        may_end = not fixed_depth or not dist.is_initialized() or dist.get_world_size() == 1
-        taken = torch.zeros_like(idx)
-        running = torch.ones_like(idx, dtype=torch.bool)
-        before = out = first = None
-        for cycle, z_h in enumerate(self.states(idx, self.config.used_cycles, cache=cache), 1):
-            out = z_h if out is None else torch.where(running.unsqueeze(-1), z_h, out)
-            taken += running
-            if answering:
-                running = taken < cache.cycles[:, None]
-            elif cycle > 1:
-                change = over_prompt((z_h - before).float().square().sum(-1))
-                first = change if first is None else first
-                running &= (cycle == 2) | (change > SETTLED**2 * first)
-            before = z_h
-            if may_end and self.everyone_halted(running.float()):
-                break
-        if cache is not None and not answering:
-            cache.cycles = taken[:, -1]
-            self.cycles_taken = int(cache.cycles[0])  # for the sample that is shown
-        return out, taken.float() - 1, cycle
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """Returns the weight (B, T) of this cycle in the output and the mass left for later cycles. The
@@ -1262,7 +1205,7 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) 
 
 
 def hrm_to_hf(c: HRMConfig) -> dict:
-    refuse_export(c, "halt", "inject_input", "qk_norm", "settle")
+    refuse_export(c, "halt", "inject_input", "qk_norm")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             # their cache has a layer for each attention call
             "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,

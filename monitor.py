@@ -223,7 +223,7 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
         "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu",
         "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
-        "val_exact": "Pairs/val_exact", "val_cycles": "HRM/val_cycles", "val_accuracy": "MLM/val_accuracy",
+        "val_exact": "Pairs/val_exact", "val_accuracy": "MLM/val_accuracy",
         "val_bits_per_byte": "Loss/val_bits_per_byte"}
 
 # Other keys of the record of a training step. A key that is in neither was named by a trainer.
@@ -244,7 +244,7 @@ START_BLOCK = (
 
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
-              "val_exact": "exact match {:.1%}", "val_cycles": "{:.1f} cycles",
+              "val_exact": "exact match {:.1%}",
               "val_bits_per_byte": "{:.4f} bits per byte"}
 
 

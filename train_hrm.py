@@ -138,7 +138,7 @@ def main() -> None:
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--prompt")
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
-    used = as_range(1 if c.halt or c.settle else c.used_cycles, c.used_cycles)
+    used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through the last {graph}")
     state.warm_up(*examples)

@@ -18,7 +18,7 @@ import test_ddp
 import train_hrm
 from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
-from model import HRM, HRMConfig, KVCache
+from model import HRM, HRMConfig
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
 
@@ -121,26 +121,6 @@ def check_depth(world: World) -> None:
         model.halt.bias.data.fill_(biases[world.rank])
         with torch.no_grad():
             assert model(*batch(world.rank))[1]["cycles"] == 32 * depth  # summed over labels
-
-
-def check_settling(world: World) -> None:
-    """Rank 0, whose prompts settle at once, runs as many cycles as rank 1, whose prompts never do. Where a
-    rank must not ask the others, as when it writes, it runs them all; so no rank waits for a shard."""
-    model = make(settle=True, h_cycles=5, least_cycles=1, l_cycles=1, inject_input=True, tie=False, start=0,
-                 response=1).eval()
-    idx, _ = batch(world.rank)
-    idx = idx.clamp(min=2)
-    idx[:, 0], idx[:, 8] = 0, 1
-    with torch.no_grad(), mock.patch("model.SETTLED", (9.0, 0.0)[world.rank]):
-        for fixed_depth in (False, True):
-            _, ponder, ran = model.think(idx, fixed_depth=fixed_depth)
-            assert ran == 10 and ponder[0, -1] + 1 == (3, 10)[world.rank]  # and what each would have run
-        cache = KVCache(16)
-        assert model.think(idx[:, :9], cache=cache, fixed_depth=True)[2] == 10
-        cache.length, cache.slot = 9, 0
-        assert model.think(idx[:, 9:10], cache=cache, fixed_depth=True)[2] == 10
-    with torch.no_grad(), mock.patch("model.SETTLED", 9.0):
-        assert model.think(idx)[2] == 3  # all ranks agree
 
 
 def check_skipped_updates(world: World) -> None:

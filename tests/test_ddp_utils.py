@@ -25,7 +25,7 @@ from ddp_utils import (Checkpoints, RunError, World, list_checkpoints, load_chec
                        load_model, read_checkpoint)
 from model import GPT2, HRM, MLM, Block, HRMConfig
 
-CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "settling", "skipped_updates",
+CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
           "bf16_gradients", "memory", "gathering", "owners",
           "samples_have_one_prompt",
           "who_writes_samples", "stop"]

@@ -301,19 +301,13 @@ def hrm(**changes) -> HRM:
                             "d_model": 32, "ff": 48, **ROLES} | changes)).eval()
 
 
-@pytest.fixture(autouse=True)
-def settled_sooner(monkeypatch):
-    """Random weights would need more cycles than their test can run."""
-    monkeypatch.setattr("model.SETTLED", 0.4)
-
-
-def settling(**changes) -> HRM:
-    return hrm(**{"settle": True, "h_cycles": 5, "least_cycles": 1, "l_cycles": 1, "inject_input": True,
+def whole_cycles(**changes) -> HRM:
+    return hrm(**{"h_cycles": 5, "least_cycles": 1, "l_cycles": 1, "inject_input": True,
                   "init": "published"} | changes)
 
 
 MODELS = {"gpt2": gpt2, "modern": lambda **changes: gpt2(modern=True, qk_norm=True, **changes), "hrm": hrm,
-          "halt": lambda **changes: hrm(halt=True, **changes), "settle": settling}
+          "halt": lambda **changes: hrm(halt=True, **changes), "cycles": whole_cycles}
 each_model = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 
 
@@ -481,53 +475,6 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
         for end, part in enumerate([row[None, :prompt], *row[None, prompt:prompt + 4].split(1, 1)], prompt):
             if row[end - 1] != START:
                 assert (model.decode(part, cache) - full[:, end - 1]).abs().max() <= 1e-4 * full.abs().max()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("attention", ["prefix", "isolated"])
-def test_a_prompt_decides_how_many_cycles_its_response_gets(attention):
-    """By the change of its own z_H, computed here sample by sample; tokens of the response have no say."""
-    model, idx = settling(attention=attention), packed(16)
-    most = model.config.used_cycles
-    assert most == 10
-    z, ponder, ran = model.think(idx)
-    taken = (ponder + 1).long()
-    states = torch.stack([*model.states(idx, most)])  # (10, B, T, C)
-    numbers, _, responses = model.documents(idx)
-    found = set()
-    for b, row in enumerate(idx):
-        for number in numbers[b].unique():
-            here = (numbers[b] == number).nonzero()[:, 0]
-            end = responses[b, here[0]] + 1
-            if end == 0:
-                continue
-            prompt = states[:, b, here[0]:end]
-            changes = (prompt[1:] - prompt[:-1]).square().sum((1, 2)).sqrt()
-            settled = (changes[1:] < 0.4 * changes[0]).nonzero()
-            cycles = 3 + settled[0].item() if len(settled) else most
-            assert (taken[b, here] == cycles).all()
-            assert torch.equal(z[b, here], states[cycles - 1, b, here])
-            found.add(cycles)
-    assert len(found) > 2 and ran == max(found)
-    other = torch.where((torch.arange(T) > responses) & (idx != START) & (idx != RESPONSE), 255 - idx, idx)
-    assert not torch.equal(other, idx) and torch.equal(model.think(other)[1], ponder)
-    _, sums = model(idx, torch.where(responses >= 0, idx, -1))
-    assert sums["taken"] == taken[responses >= 0].sum()
-    assert torch.equal(model.think(idx, cycles=4)[0], states[3])  # a number that is given counts
-    assert model.train().think(idx)[2] == 5 and "taken" not in model(idx, idx)[1]
-
-
-def test_a_sample_says_how_many_cycles_it_got():
-    flags = argparse.Namespace(max_new_tokens=2, temperature=0, top_k=0, top_p=1, seed=0, condition="")
-    tokenizer, model = data.with_roles(data.load_tokenizer("bytes")), settling()
-    shown = set()
-    for prompt in "why", "7", "what is it", "no":
-        list(continue_text(model, tokenizer, "cpu", prompt, flags))
-        idx = torch.tensor([data.prompt_ids(tokenizer, prompt, "").tolist()])
-        _, ponder, _ = model.think(idx)
-        assert ddp_utils.cycles_of(model) == f"cycles: {int(ponder[0, -1]) + 1}\n"
-        shown.add(ddp_utils.cycles_of(model))
-    assert len(shown) > 1 and ddp_utils.cycles_of(hrm()) == ""
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -739,10 +686,7 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
     assert 0 <= record["val_exact"] <= 1 and steps_of(out)[-1]["labels"] > 0
     flags = trainer.flags(pairs, out)
     used = trainer.here(*flags, "--prompt", "7 yes no", "--temperature", "0")
-    assert used.code == 0 and "cycles:" not in used.out, used.out
-    if script == "train_hrm.py":
-        most = trainer.here(*flags, "--prompt", "7 yes no", "--settle", "--eval-cycles", "1")
-        assert most.code == 0 and most.out.splitlines()[-1] == "cycles: 1", most.out
+    assert used.code == 0, used.out
     done = trainer.here(*flags, "--export")
     files = [*(out / "hf").iterdir()]
     assert len({path.stat().st_mode for path in files}) == 1, files  # whoever may read one may read all

@@ -377,15 +377,6 @@ def test_a_run_of_many_cycles_goes_on_from_its_weights(tmp_path, shards):
     assert [record["bp_steps"] for record in steps_of(tmp_path / "tuned")] == [10, 10] and copy.exists()
 
 
-def test_settling_is_for_prompts_and_can_be_left_out_again(tmp_path, shards):
-    flags = {"settle": True, "init": "published", "steps": 1, "eval_every": 1}
-    assert train(0, shards, tmp_path / "run", **flags).code == 0
-    assert "val_cycles" not in evaluations_of(tmp_path / "run")[-1]  # a text runs all cycles
-    refused = here("--out", tmp_path / "run", "--export")
-    assert refused.code == 2 and "--settle has no Hugging Face counterpart" in refused.out, refused.out
-    assert here("--out", tmp_path / "run", "--export", "--no-settle").code == 0
-
-
 def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
     """Until then it has no optimizer state and no weight decay; from there a run also resumes bit for bit.
     One that would wait for ever is refused.

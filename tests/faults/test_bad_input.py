@@ -218,7 +218,6 @@ MISTAKES = {
     "train_hrm.py --bp-cycles 3": "--bp-cycles 3 & 2 cycles",
     "train_hrm.py --bp-steps 5:2": "--bp-steps & 5:2 & 2:5",
     "train_hrm.py --halt --h-cycles 1:3": "--h-cycles & --halt",
-    "train_hrm.py --settle --halt": "--settle & --halt",
     "train_hrm.py --size tiny --init-from run-hrm --l-cycles 1": "run-hrm & l_cycles 3 & --l-cycles",
     "train_hrm.py --h-cycles 3:1": "--h-cycles & 3:1 & 1:5",
     "train_hrm.py --init zero": "--init & zero & identity",
