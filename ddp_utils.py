@@ -658,7 +658,6 @@ def add_text_flags(parser: ArgumentParser) -> None:
     flag("--max-new-tokens", positive_int, 200, "length of a sample")
     flag("--temperature", number(0), 0.8, "0: always the likeliest token")
     flag("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all")
-    flag("--top-p", number(0, 1), 1.0, "sample from the smallest set of ids with this probability")
 
 
 def recipe(args: argparse.Namespace, size: dict) -> dict:

@@ -955,26 +955,20 @@ def num_params(model: nn.Module) -> int:
 # Sampling
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> Tensor:
-    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise top-k, then top-p (nucleus)."""
+def sample(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
+    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise from the top k."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:
         kept = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kept, -torch.inf)
-    probabilities = logits.softmax(dim=-1)
-    if top_p and top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        mass = (ordered * 2**30).long()  # on a GPU only integer sums are deterministic
-        ordered[mass.cumsum(dim=-1) - mass >= top_p * 2**30] = 0  # the likeliest id always stays
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 
 @torch.no_grad()
 def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-             top_p: float | None = None, seed: int = 0, stop: int | None = None):
+             seed: int = 0, stop: int | None = None):
     """Yields the next ids, int64 (B,), `max_new_tokens` times or, for a single sequence, through the first
     `stop`. The prompt idx (B, T) has up to seq_len tokens. When the context is full, its second half becomes
     the new prompt; if the model answers prompts, generation ends instead. Padding ids are never sampled.
@@ -991,7 +985,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
                 cache.length, new = 0, idx[:, -max(seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
-            new = sample(logits[:, :model.config.vocab_size], temperature, top_k, top_p, generator)[:, None]
+            new = sample(logits[:, :model.config.vocab_size], temperature, top_k, generator)[:, None]
             idx = torch.cat((idx, new), dim=1)
             yield new[:, 0]
             if stop is not None and idx.size(0) == 1 and new.item() == stop:
@@ -1003,7 +997,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
 def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
     """Pieces of text that continue a prompt, which may be empty, or answer it if the model was trained on
     pairs. With `stop`, generation ends with the document. `sampling` has these flags of a trainer:
-    max_new_tokens, temperature, top_k, top_p, seed and condition. Raises UserError immediately.
+    max_new_tokens, temperature, top_k, seed and condition. Raises UserError immediately.
     """
     c = model.config
     isolated = getattr(c, "attention", "causal") != "causal"
@@ -1016,7 +1010,7 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
             raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
                             "shorten it.")
     new = generate(model, torch.tensor([ids], device=device), sampling.max_new_tokens, sampling.temperature,
-                   sampling.top_k, sampling.top_p, sampling.seed, end if stop else None)
+                   sampling.top_k, sampling.seed, end if stop else None)
     new = map(int, new if stop else list(new))  # in training, all ranks generate the same number of ids
     return stream_text(tokenizer, itertools.takewhile(lambda i: i != end, new))
 

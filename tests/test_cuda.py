@@ -111,7 +111,7 @@ def test_the_compiled_loss_equals_the_other(bias, world, monkeypatch):
 @pytest.mark.parametrize("name", ["hrm", "gpt2"])
 def test_sampling_runs_in_strict_mode(name, world):
     prompt = torch.zeros(1, 5, dtype=torch.long, device="cuda")
-    new = models.generate(make(name), prompt, 8, temperature=0.8, top_k=50, top_p=0.9)
+    new = models.generate(make(name), prompt, 8, temperature=0.8, top_k=50)
     assert len(list(new)) == 8
 
 
@@ -141,7 +141,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, script):
 def test_a_killed_run_resumes_at_gpt2_width(tmp_path, shards):
     """With the rows, width and heads of GPT-2 124M, whose sums a GPU divides among many blocks."""
     trainer = Trainer("train_gpt2.py", precision="bf16", seq_len=1024, d_model=768, n_head=12, n_layer=2,
-                      global_batch=16, batch=8, top_p=0.9, max_new_tokens=8)
+                      global_batch=16, batch=8, max_new_tokens=8)
     trainer.check_killed_run(tmp_path, 1, shards)
 
 

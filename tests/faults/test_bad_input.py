@@ -211,7 +211,6 @@ MISTAKES = {
     "train_hrm.py --prompt x --out run-gpt2": "run-gpt2 & family & GPT2 & HRM & trainer",
     "train_hrm.py --prompt x --out ready": "ready & checkpoint & hf:ready",
     "train_hrm.py --prompt x --out run-hrm --temperature -1": "--temperature & -1 & 0",
-    "train_hrm.py --prompt x --out run-hrm --top-p 2": "--top-p & 2 & 1",
     # HRM
     "train_hrm.py --n-head 3": "--n-head 3 & --d-model 32",
     "train_hrm.py --bp-steps 40": "--bp-steps 40 & 2 cycles & 4 stack calls",
