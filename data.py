@@ -792,7 +792,7 @@ def read_manifest(directory: Path) -> dict | None:
             match = re.fullmatch(r"(train|val|val_[\w-]+)_[0-9]{6}\.bin", shard["file"])
             if not match or match[1] != shard["split"]:
                 raise ValueError(f"the shard name {shard['file']!r}")
-        if manifest.get("checksum", digest := manifest_digest(manifest)) != digest:
+        if manifest["checksum"] != manifest_digest(manifest):
             raise ValueError("its checksum is wrong")
         return manifest
     except (FileNotFoundError, NotADirectoryError):

@@ -866,7 +866,7 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
     if args.init_from:
         weights = on_rank0(world, lambda: config_of_weights(model_class.Config, args.init_from))
     with torch.device("meta"):
-        model = model_class(config_of(model_class, shape | weights))
+        model = model_class(model_class.Config(**shape | weights))
     assert_context(args.init_from, model, model.config.seq_len, args.seq_len)
     parameters = num_params(model)
 
@@ -977,10 +977,15 @@ def assert_same_parameters(model: nn.Module, saved: dict) -> None:
                         f"{min(odd)}): use the code that trained it, or train again in another --out.")
 
 
-def config_of(model_class: type, saved: dict):
-    """The configuration in a checkpoint, without fields that only older versions had."""
-    known = {field.name for field in fields(model_class.Config)}
-    return model_class.Config(**{name: value for name, value in saved.items() if name in known})
+def config_of(config_class: type, saved: dict, where):
+    """The configuration in the checkpoint `where`, with defaults for fields that it lacks. Raises UserError
+    if it has fields that `config_class` does not know.
+    """
+    known = {field.name for field in fields(config_class)}
+    if unknown := sorted(saved.keys() - known):
+        raise UserError(f"{where} sets {listed(unknown)}, which {config_class.__name__} does not know: use the "
+                        "code that trained it, or train again in another --out.")
+    return config_class(**saved)
 
 
 def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
@@ -1020,7 +1025,8 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
             new = mean.expand(config["padded_vocab"] - known, *mean.shape[1:])
             weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
-    model = build_model(model_class, config_of(model_class, config | changes), world, strategy)
+    config_with_changes = config_of(model_class.Config, config | changes, source)
+    model = build_model(model_class, config_with_changes, world, strategy)
     if saved:
         assert_same_parameters(model, saved)
     assert_context(source, model, config["seq_len"], seq_len)
@@ -1497,11 +1503,8 @@ class TrainState:
         has other names or shapes starts without optimizer state.
         """
         assert_same_parameters(self.model, saved)
-        tensors = dict.fromkeys(GROUPS, {}) | saved["tensors"]
+        tensors = saved["tensors"]
         world = self.world
-        if "labels" in (late := tensors["late"]):  # older versions saved a sum over labels and their number
-            share = torch.where(late["labels"] > 0, 1 / late["labels"], 0.0).float()
-            tensors["late"] = late | {"gradient": late["gradient"] * share}
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
@@ -1615,27 +1618,26 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
     return answer | {"tensors": saved["tensors"]} if saved else answer
 
 
-def check_resumable(saved: dict, now: dict, say) -> None:
+def check_resumable(saved: dict, now: dict, config_class: type, say) -> None:
     """Raises UserError if the model, tokenizer, data or seed has changed; prints other changes."""
-    def fixed(run: dict) -> dict:
-        model = {k: v for k, v in run["model_config"].items() if k not in CHANGEABLE}
-        fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "seed")}
-        loss = {"loss": run["loss_on"]} if "loss_on" in run else {}  # formerly a field of the model
-        return fixed | model | fixed | loss  # the keys of `fixed` first; seq_len is that of the rows
+    saved_config = saved["model_config"]
+    if saved["family"] == now["family"]:  # a field that it lacks counts as its default
+        saved_config = asdict(config_of(config_class, saved_config, saved["path"]))
 
-    was = {"attention": "causal", "loss": "all", "qk_norm": False} | fixed(saved)
-    is_ = fixed(now)
+    def fixed(run: dict, config: dict) -> dict:
+        model = {k: v for k, v in config.items() if k not in CHANGEABLE}
+        fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed")}
+        return fixed | model | fixed  # the keys of `fixed` first; seq_len is that of the rows
+
+    was = fixed(saved, saved_config)
+    is_ = fixed(now, now["model_config"])
     for what in is_:
-        if was.get(what, is_[what]) != is_[what]:  # checkpoints of older versions lack some
+        if was[what] != is_[what]:
             raise UserError(f"{saved['path']} cannot be resumed: {what} was {was[what]}, now {is_[what]}; "
                             "use the original flags, or start a new run with another --out.")
     for flag, value in now["settings"].items():
         if (before := saved["settings"].get(flag, value)) != value:
             say(f"resuming with {flag} {value} (was {before})")
-    were = [f"{flag} {value}" for flag, value in saved["settings"].items()
-            if value not in (None, False) and flag not in now["settings"]]
-    if were:
-        say(f"resuming a run of another version, which had {', '.join(were)}: this version has no such flags")
 
 
 class Checkpoints:
@@ -1679,7 +1681,7 @@ class Checkpoints:
         """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
         if not saved:
             return 0, 0
-        check_resumable(saved, identity, self.say)
+        check_resumable(saved, identity, type(state.model.config), self.say)
         state.restore(saved, self.say)
         del saved["tensors"]
         if Path(saved["path"]).parent == self.directory:
@@ -1930,7 +1932,8 @@ def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, wor
         raise UserError(f"{saved['path']} was begun with --init-from {began}: give that again, for its shape "
                         "and its learning rate.")
     if args.init_from and saved["family"] == model_class.__name__:
-        config = config_of(model_class, saved["model_config"] | changes)  # as the run began
+        # as the run began
+        config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, args.strategy)
     if not saved:
         say(f"initializing {num_params(model):,} parameters")

@@ -466,18 +466,14 @@ class HRMConfig(AttentionConfig):
     l_cycles: int = flag(3, "calls of the fast stack L in each cycle")
     bp_cycles: int = flag(0, "backpropagate through this many whole cycles, the last ones; 0: --bp-steps")
     init: str | None = flag(None, "identity: blocks start by adding zero to the residual stream, and the "
-                            "untied head starts small; published: as in HRM-Text, also untied; tied: as "
-                            "published, but the embedding table is the head",
-                            ("identity", "published", "tied"))
+                            "head starts small; published: as in HRM-Text", ("identity", "published"))
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
-    qk_norm: bool = flag(False, "normalize queries and keys (Henry et al., arXiv 2010.04245)")
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
     eval_cycles: int = flag(None, "cycles in evaluation and use (default: as in training, of a range twice "
                             "the most)")
     least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
     max_cycles: int = 4  # the largest number of cycles with `halt`
-    tie: bool = True  # head and embedding table are one; `init`, if given, sets this and zero_init
-    zero_init: bool = False
+    qk_norm: ClassVar[bool] = False  # of a modern GPT-2
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
@@ -486,11 +482,11 @@ class HRMConfig(AttentionConfig):
         super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
-        if self.init:
-            self.tie, self.zero_init = self.init == "tied", self.init == "identity"
-        if self.zero_init and self.tie:
-            raise UserError("a model that starts as the identity needs a head of its own, or it would only "
-                            "repeat its input.")
+
+    @property
+    def zero_init(self) -> bool:
+        """Whether blocks start by adding zero to the residual stream."""
+        return self.init == "identity"
 
     @property
     def cycles(self) -> int:
@@ -523,7 +519,7 @@ class HRMConfig(AttentionConfig):
     def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
         """Whether the graph of `cycles` cycles gives the embedding table a gradient."""
         _, h_kept = self.kept_calls(bp_steps, cycles or self.cycles)[0]  # z_H = x enters the first cycle
-        return self.tie or self.inject_input or h_kept > 0
+        return self.inject_input or h_kept > 0
 
 
 class HRMBlock(Block):
@@ -601,9 +597,8 @@ class HRM(CausalLM):
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         init_normal(self.embed.weight, c.d_model ** -0.5)
         self.H, self.L = Stack(c), Stack(c)
-        if not c.tie:
-            self.head = Linear(c.d_model, c.padded_vocab, bias=False)
-            init_normal(self.head.weight, 0.02 if c.zero_init else c.d_model ** -0.5)
+        self.head = Linear(c.d_model, c.padded_vocab, bias=False)
+        init_normal(self.head.weight, 0.02 if c.zero_init else c.d_model ** -0.5)
         if c.halt:
             self.halt = Linear(c.d_model, 1)
             nn.init.zeros_(self.halt.weight)
@@ -615,7 +610,7 @@ class HRM(CausalLM):
 
     @property
     def head_weight(self) -> Tensor:  # (V, C)
-        return self.embed.weight if self.config.tie else self.head.weight
+        return self.head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
@@ -726,7 +721,7 @@ class GPT2Config(AttentionConfig):
     modern: bool = flag(False, "the block of the HRM with normalized queries and keys: gated attention, "
                         "SwiGLU, RMSNorm, rotary positions, zero-initialised projections; an untied head; "
                         "best with --optimizer muon")
-    qk_norm: bool = False  # train_gpt2.py sets it with `modern`; modern checkpoints of before lack it
+    qk_norm: ClassVar[bool] = True  # of a modern model
     norm_eps: float = 1e-5
     zero_init: ClassVar[bool] = True  # of a modern model
 
@@ -1199,20 +1194,21 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) 
 
 
 def hrm_to_hf(c: HRMConfig) -> dict:
-    refuse_export(c, "halt", "inject_input", "qk_norm")
+    refuse_export(c, "halt", "inject_input")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             # their cache has a layer for each attention call
             "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
             "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
-            "prefix_lm": c.attention == "prefix"}
+            "tie_word_embeddings": False, "prefix_lm": c.attention == "prefix"}
 
 
 def hrm_from_hf(config: dict) -> dict:
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     odd = {"rope_parameters": rope.get("rope_type", "default") != "default",
            "head_dim": config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]}
-    refuse_import(config, odd, "train_hrm.py", hidden_act="silu", attention_bias=False, mlp_bias=False)
+    refuse_import(config, odd, "train_hrm.py", hidden_act="silu", attention_bias=False, mlp_bias=False,
+                  tie_word_embeddings=False)
     return {"n_layer": config.get("num_layers_per_stack") or config["num_hidden_layers"],
             "rope_theta": rope["rope_theta"], "attention": "prefix" if config.get("prefix_lm") else "causal",
             "embed_scale": config.get("embedding_scale") or 1.0 / config["initializer_range"]}
@@ -1272,7 +1268,7 @@ HF_FAMILIES = {
          "attn_out": "attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"},
         {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_head": "num_attention_heads",
          "d_model": "hidden_size", "ff": "intermediate_size", "h_cycles": "H_cycles", "l_cycles": "L_cycles",
-         "tie": "tie_word_embeddings", "norm_eps": "rms_norm_eps"},
+         "norm_eps": "rms_norm_eps"},
         hrm_to_hf, hrm_from_hf),
     GPT2: HFFamily(
         "gpt2", "GPT2LMHeadModel",

@@ -261,7 +261,7 @@ def read_metrics(run_directory: Path) -> list[dict]:
 
 
 def evaluations_of(records: list[dict]) -> dict[int, float]:
-    """The validation losses by step. Older logs have them in the record of the training step."""
+    """The validation losses by step."""
     return {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
 
 

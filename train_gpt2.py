@@ -62,7 +62,7 @@ def main() -> None:
     global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
         args, SIZES[args.size], dataset, world, saved, log.say)
     model = new_model(GPT2, args, dataset, world, saved, log.say,
-                      vocab_size=dataset.tokenizer.vocab_size, qk_norm=args.modern, **dataset.roles)
+                      vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(micro_batch, world.device)
     set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)

@@ -92,7 +92,7 @@ def truncation(args: argparse.Namespace, c: HRMConfig) -> tuple[int, int]:
     elif c.bp_cycles:
         low = high = c.bp_cycles * calls
     else:
-        high = 5 if c.tie or c.halt or c.inject_input else max(c.cycles + 1, 5)
+        high = 5 if c.halt or c.inject_input else max(c.cycles + 1, 5)
         low = high if args.init_from else 2  # trained weights need no ramp
     if high > max(c.cycles * calls, 5):
         kept = f"--bp-cycles {c.bp_cycles}" if c.bp_cycles else f"--bp-steps {high}"
@@ -122,7 +122,7 @@ def main() -> None:
     low, high = truncation(args, c)
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
-        raise UserError(f"with a graph through {high} stack calls an untied embedding never learns: add "
+        raise UserError(f"with a graph through {high} stack calls the embedding never learns: add "
                         f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.example(micro_batch, world.device, n) for n in (low, high)]
     set_modes(model, args, world, log.say)  # precision, recomputing, compiling

@@ -88,7 +88,7 @@ def check_sync(world: World) -> None:
 def check_gradients(world: World) -> None:
     """Every parameter has a gradient at each depth that the ramp visits, of zeros if it is not reached; the
     mean over ranks is that of one process with all samples; and a parameter without any is refused."""
-    for changes in ({}, {"tie": False}, {"halt": True}):
+    for changes in ({}, {"inject_input": True}, {"halt": True}):
         model = make(**changes)
         if changes.get("halt"):
             torch.nn.init.normal_(model.halt.weight, std=0.1)
@@ -106,7 +106,7 @@ def check_gradients(world: World) -> None:
         (alone(torch.cat(xs), torch.cat(ys), bp_steps=5, ponder_weight=0.1)[0] / 2).backward()
         for p, q in zip(model.parameters(), alone.parameters()):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
-    model = make(tie=False)
+    model = make()
     model.unused = torch.nn.Parameter(torch.zeros(2))
     idx, targets = batch(0)
     inputs = {"idx": idx, "targets": targets, "bp_steps": 2}

@@ -34,7 +34,7 @@ MODELS = {
     "cycles": lambda: HRM(HRMConfig(**SMALL, **WHOLE, h_cycles=3)),
     "halt": lambda: HRM(HRMConfig(**SMALL, **WHOLE, halt=True)),
     "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
-    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True, qk_norm=True)),
+    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
     "pairs": lambda: HRM(HRMConfig(**SMALL, ff=128, start=499, response=498)),
     "mlm": lambda: MLM(MLMConfig(**SMALL | {"n_layer": 2}, ff=96, eot=499, window=16))}
 
@@ -263,7 +263,7 @@ def test_training_and_sampling_need_no_operation_that_strict_mode_refuses(name, 
         ddp_utils.assert_in_sync(state.model.state_dict())
         with torch.no_grad(), state.averaged_weights():
             state.model.eval()(*batch(name))
-            sample(torch.randn(2, 60), 0.8, 50, 0.9, torch.Generator().manual_seed(0))
+            sample(torch.randn(2, 60), 0.8, 50, torch.Generator().manual_seed(0))
     assert seen.sorted <= 4 * SMALL["seq_len"]  # rows of the batch, not their channels
 
 

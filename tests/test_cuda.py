@@ -15,7 +15,7 @@ SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 256, "n_layer": 2, "
 MODELS = {
     "hrm": lambda: HRM(HRMConfig(**SMALL, ff=256)),
     "gpt2": lambda: GPT2(GPT2Config(**SMALL)),
-    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True, qk_norm=True)),
+    "modern": lambda: GPT2(GPT2Config(**SMALL, modern=True)),
     "pairs": lambda: HRM(HRMConfig(**SMALL, ff=256, start=499, response=498)),
     "mlm": lambda: MLM(MLMConfig(**SMALL, ff=192, eot=499, window=64)),
 }

@@ -23,7 +23,7 @@ import test_ddp
 from data import UserError
 from ddp_utils import (Checkpoints, RunError, World, list_checkpoints, load_checkpoint,
                        load_model, read_checkpoint)
-from model import GPT2, HRM, MLM, Block, HRMConfig
+from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
           "bf16_gradients", "memory", "gathering", "owners",
@@ -167,19 +167,6 @@ def test_a_run_that_has_begun_to_delay_does_not_wait_again(world):
         state.begin_step(step, 100)
         waits.append((state.late.waits, state.delay))
     assert waits == [(True, 0), (True, 0), (False, 1), (False, 1)]
-
-
-@pytest.mark.parametrize("labels, share", [(4.0, 0.25), (0.0, 0.0)])
-def test_late_gradients_of_older_checkpoints_have_a_scale_of_their_own(tmp_path, world, labels, share):
-    state = make_state(world, comm="late")
-    save(tmp_path, world, state)
-    saved = load_checkpoint(tmp_path, world, print)
-    late = saved["tensors"]["late"]
-    gradient = torch.randn_like(late["gradient"])
-    labels = torch.tensor(labels, dtype=torch.float64)
-    saved["tensors"]["late"] = late | {"gradient": gradient, "labels": labels}
-    state.restore(saved, print)
-    assert torch.equal(state.late.gradient, share * gradient)
 
 
 def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
@@ -483,30 +470,34 @@ def test_compiled_blocks_use_the_libdevice_of_triton(tmp_path, monkeypatch, inst
     assert os.environ["TRITON_LIBDEVICE_PATH"] == "of the user"
 
 
-def test_checkpoints_that_lack_a_field_have_the_value_of_their_time():
-    def identity(**changes) -> dict:
-        return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "settings": {},
-                "model_config": {"dropout": 0.0}} | changes
-
-    def now(attention="causal", loss="all", qk_norm=False) -> dict:
-        config = {"dropout": 0.0, "attention": attention, "qk_norm": qk_norm}
-        return identity(model_config=config, loss_on=loss)
-
-    old = identity(path="old.pt", loss=5.2)  # that of the step
-    # until what is learned became a matter of the data, it was one of the model
-    newer = old | {"model_config": {"dropout": 0.0, "attention": "causal", "loss": "all"}}
-    for saved in (old, newer):
-        ddp_utils.check_resumable(saved, now(), print)
-        for changed in ({"attention": "isolated"}, {"loss": "response"}, {"qk_norm": True}):
-            with pytest.raises(UserError, match=f"cannot be resumed: {next(iter(changed))} was "):
-                ddp_utils.check_resumable(saved, now(**changed), print)
+def identity(**config) -> dict:
+    return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "loss_on": "all",
+            "model_config": asdict(GPT2Config(**config)), "settings": {"lr": 1.0}, "path": "old.pt"}
 
 
-def test_flags_that_a_newer_version_does_not_have_are_named_on_resume():
-    identity = {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0,
-                "loss_on": "all", "model_config": {"dropout": 0.0}, "settings": {"lr": 1.0}}
+def test_a_field_that_a_checkpoint_lacks_counts_as_its_default():
+    """So a flag that was added to a model since changes nothing, unless it is given."""
+    saved = identity()
+    for field in ("modern", "attention"):
+        del saved["model_config"][field]
+    ddp_utils.check_resumable(saved, identity(), GPT2Config, print)
+    for changed, was in (({"modern": True}, False), ({"attention": "isolated"}, "causal")):
+        with pytest.raises(UserError, match=f"cannot be resumed: {next(iter(changed))} was {was}, now "):
+            ddp_utils.check_resumable(saved, identity(**changed), GPT2Config, print)
+
+
+def test_a_field_that_the_code_does_not_know_is_refused_by_name():
+    saved = identity()
+    saved["model_config"]["sparse"] = True
+    with pytest.raises(UserError, match="^old.pt sets sparse, which GPT2Config does not know: use the code "):
+        ddp_utils.check_resumable(saved, identity(), GPT2Config, print)
+    with pytest.raises(UserError, match="cannot be resumed: family was MLM, now GPT2"):  # of another model
+        ddp_utils.check_resumable(saved | {"family": "MLM"}, identity(), GPT2Config, print)
+
+
+def test_changed_flags_are_named_on_resume():
     said = []
-    ddp_utils.check_resumable(identity | {"settings": {"lr": 2.0, "beta2": 0.5}}, identity, said.append)
-    assert said[0] == "resuming with lr 1.0 (was 2.0)" and "beta2 0.5" in said[1]
-    ddp_utils.check_resumable(identity, identity, said.append)
-    assert len(said) == 2
+    ddp_utils.check_resumable(identity() | {"settings": {"lr": 2.0}}, identity(), GPT2Config, said.append)
+    assert said == ["resuming with lr 1.0 (was 2.0)"]
+    ddp_utils.check_resumable(identity(), identity(), GPT2Config, said.append)
+    assert len(said) == 1

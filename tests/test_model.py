@@ -261,7 +261,7 @@ def reference(model: HRM, kept: str) -> dict:
     return {name: torch.zeros_like(model.embed.weight) if t is None else t for name, t in found.items()}
 
 
-@pytest.mark.parametrize("config", [{}, {"tie": False}, {"inject_input": True}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"inject_input": True}], ids=str)
 @pytest.mark.parametrize("bp_steps", KEPT)
 def test_truncated_backprop_equals_explicit_detach(bp_steps, config):
     expected = reference(hrm(**config), KEPT[bp_steps])
@@ -281,28 +281,14 @@ def test_control_one_call_more_or_less_is_noticed():
     assert differing(actual, reference(hrm(), KEPT[4]))
 
 
-@pytest.mark.parametrize("config", [{"inject_input": True}, {"tie": False, "inject_input": True}], ids=str)
-def test_whole_cycles_equal_explicit_detach(config):
+def test_whole_cycles_equal_explicit_detach():
     """Whatever bp_steps says."""
-    expected = reference(hrm(**config), "....LLLH")
-    assert differing(expected, step(hrm(bp_cycles=1, **config), bp_steps=2)[0]) == []
-    both = reference(hrm(**config), "LLLHLLLH")
+    expected = reference(hrm(inject_input=True), "....LLLH")
+    assert differing(expected, step(hrm(bp_cycles=1, inject_input=True), bp_steps=2)[0]) == []
+    both = reference(hrm(inject_input=True), "LLLHLLLH")
     for cycles in (2, 9):
-        assert differing(both, step(hrm(bp_cycles=cycles, **config))[0]) == []
-    assert differing(expected, step(hrm(**config), bp_steps=4)[0])  # control: H first, which is another graph
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("qk_norm", [True, False])
-def test_normalized_queries_and_keys_have_no_scale(qk_norm):
-    model, x = hrm(qk_norm=qk_norm), tokens()
-    expected = model(x)
-    with torch.no_grad():
-        for block in (*model.H.blocks, *model.L.blocks):
-            _, query, key, _ = block.gqkv.weight.chunk(4)
-            query *= 3
-            key *= 5
-    assert torch.allclose(model(x), expected, atol=1e-4) == qk_norm
+        assert differing(both, step(hrm(bp_cycles=cycles, inject_input=True))[0]) == []
+    assert differing(expected, step(hrm(inject_input=True), bp_steps=4)[0])  # control: H first, which is another graph
 
 
 def test_states_are_what_fixed_numbers_of_cycles_give():
@@ -329,20 +315,19 @@ def without_gradient(grads: dict) -> list[str]:
     return [name for name, grad in grads.items() if grad is None or not grad.any()]
 
 
-@pytest.mark.parametrize("tie, bp_steps", [(True, 2), (True, 3), (True, 4), (True, 5),
-                                           (False, 3), (False, 4), (False, 5)])
+@pytest.mark.parametrize("bp_steps", [3, 4, 5])
 @pytest.mark.parametrize("extra", [{}, {"halt": True}, {"depth": 2}, {"inject_input": True}], ids=str)
-def test_every_parameter_has_a_gradient_on_the_ramp(tie, bp_steps, extra):
+def test_every_parameter_has_a_gradient_on_the_ramp(bp_steps, extra):
     """With halt as initialized, and stopping at half the cycles."""
-    assert without_gradient(step(hrm(tie=tie, **extra), bp_steps=bp_steps)[0]) == []
+    assert without_gradient(step(hrm(**extra), bp_steps=bp_steps)[0]) == []
 
 
 @pytest.mark.parametrize("bp_steps, extra, untrained", [
     (2, {}, True), (3, {}, False), (4, {"h_cycles": 4}, True), (5, {"h_cycles": 4}, False), (None, {}, False),
     (2, {"inject_input": True}, False), (2, {"halt": True}, False)], ids=str)
-def test_an_untied_embedding_that_is_not_reached_has_a_gradient_of_zeros(bp_steps, extra, untrained):
+def test_an_embedding_that_is_not_reached_has_a_gradient_of_zeros(bp_steps, extra, untrained):
     """One all the same, because DDP waits for it."""
-    model = hrm(tie=False, **extra)
+    model = hrm(**extra)
     found, _ = step(model, bp_steps=bp_steps)
     assert without_gradient(found) == ["embed.weight"] * untrained
     assert found["embed.weight"] is not None and model.config.reaches_embedding(bp_steps) != untrained
@@ -465,8 +450,7 @@ def prefixes(model: HRM, fixed_depth: bool = False, cut: int = 9) -> tuple[torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [{}, {"inject_input": True}, {"depth": 4}, {"depth": 2, "tie": False}],
-                         ids=str)
+@pytest.mark.parametrize("config", [{}, {"inject_input": True}, {"depth": 4}, {"depth": 2}], ids=str)
 def test_the_future_never_changes_the_past(config, dtype):
     assert torch.equal(*prefixes(hrm(dtype=dtype, **config), fixed_depth=True))
     assert torch.equal(*prefixes(hrm(dtype=dtype, **config)))
@@ -478,8 +462,7 @@ def test_control_attention_that_is_not_causal(monkeypatch):
     assert not torch.equal(*prefixes(hrm()))
 
 
-SHAPES = [{}, {"inject_input": True, "qk_norm": True}, {"depth": 2}, {"halt": True},
-          {"tie": False, "h_cycles": 1, "l_cycles": 2}]
+SHAPES = [{}, {"inject_input": True}, {"depth": 2}, {"halt": True}, {"h_cycles": 1, "l_cycles": 2}]
 
 
 @torch.no_grad()
@@ -523,7 +506,7 @@ def ids_of(model: HRM, prompt: torch.Tensor, count: int, **settings) -> torch.Te
 @pytest.mark.parametrize("config", SHAPES, ids=str)
 def test_greedy_generation_equals_a_loop_over_full_passes(config):
     """Also past the end of the context, where the later half is read again."""
-    model = hrm(**(config | {"tie": False})).eval()  # tied and untrained, it only repeats the last token
+    model = hrm(**config).eval()
     idx = context = tokens(batch=2, length=5)
     for _ in range(2 * SEQ_LEN):
         if context.size(1) > SEQ_LEN:
@@ -634,8 +617,8 @@ def logits_of(theirs, idx: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def check_export(shape, tie, transformers, tokenizer, directory):
-    ours = hrm(vocab_size=257, padded_vocab=320, tie=tie, **shape)
+def check_export(shape, transformers, tokenizer, directory):
+    ours = hrm(vocab_size=257, padded_vocab=320, **shape)
     export(ours, tokenizer, directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     assert type(theirs).__name__ == "HrmTextForCausalLM" and theirs.dtype == torch.float32
@@ -652,29 +635,27 @@ def check_export(shape, tie, transformers, tokenizer, directory):
     return ours, theirs, idx
 
 
-@pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_transformers_reads_what_we_write(seed, tie, transformers, tokenizer, tmp_path):
-    check_export(random_shape(seed), tie, transformers, tokenizer, tmp_path)
+def test_transformers_reads_what_we_write(seed, transformers, tokenizer, tmp_path):
+    check_export(random_shape(seed), transformers, tokenizer, tmp_path)
 
 
 def test_padding_is_cut_from_the_vocabulary_alone(transformers, tokenizer, tmp_path):
     """4 · d_model = 320: the matrix of gate, query, key and value is as tall as the padded vocabulary."""
-    check_export({"d_model": 80, "n_head": 5}, True, transformers, tokenizer, tmp_path)
+    check_export({"d_model": 80, "n_head": 5}, transformers, tokenizer, tmp_path)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["H.blocks.0.gqkv.weight", "L.blocks.1.gate_up.weight", "z_l_init"])
 def test_control_one_wrong_tensor_is_noticed(name, transformers, tokenizer, tmp_path):
-    ours, theirs, idx = check_export({}, True, transformers, tokenizer, tmp_path)
+    ours, theirs, idx = check_export({}, transformers, tokenizer, tmp_path)
     tensor = ours.state_dict()[name]
     tensor.copy_(tensor.roll(1, 0))
     assert largest_error(ours(idx)[..., :257], logits_of(theirs, idx)) > 1e-3
 
 
-@pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_we_read_what_transformers_writes(seed, tie, transformers, tmp_path):
+def test_we_read_what_transformers_writes(seed, transformers, tmp_path):
     shape, pick = random_shape(seed), random.Random(seed)
     torch.manual_seed(seed)
     vocab_size = pick.choice((100, 128, 257))
@@ -682,14 +663,14 @@ def test_we_read_what_transformers_writes(seed, tie, transformers, tmp_path):
         vocab_size=vocab_size, hidden_size=shape["d_model"], num_attention_heads=shape["n_head"],
         head_dim=shape["d_model"] // shape["n_head"], intermediate_size=shape["ff"],
         num_hidden_layers=shape["n_layer"], H_cycles=shape["h_cycles"], L_cycles=shape["l_cycles"],
-        rms_norm_eps=shape["norm_eps"], max_position_embeddings=SEQ_LEN, tie_word_embeddings=tie,
+        rms_norm_eps=shape["norm_eps"], max_position_embeddings=SEQ_LEN,
         rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
         initializer_range=pick.choice((0.02, 0.1)), embedding_scale=shape["embed_scale"],
         prefix_lm=pick.random() < 0.5))
     nn.init.normal_(theirs.model.z_L_init)  # transformers starts it at 0, which would hide a lost tensor
     theirs.save_pretrained(tmp_path)
     ours, idx = from_hf(HRM, tmp_path), torch.randint(vocab_size, (2, SEQ_LEN))
-    assert ours.config.tie == tie and ours.config.padded_vocab % 64 == 0
+    assert ours.config.padded_vocab % 64 == 0
     with torch.no_grad():
         assert largest_error(ours(idx)[..., :vocab_size], logits_of(theirs, idx)) <= 1e-5
 
@@ -698,7 +679,7 @@ def test_we_read_what_transformers_writes(seed, tie, transformers, tmp_path):
 def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_path):
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
     tokenizer = data.load_tokenizer("bytes") if name == "bytes" else data.train_bpe([text] * 20, 290)
-    ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128, tie=False).eval()
+    ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
     with torch.no_grad():
         ours.head.weight[tokenizer.eot] = 0.0  # else chance, not the same in each torch, ends the text early
     export(ours, tokenizer, tmp_path)
@@ -767,7 +748,7 @@ def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, t
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids  # the control
 
 
-@pytest.mark.parametrize("option", ["halt", "inject_input", "qk_norm"])
+@pytest.mark.parametrize("option", ["halt", "inject_input"])
 def test_models_without_a_counterpart_are_not_exported(option, tokenizer, tmp_path):
     with pytest.raises(UserError, match="--" + option.replace("_", "-")):
         export(hrm(vocab_size=257, padded_vocab=320, **{option: True}), tokenizer, tmp_path / "hf")
@@ -779,7 +760,7 @@ def test_models_without_a_counterpart_are_not_exported(option, tokenizer, tmp_pa
     ({"intermediate_size": 64}, r"no tensor model.H_module.*gate_up_proj.weight of shape \(128, 32\)"),
     ({"vocab_size": 300}, r"no tensor model.embed_tokens.weight of shape \(300, 32\)"),
     ({"num_layers_per_stack": 3}, "no tensor model.H_module.layers.2"),
-    ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings to True, which train_hrm.py"),
     ({"attention_bias": True}, "attention_bias to True"),
     ({"head_dim": 8}, "head_dim to 8"),
     ({"hidden_act": "gelu"}, "hidden_act to gelu"),
@@ -978,7 +959,7 @@ def test_a_step_is_skipped_without_asking_the_host(kind, steps):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adam-atan2"])
-@pytest.mark.parametrize("config", [{}, {"tie": False}, {"halt": True}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"halt": True}], ids=str)
 def test_every_parameter_has_one_optimizer(kind, config):
     model = hrm(**config)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -1002,37 +983,33 @@ def test_every_parameter_has_one_optimizer(kind, config):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adam-atan2"])
 def test_embedding_and_head_have_a_learning_rate_of_their_own(kind):
-    model = hrm(tie=False, halt=True)
+    model = hrm(halt=True)
     groups = [g for o in make_optimizers(model, kind, 1e-3, (0.9, 0.95), 0.1, 4.0) for g in o.param_groups]
     scaled = {id(p) for group in groups if group.get("scale", 1) == 4 for p in group["params"]}
     assert scaled == {id(model.embed.weight), id(model.head.weight)}
 
 
 def test_a_start_as_the_identity():
-    """No token sees another, but from the second step on every matrix learns; a tied head, which would only
-    repeat the last token, is refused.
-    """
+    """No token sees another, but from the second step on every matrix learns."""
     idx = tokens(length=SEQ_LEN + 1)
     changed = idx.clone()
     changed[:, 0] = (idx[:, 0] + 1) % VOCAB
-    for zero_init in (True, False):
-        model = hrm(tie=False, zero_init=zero_init)
+    for init in ("identity", "published"):
+        model = hrm(init=init)
         same = torch.equal(model(idx[:, :-1])[:, 1:], model(changed[:, :-1])[:, 1:])
-        assert same == zero_init
-    model = hrm(tie=False, zero_init=True)
+        assert same == (init == "identity")
+    model = hrm(init="identity")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         step(model)
         optimizer.step()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
-    with pytest.raises(UserError, match="identity .* head of its own"):
-        hrm(zero_init=True)
 
 
 @torch.no_grad()
 def test_more_cycles_in_evaluation_than_in_training():
-    x, deep = tokens(), hrm(tie=False, eval_cycles=5)
-    plain, other = hrm(tie=False, h_cycles=5), hrm(tie=False)
+    x, deep = tokens(), hrm(eval_cycles=5)
+    plain, other = hrm(h_cycles=5), hrm()
     for model in (plain, other):
         model.load_state_dict(deep.state_dict())
     assert torch.equal(deep(x), other(x)) and not torch.equal(deep(x), plain(x))
@@ -1139,8 +1116,9 @@ def full_size(size: str, seq_len: int = 1024) -> HRM:
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_have_the_parameters_of_their_names(size):
     model = full_size(size)
-    assert (model.config.vocab_size, model.config.padded_vocab, model.config.tie) == (50257, 50304, True)
-    assert num_params(model) == pytest.approx(SIZES[size][-1], rel=0.06)
+    assert (model.config.vocab_size, model.config.padded_vocab) == (50257, 50304)
+    tied = num_params(model) - model.head.weight.numel()  # the names count one table
+    assert tied == pytest.approx(SIZES[size][-1], rel=0.06)
 
 
 def counted_flops(model: HRM, bp_steps: int) -> float:

@@ -21,10 +21,13 @@ import model
 from data import UserError
 from model import (
     GPT2,
+    HRM,
     MLM,
     Block,
     GPT2Block,
     GPT2Config,
+    HRMBlock,
+    HRMConfig,
     KVCache,
     MLMBlock,
     MLMConfig,
@@ -52,7 +55,7 @@ from test_model import (
 )
 
 EOT, WINDOW = 0, 6  # three tokens to either side
-KINDS = {"gpt2": {}, "modern": {"modern": True, "qk_norm": True}}
+KINDS = {"gpt2": {}, "modern": {"modern": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +108,22 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
         p.normal_(std=0.2, generator=generator)
         if name.endswith("weight") and ("norm" in name or ".ln_" in name):
             p.add_(1.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [gpt2(modern=True), HRM(HRMConfig(
+    vocab_size=VOCAB, padded_vocab=PADDED, seq_len=SEQ_LEN, n_layer=2, n_head=2, d_model=32, ff=48))],
+    ids=["modern", "hrm"])
+def test_modern_normalizes_queries_and_keys(model):
+    """So their scale does not matter, as it does in an HRM."""
+    x = tokens()
+    expected = model(x)
+    for module in model.modules():
+        if isinstance(module, HRMBlock):
+            _, query, key, _ = module.gqkv.weight.chunk(4)
+            query *= 3
+            key *= 5
+    assert torch.allclose(model(x), expected, atol=1e-4) == isinstance(model, GPT2)
 
 
 def documents() -> torch.Tensor:

@@ -306,7 +306,7 @@ def whole_cycles(**changes) -> HRM:
                   "init": "published"} | changes)
 
 
-MODELS = {"gpt2": gpt2, "modern": lambda **changes: gpt2(modern=True, qk_norm=True, **changes), "hrm": hrm,
+MODELS = {"gpt2": gpt2, "modern": lambda **changes: gpt2(modern=True, **changes), "hrm": hrm,
           "halt": lambda **changes: hrm(halt=True, **changes), "cycles": whole_cycles}
 each_model = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 

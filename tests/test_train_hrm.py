@@ -198,23 +198,6 @@ def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
         assert log_of(cut) == log_of(whole)
 
 
-def test_a_log_of_older_versions_goes_on(tmp_path, shards):
-    """There the record of a step held that of its evaluation."""
-    out = tmp_path / "run"
-    assert train(0, shards, out, steps=8, eval_every=4).code == 0
-    merged = [step | {"val_loss": None} for step in steps_of(out)]
-    for evaluation in evaluations_of(out):
-        merged[evaluation["step"] - 1] |= evaluation
-    (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in merged))
-    done = train(0, shards, out, steps=8, eval_every=4)
-    assert done.code == 0 and "is complete after 8 steps" in done.out, done.out
-    longer = train(0, shards, out, steps=12, eval_every=4)
-    assert longer.code == 0 and longer.out.count("| validation loss") == 1, longer.out
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in found] == [*range(1, 13), 12]
-    assert [record["step"] for record in found if record.get("val_loss") is not None] == [4, 8, 12]
-
-
 def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in "ab":
@@ -262,13 +245,12 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     empty = test_ddp.empty_model(train_hrm.HRM, train_hrm.parse_args([*published]))
     assert empty.embed.weight.shape == empty.head.weight.shape == (65536, 1536)
     assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
-    given = "--init tied --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()
+    given = "--init identity --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()
     others = {"init", "optimizer", "schedule", "grad_clip", "ema"}
     assert differ(wanted, *published, *given) == others  # what is given counts, also what is usual elsewhere
     assert not differ({"bp_steps": (2, 5)}, "--halt")
     assert not differ({"bp_steps": (2, 9), "h_cycles": 8, "least_cycles": 1}, "--h-cycles", "1:8")
-    for reached in (("--init", "tied"), ("--inject-input",)):
-        assert not differ({"bp_steps": (2, 5), "least_cycles": 0}, "--h-cycles", "8", *reached)
+    assert not differ({"bp_steps": (2, 5), "least_cycles": 0}, "--h-cycles", "8", "--inject-input")
     whole = {"bp_steps": (4, 4), "bp_cycles": 2, "h_cycles": 8, "least_cycles": 4, "inject_input": True}
     assert not differ(whole, "--size", "puzzle")
     calls = {"bp_steps": (2, 5), "bp_cycles": 0, "inject_input": False}
@@ -285,10 +267,9 @@ def test_the_table_of_sizes_has_the_defaults_of_the_model_too(capsys):
 
 
 def test_init_says_what_the_weights_start_as(shards, tmp_path):
-    for init, tied, zero in (("identity", False, True), ("published", False, False), ("tied", True, False)):
+    for init, zero in (("identity", True), ("published", False)):
         assert train(0, shards, tmp_path / init, init=init, steps=1, eval_every=1, lr=0).code == 0
         found = tensors_of(tmp_path / init)
-        assert ("model/head.weight" not in found) == tied
         assert (not found["model/H.blocks.0.down.weight"].any()) == zero
 
 
@@ -315,7 +296,7 @@ def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, t
 
 def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards):
     """Of `init` a size has a value of its own, which asks for nothing."""
-    assert train(0, shards, tmp_path / "run", init="tied", steps=1, eval_every=1).code == 0
+    assert train(0, shards, tmp_path / "run", init="published", steps=1, eval_every=1).code == 0
     used = here("--out", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2", "--eval-cycles", "3")
     assert used.code == 0 and "step 1 from" in used.out, used.out
     halting = here("--out", tmp_path / "run", "--prompt", "a", "--halt")
@@ -366,7 +347,7 @@ def test_cycles_of_evaluation(tmp_path, shards):
 
 
 def test_a_run_of_many_cycles_goes_on_from_its_weights(tmp_path, shards):
-    """The graph has to reach the untied embedding through the cycles of the weights, not of the size."""
+    """The graph has to reach the embedding through the cycles of the weights, not of the size."""
     first = train(0, shards, tmp_path / "nine", h_cycles=9, l_cycles=1, steps=1)
     line = "cycles: 9 in training, 9 in evaluation; backpropagation through the last 2 to 10 stack calls"
     assert first.code == 0 and line in first.out, first.out
@@ -377,7 +358,7 @@ def test_a_run_of_many_cycles_goes_on_from_its_weights(tmp_path, shards):
     assert [record["bp_steps"] for record in steps_of(tmp_path / "tuned")] == [10, 10] and copy.exists()
 
 
-def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
+def test_the_embedding_waits_for_its_gradient(tmp_path, shards):
     """Until then it has no optimizer state and no weight decay; from there a run also resumes bit for bit.
     One that would wait for ever is refused.
     """
@@ -395,9 +376,9 @@ def test_an_untied_embedding_waits_for_its_gradient(tmp_path, shards):
     ours, theirs = tensors_of(tmp_path / "run"), tensors_of(tmp_path / "resumed")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     done = train(0, shards, tmp_path / "never", **flags | {"bp_steps": 2})
-    assert done.code == 2 and "an untied embedding never learns: add --inject-input" in done.out, done.out
+    assert done.code == 2 and "the embedding never learns: add --inject-input" in done.out, done.out
     done = train(0, shards, tmp_path / "never", **flags | {"bp_cycles": 1, "bp_steps": None})
-    assert done.code == 2 and "an untied embedding never learns: add --inject-input" in done.out, done.out
+    assert done.code == 2 and "the embedding never learns: add --inject-input" in done.out, done.out
     for name, graph in (("calls", {"bp_steps": 2}), ("cycles", {"bp_cycles": 1, "bp_steps": None})):
         out = tmp_path / name  # the graph reaches the embedding in steps of one cycle
         done = train(0, shards, out, **flags | graph | {"h_cycles": "1:3"})
