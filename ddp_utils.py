@@ -51,8 +51,8 @@ import monitor
 from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
                   load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
                   unigram_entropy, validation_batches, without_response, write_atomically)
-from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, SkippingOptimizer, blocks_of,
-                   config_from_hf, continue_text, fill_masks, from_hf, num_params, pad_vocab, to_hf)
+from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
+                   fill_masks, from_hf, num_params, pad_vocab, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -1342,6 +1342,8 @@ class TrainState:
     `tensors` yields the tensors of a checkpoint; saving and `restore` both iterate over them.
     """
 
+    MAX_SKIPPED = 10  # updates in a row
+
     def __init__(self, model: nn.Module, optimizers: list, world: World, strategy: str = "ddp",
                  comm: str = "fp32", ema: float = 0.0):
         self.model = model
@@ -1353,8 +1355,8 @@ class TrainState:
         self.wrapped = wrap(model, world, comm)
         # ranks over which DDP and FSDP average gradients; with --comm late they are summed
         self.ranks_averaged = 1 if self.late else world.world_size
-        self.skipped = torch.zeros((), device=world.device)  # updates in a row whose gradient was not finite
-        self.grad_norm = torch.zeros((), device=world.device)  # of the last step; inf or NaN if skipped
+        self.skipped = 0  # updates in a row whose gradient was not finite
+        self.grad_norm = 0.0  # of the last step; inf or NaN if skipped
 
     @property
     def delay(self) -> int:
@@ -1364,7 +1366,7 @@ class TrainState:
     @property
     def updated(self) -> bool:
         """Whether the last step changed what a checkpoint holds: its gradient was finite, or is late."""
-        return self.late is not None or bool(self.grad_norm.isfinite())
+        return self.late is not None or math.isfinite(self.grad_norm)
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Must be called before each step, when `step` of `total_steps` are done."""
@@ -1398,9 +1400,10 @@ class TrainState:
         gc.collect()
         gc.freeze()
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
+    def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> float:
         """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
-        --comm late, the gradients of the previous step replace them first.
+        --comm late, the gradients of the previous step replace them first. Here the host waits for the
+        device, once a step, and also reads the vote `stop` of the step before.
         """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
@@ -1408,12 +1411,14 @@ class TrainState:
         if self.late:
             self.late.max_norm = max_norm
             self.late.exchange()
-        return clip_gradients(self.model.parameters(), max_norm)
+        norm = clip_gradients(self.model.parameters(), max_norm)
+        return stop.read(norm)[0] if stop else norm.item()
 
-    def optimizer_step(self, lr: float, grad_norm: Tensor) -> None:
+    def optimizer_step(self, lr: float, grad_norm: float) -> None:
         """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
         the gradients and updates the average. With --comm late, the learning rate, too, is that of the
-        previous step, and the last step applies its own gradient as well.
+        previous step, and the last step applies its own gradient as well. Raises RunError after MAX_SKIPPED
+        updates in a row whose gradient was not finite.
         """
         if self.delay:
             lr, self.late.lr = self.late.lr.item(), torch.tensor(lr, dtype=torch.float64)
@@ -1423,30 +1428,25 @@ class TrainState:
             self.ema.update()
         if self.delay and self.late.ends:
             self.late.take()
-            left = clip_gradients(self.model.parameters(), self.late.max_norm)
+            left = clip_gradients(self.model.parameters(), self.late.max_norm).item()
             self._update(self.late.lr.item(), left, final=True)
             self.late.lr = torch.zeros((), dtype=torch.float64)
-            grad_norm = torch.maximum(grad_norm, left)  # NaN if either is
+            grad_norm = float(np.maximum(grad_norm, left))  # NaN if either is
         self.grad_norm = grad_norm
         if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
-            self.skipped = (self.skipped + 1) * (1 - grad_norm.isfinite().float())
+            self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
+        if self.skipped >= self.MAX_SKIPPED:
+            raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
+                           "use --precision bf16 or fp32; the same command then resumes from the newest "
+                           "checkpoint, or from the one before if you delete that.")
 
-    def _update(self, lr: float, grad_norm: Tensor, final: bool = False) -> None:
-        """Applies the gradients, unless their norm is 0 or not finite. torch's fused optimizers and those of
-        model.py skip on the device. Other optimizers cannot, so the host waits for the norm.
-        """
-        skip = 1.0 - (grad_norm.isfinite() & (grad_norm > 0)).float()
+    def _update(self, lr: float, grad_norm: float, final: bool = False) -> None:
+        """Applies the gradients, unless their norm is 0 or not finite."""
         with self.late.corrected(final) if self.delay else contextlib.nullcontext():
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("scale", 1.0)
-                inner = inner_optimizer(optimizer)
-                if inner.defaults.get("fused") or isinstance(inner, SkippingOptimizer):
-                    device = optimizer.param_groups[0]["params"][0].device  # the CPU with zero3-offload
-                    inner.grad_scale = None
-                    inner.found_inf = skip.to(device)
-                    optimizer.step()
-                elif not skip.item():
+                if 0 < grad_norm < math.inf:
                     optimizer.step()
         self.clear_gradients()
 
@@ -1820,20 +1820,19 @@ def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
 
 
 class StopVote:
-    """Stops all ranks after the same step, when any of them gets a signal or training has failed.
+    """Stops all ranks after the same step, when any of them gets a signal.
 
     SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `vote`, called after each step and
-    each evaluation batch, starts a small all-reduce of it. The next call gets the result, so no rank waits.
+    each evaluation batch, starts a small all-reduce of it. Its result is read a step or batch later, so no
+    rank waits for another.
     """
-
-    MAX_SKIPPED = 10  # updates in a row
 
     def __init__(self, world: World):
         self.signal = 0  # received by this rank
         self._since = 0.0  # when it came
         self.agreed = 0  # the signal at which all ranks have agreed to stop
-        self._vote = self._arrive = None  # the vote under way, and the function that waits for it
-        self._copied = torch.cuda.Event() if world.device.type == "cuda" else None
+        self._vote = torch.zeros((), device=world.device)  # the newest
+        self._under_way = None  # waits for it, until it is read
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
@@ -1848,36 +1847,26 @@ class StopVote:
             self._since = time.monotonic()  # set first: a signal may come between these two lines
             self.signal = number
 
-    def vote(self, skipped: Tensor) -> int:
-        """Starts a vote; `skipped` is TrainState's number of updates skipped in a row. Returns the result of
-        the previous vote, see `read`.
-        """
-        found = self.read()
+    def vote(self) -> int:
+        """Starts a vote. Returns the result of the previous one: the signal that any rank got, or 0."""
+        if self._under_way:
+            self.read()
         if self._torchrun not in (None, os.getppid()):  # it was killed, so nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
-        self._vote = torch.stack((torch.full_like(skipped, self.signal), skipped))
-        work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
-        self._arrive = work.wait
-        if self._copied:
-            work.wait()  # orders the streams; the host does not wait
-            self._vote = self._vote.to("cpu", non_blocking=True)
-            self._arrive = self._copied.synchronize
-            self._copied.record()
-        return found
-
-    def read(self) -> int:
-        """The signal that any rank got before the last vote, or 0. Raises RunError if training has failed."""
-        if self._arrive is None:
-            return self.agreed
-        self._arrive()
-        self._arrive = None
-        number, skipped = self._vote.tolist()
-        if skipped >= self.MAX_SKIPPED:
-            raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
-                           "use --precision bf16 or fp32; the same command then resumes from the newest "
-                           "checkpoint, or from the one before if you delete that.")
-        self.agreed = self.agreed or int(number)
+        self._vote.fill_(self.signal)
+        self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
         return self.agreed
+
+    def read(self, *others: Tensor) -> list[float]:
+        """Reads the newest vote. Returns the values of `others`, float32 scalars on the device, which the host
+        waits for at the same time.
+        """
+        if self._under_way:
+            self._under_way.wait()
+            self._under_way = None
+        number, *values = torch.stack([self._vote, *others]).tolist()
+        self.agreed = self.agreed or int(number)
+        return values
 
 
 def open_run(out: Path, args: argparse.Namespace,
@@ -2107,7 +2096,7 @@ def shared_curves(world: World) -> dict[str, float]:
     return {tag: value for curves in found for tag, value in json.loads(curves).items()}
 
 
-def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: Tensor,
+def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: float,
              **numbers) -> None:
     """Logs a step, if it is due, with the means over all ranks. Every rank calls this after each step.
     `numbers`, the same on all ranks, become curves.
@@ -2122,7 +2111,7 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     memory = largest(monitor.memory_gb(world.device), world)
     machines = shared_curves(world) if world.nodes > 1 and world.is_rank0 else None
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    numbers |= {"grad_norm": grad_norm.item(), "labels": int(metrics.labels), "mem_gb": round(memory, 3)}
+    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(memory, 3)}
     numbers |= means
     log.step(step, samples, numbers, epoch, metrics.ends_epoch, machines)
 
@@ -2149,7 +2138,7 @@ def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, li
                 labels = micro_batch[-1]
                 sums["labels"] += (labels >= 0).sum()
                 sums["bytes"] += (token_bytes[labels.clamp(min=0)] * (labels >= 0)).sum()
-                if stop.vote(state.skipped):
+                if stop.vote():
                     break
             sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
             totals.update(sums)

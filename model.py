@@ -1034,26 +1034,7 @@ def fill_masks(model: MLM, tokenizer, text: str):
 # Optimizers and schedules
 
 
-class SkippingOptimizer(torch.optim.Optimizer):
-    """An optimizer that can skip a step on the device, like torch's fused optimizers, so that the host need
-    not know. TrainState sets found_inf, a scalar that is positive if the step is to be skipped.
-    """
-
-    found_inf: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, self.state[p], group)
-
-    def replace(self, old: Tensor, new: Tensor) -> None:
-        """Copies `new` into `old`, a parameter or a tensor of its state, unless the step is skipped."""
-        old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
-
-
-class AdamAtan2(SkippingOptimizer):
+class AdamAtan2(torch.optim.Optimizer):
     """AdamW with an arctangent in place of the division and its epsilon (Everett et al., arXiv 2407.05872).
     As in HRM-Text, the bias correction of the first moment multiplies the arctangent, not its argument.
     """
@@ -1061,53 +1042,23 @@ class AdamAtan2(SkippingOptimizer):
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay=0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update(self, p: nn.Parameter, state: dict, group: dict) -> None:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        if not state:
-            state |= {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
-                      "exp_avg_sq": torch.zeros_like(p)}
-        step = state["step"].double() + 1
-        mean = state["exp_avg"].lerp(p.grad, 1 - beta1)
-        square = state["exp_avg_sq"].lerp(p.grad.square(), 1 - beta2)
-        angle = torch.atan2(mean, square.div(1 - beta2 ** step).sqrt_())
-        moved = p * (1 - lr * group["weight_decay"]) - angle * (lr / (1 - beta1 ** step))
-        self.replace(state["step"], step.float())
-        self.replace(state["exp_avg"], mean)
-        self.replace(state["exp_avg_sq"], square)
-        self.replace(p, moved)
-
-
-class Muon(SkippingOptimizer):
-    """Momentum with nearly orthogonal updates (Jordan et al., 2024), scaled to the size of AdamW's, so that
-    one learning rate serves both (Liu et al., arXiv 2502.16982). torch.optim.Muon computes the same bit for
-    bit, but cannot skip a step on the device.
-    """
-
-    def __init__(self, params, lr: float, weight_decay=0.1, momentum=0.95):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    def update(self, p: nn.Parameter, state: dict, group: dict) -> None:
-        lr, momentum = group["lr"], group["momentum"]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        average = state["momentum_buffer"].lerp(p.grad, 1 - momentum)
-        direction = orthogonalised(p.grad.lerp(average, momentum))
-        rate = lr * (0.2 * math.sqrt(max(p.shape)))
-        moved = (p * (1 - lr * group["weight_decay"])).add_(direction, alpha=-rate)
-        self.replace(state["momentum_buffer"], average)
-        self.replace(p, moved)
-
-
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """matrix (m, n) with its singular values moved close to 1, in bfloat16, by five Newton-Schulz steps."""
-    x = matrix.bfloat16()
-    x = x.T if x.size(0) > x.size(1) else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, polynomial, x, beta=3.4445)
-    return x.T if matrix.size(0) > matrix.size(1) else x
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
+                              "exp_avg_sq": torch.zeros_like(p)}
+                state["step"] += 1
+                step = state["step"].double()
+                mean = state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                square = state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
+                angle = torch.atan2(mean, square.div(1 - beta2 ** step).sqrt_())
+                p.mul_(1 - lr * group["weight_decay"]).sub_(angle * (lr / (1 - beta1 ** step)))
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -1138,7 +1089,9 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     adam = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
     optimizers = [adam(groups, lr=lr, betas=betas)]
     if hidden:
-        optimizers.append(Muon(hidden.values(), lr=lr, weight_decay=weight_decay))
+        # scaled to the size of AdamW's updates, so that one learning rate serves both (arXiv 2502.16982)
+        optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,
+                                           adjust_lr_fn="match_rms_adamw"))
     grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for _, p in named), "every parameter has exactly one optimizer"
     return optimizers

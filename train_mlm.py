@@ -161,9 +161,9 @@ def main() -> None:
                 loss = objective * (state.ranks_averaged / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
-        grad_norm = state.clip_gradients(args.grad_clip)
+        grad_norm = state.clip_gradients(args.grad_clip, stop)
         state.optimizer_step(lr, grad_norm)
-        stop.vote(state.skipped)  # on a signal or too many skipped updates; collected after the next step
+        stop.vote()  # whether a rank got a signal; the next step reads it
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
         log_step(log, metrics, step, samples, state.grad_norm, lr=lr)

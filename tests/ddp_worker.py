@@ -126,7 +126,7 @@ def check_depth(world: World) -> None:
 def check_skipped_updates(world: World) -> None:
     for optimizer in ("adamw", "muon", "adam-atan2"):
         strategy = "zero1" if optimizer == "adam-atan2" else "ddp"
-        state, vote = train_state(make(), world, optimizer=optimizer, strategy=strategy), StopVote(world)
+        state = train_state(make(), world, optimizer=optimizer, strategy=strategy)
         model = state.model
 
         def step(poison, state=state):
@@ -138,17 +138,13 @@ def check_skipped_updates(world: World) -> None:
         step(False)
         before = {n: p.clone() for n, p in model.state_dict().items()}
         moments = {n: t.clone() for n, t in state.optimizer_tensors().items()}
-        for _ in range(StopVote.MAX_SKIPPED - 1):  # not finite on one rank only
+        for _ in range(state.MAX_SKIPPED - 1):  # not finite on one rank only
             step(True)
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
         assert all(torch.equal(t, moments[n]) for n, t in state.optimizer_tensors().items())
-        assert vote.vote(state.skipped) == vote.read() == 0
-        step(True)
-        vote.vote(state.skipped)
-        assert "10 times in a row" in raises(RunError, vote.read)
+        assert "10 times in a row" in raises(RunError, lambda: step(True))
         step(False)
-        vote.vote(state.skipped)
-        assert not torch.equal(model.embed.weight, before["embed.weight"]) and vote.read() == 0
+        assert not torch.equal(model.embed.weight, before["embed.weight"]) and state.skipped == 0
         ddp_utils.assert_in_sync(model.state_dict())
 
 
@@ -268,14 +264,17 @@ def check_who_writes_samples(world: World) -> None:
 
 
 def check_stop(world: World) -> None:
-    vote, none = StopVote(world), torch.zeros(())
-    assert vote.vote(none) == 0
+    vote, state = StopVote(world), train_state(make(), world)
+    assert vote.vote() == 0
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(0.1)
-    assert vote.vote(none) == 0  # sent off before the signal
-    assert vote.agreed == 0 and vote.read() == signal.SIGUSR1 == vote.agreed == vote.vote(none)
-    assert vote.read() == signal.SIGUSR1
+    assert vote.vote() == 0  # sent off before the signal
+    state.wrapped(*batch(world.rank))[0].backward()
+    assert vote.agreed == 0 and state.clip_gradients(1.0, vote) > 0 and vote.agreed == signal.SIGUSR1
+    assert vote.vote() == signal.SIGUSR1
+    vote.read()
+    assert vote.agreed == vote.vote() == signal.SIGUSR1
 
 
 def differing_depth(world: World, agree: bool) -> None:

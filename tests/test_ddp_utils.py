@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import wait
 from dataclasses import asdict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -468,6 +469,41 @@ def test_compiled_blocks_use_the_libdevice_of_triton(tmp_path, monkeypatch, inst
     os.environ["TRITON_LIBDEVICE_PATH"] = "of the user"
     ddp_utils.use_libdevice_of_triton()
     assert os.environ["TRITON_LIBDEVICE_PATH"] == "of the user"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adam-atan2"])
+def test_a_step_waits_for_the_device_once(world, optimizer):
+    """In clip_gradients, which reads the norm of the gradient and the vote in one transfer. What a CPU never
+    waits for is counted by the calls that would.
+    """
+    state = make_state(world, optimizer=optimizer, ema=0.9)
+    stop = ddp_utils.StopVote(world)
+    waits = []
+
+    def counted(name):
+        plain = getattr(torch.Tensor, name)
+
+        def method(*args):
+            waits.append(name)
+            return plain(*args)
+        return method
+
+    names = ("item", "tolist", "__bool__", "__int__", "__float__")
+    for step in range(3):
+        with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in names}):
+            labels = ddp_utils.begin_sum(8, world)
+            objective, _ = state.wrapped(*ddp_worker.batch(step))
+            (objective / labels().clamp(min=1)).backward()
+            assert waits == []
+            norm = state.clip_gradients(1.0, stop)
+            assert waits == ["tolist"]
+            state.optimizer_step(1e-3, norm)
+            stop.vote()
+            assert waits == ["tolist"]
+        waits.clear()
+    with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in names}):  # the control
+        stop.vote()
+    assert waits == ["tolist"]  # of a vote that clip_gradients did not read
 
 
 def identity(**config) -> dict:

@@ -31,7 +31,6 @@ from model import (
     KVCache,
     MLMBlock,
     MLMConfig,
-    Muon,
     from_hf,
     generate,
     linear_cross_entropy,
@@ -255,7 +254,7 @@ def test_every_parameter_has_one_optimizer(build, kind):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 muon = kind == "muon" and ".blocks." in names[id(p)] and p.ndim == 2
-                assert isinstance(optimizer, Muon if muon else torch.optim.AdamW)
+                assert isinstance(optimizer, torch.optim.Muon if muon else torch.optim.AdamW)
                 assert group["weight_decay"] == (0.1 if p.ndim == 2 else 0.0)
         optimizer.step()
     assert (len(optimizers) == 2) == (kind == "muon")

@@ -133,10 +133,10 @@ def main() -> None:
                 loss = objective * (state.ranks_averaged / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
-        grad_norm = state.clip_gradients(args.grad_clip)
+        grad_norm = state.clip_gradients(args.grad_clip, stop)
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, 0.1)
         state.optimizer_step(lr, grad_norm)
-        stop.vote(state.skipped)
+        stop.vote()
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
         log_step(log, metrics, step, samples, state.grad_norm, lr=lr)
