@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from data import UserError, prompt_ids, stream_text
 
@@ -356,8 +358,8 @@ class LanguageModel(nn.Module):
       cast them, as `Linear` does.
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
       (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
-    * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient.
-      `flops_per_token(…)` returns the FLOPs of a training step per token, for MFU.
+    * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient. On
+      the meta device, --dry-run counts the memory of `forward`, and flops_per_token its matrix products.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
       states (B, T, C) that the head reads. The tokens idx follow those in the KVCache: T in the first call,
       then one per call.
@@ -540,11 +542,6 @@ class HRMBlock(Block):
             if c.zero_init and layer in (self.attn_out, self.down):  # which add to the residual stream
                 nn.init.zeros_(layer.weight)
 
-    @staticmethod
-    def matrices(c) -> int:
-        """Elements of its weights."""
-        return 5 * c.d_model**2 + 3 * c.d_model * c.ff
-
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
@@ -689,23 +686,9 @@ class HRM(CausalLM):
     def hidden(self, idx: Tensor, cache: KVCache) -> Tensor:
         return self.think(idx, cache=cache, fixed_depth=True)[0]
 
-    def example(self, batch: int, device, bp_steps: int = 5) -> dict[str, Any]:
-        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True)
-
-    def flops_per_token(self, bp_steps: int = 5, cycles: int | None = None) -> float:
-        """Matrix-product FLOPs per token of a training step, with attention counted as full T × T. Counts the
-        forward pass of every stack call, the backward pass (twice that) of calls with a graph, and the head.
-        `cycles` is the number of cycles run; None averages over the numbers that training draws.
-        """
-        c = self.config
-        if not cycles:
-            drawn = range(c.least_cycles or c.cycles, c.cycles + 1)
-            return sum(self.flops_per_token(bp_steps, n) for n in drawn) / len(drawn)
-        matrices = c.n_layer * HRMBlock.matrices(c)
-        attention = c.n_layer * 4 * c.seq_len * c.d_model
-        calls = cycles * (c.l_cycles + 1)
-        kept = sum(map(sum, c.kept_calls(bp_steps, cycles)))
-        return (calls + 2 * kept) * (2 * matrices + attention) + 3 * 2 * c.d_model * c.padded_vocab
+    def example(self, batch: int, device, bp_steps: int = 5, cycles: int | None = None) -> dict[str, Any]:
+        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
+                               cycles=cycles)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -805,13 +788,6 @@ class GPT2(CausalLM):
         for block in self.transformer["blocks"]:
             x = block(x, rope, mask, cache)
         return rms_norm(x, c.norm_eps) if c.modern else self.norm(x)
-
-    def flops_per_token(self) -> float:
-        """Matrix-product FLOPs per token of a training step, with attention counted as full T × T."""
-        c = self.config
-        matrices = c.n_layer * (HRMBlock.matrices(c) if c.modern else 12 * c.d_model**2)
-        attention = c.n_layer * 4 * c.seq_len * c.d_model
-        return 3 * (2 * (matrices + c.d_model * c.padded_vocab) + attention)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -933,17 +909,21 @@ class MLM(LanguageModel):
         positions = positions.expand(batch, -1)
         return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
 
-    def flops_per_token(self, mask_rate: float = 0.3) -> float:
-        """Like GPT2.flops_per_token, local layers in full; the head runs on `mask_rate` of the tokens."""
-        c = self.config
-        matrices = c.n_layer * (4 * c.d_model**2 + 3 * c.d_model * c.ff)
-        attention = c.n_layer * 4 * c.seq_len * c.d_model
-        head = mask_rate * (c.d_model**2 + c.d_model * c.padded_vocab)
-        return 3 * (2 * (matrices + head) + attention)
-
 
 def num_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
+    """FLOPs per token of the matrix products of a training step, with attention as full T × T. They are
+    counted on one row of a model without memory; `example` has further arguments of its `example`.
+    """
+    with torch.device("meta"):
+        model = model_class(config).to("meta")  # buffers, too
+    # other kinds of attention would count as zero
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(**model.example(1, "meta", **example))[0].backward()
+    return counter.get_total_flops() / config.seq_len
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -21,11 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_utils
 import model
 import test_ddp
-import train_gpt2
 import train_hrm
-import train_mlm
-from model import (GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, blocks_of, linear_cross_entropy,
-                   num_params, sample)
+from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy, sample
 
 SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 64, "n_layer": 1, "n_head": 4, "d_model": 64}
 WHOLE = {"ff": 128, "l_cycles": 1, "bp_cycles": 2, "inject_input": True}

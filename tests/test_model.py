@@ -9,6 +9,7 @@ parameters and FLOPs. `--long` adds the full matrices and compiled blocks.
 import itertools
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from conftest import SHARED
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
+import train_hrm
 from data import UserError
-from ddp_utils import EMA
+from ddp_utils import EMA, flags_of_model
 from model import (
     HRM,
     AdamAtan2,
@@ -33,6 +34,7 @@ from model import (
     Linear,
     Stack,
     continue_text,
+    flops_per_token,
     from_hf,
     generate,
     learning_rate,
@@ -412,7 +414,11 @@ def test_a_cycle_too_many_changes_nothing(monkeypatch, depth, dtype):
     assert (stopped[2], all_cycles[2]) == (depth, 4)
     assert torch.equal(stopped[0], all_cycles[0])
     assert torch.equal(stopped[1], all_cycles[1])
-    assert differing(step(model)[0], step(model, fixed_depth=True)[0]) == []
+    few, many = step(model)[0], step(model, fixed_depth=True)[0]
+    if depth == 1:
+        assert differing(few, many) == []
+    else:  # of the mass that is left, gradients of later cycles cancel, but for the order of the sums
+        assert max(largest_error(few[name], many[name]) for name in few) < 1e-5
 
     # another rank that wants more cycles gets them, and changes nothing here
     monkeypatch.setattr("model.dist.is_initialized", lambda: True)
@@ -534,7 +540,7 @@ def test_the_seed_decides_what_is_sampled():
 def test_ids_that_only_pad_the_table_are_never_sampled(temperature):
     model, prompt = hrm(), tokens(batch=4, length=3)
     direction = 1000 * torch.randn(2, 32)
-    model.embed.weight[VOCAB:] = torch.cat((direction, -direction))  # whatever z is, one of these wins
+    model.head.weight[VOCAB:] = torch.cat((direction, -direction))  # whatever z is, one of these wins
     assert (model(prompt).argmax(-1) >= VOCAB).all()
     assert (ids_of(model, prompt, 30, temperature=temperature) < VOCAB).all()
 
@@ -1076,47 +1082,37 @@ def test_sizes_have_the_parameters_of_their_names(size):
     assert tied == pytest.approx(SIZES[size][-1], rel=0.06)
 
 
-def counted_flops(model: HRM, bp_steps: int) -> float:
-    """Per token of a training step, with attention as plain products: the counter sees no flash attention."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        step(model, bp_steps=bp_steps)
-    return counter.get_total_flops() / tokens().numel()
+def config_of(size: str, **changes) -> HRMConfig:
+    args = train_hrm.parse_args(["--size", size])
+    flags = flags_of_model(HRMConfig, args) | {"seq_len": args.seq_len, "least_cycles": args.least_cycles}
+    return HRMConfig(**flags | changes)
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("bp_steps", [2, 3, 5, 8])
-def test_flops_are_those_that_torch_counts(bp_steps, tie):
-    model = hrm(tie=tie, n_layer=3)
-    # With 2 bp_steps the first kept call starts from a constant: its first product needs one gradient less.
-    spared = 2 * 4 * 32**2 if bp_steps == 2 else 0
-    assert model.flops_per_token(bp_steps) == counted_flops(model, bp_steps) + spared
-    # control: one call more is noticed
-    assert bp_steps == 8 or model.flops_per_token(bp_steps + 1) != counted_flops(model, bp_steps) + spared
+@pytest.mark.parametrize("size, example, expected", [
+    ("tiny", {"bp_steps": 3}, 55_148_544), ("tiny", {"bp_steps": 5}, 59_867_136),
+    ("tiny", {"bp_steps": 8}, 66_945_024),
+    # the first call with a graph starts from a constant: its first product needs one gradient less
+    ("tiny", {"bp_steps": 2}, 52_789_248 - 2 * 4 * 128**2),
+    ("25m", {"bp_steps": 5}, 328_826_880), ("1b", {"bp_steps": 5}, 19_941_949_440),
+    ("puzzle", {"cycles": 4}, 48_070_656), ("puzzle", {"cycles": 8}, 52_789_248)], ids=str)
+def test_flops_are_those_of_a_formula(size, example, expected):
+    """By hand: 2 for each weight and token in each stack call, twice that again in calls with a graph, and
+    attention as full T x T."""
+    assert flops_per_token(HRM, config_of(size), **example) == expected
 
 
-@pytest.mark.parametrize("bp_steps", [2, 3, 5])
-def test_flops_with_halt_are_those_that_torch_counts(bp_steps):
-    model = hrm(depth=4)
-    assert model.flops_per_token(bp_steps) == pytest.approx(counted_flops(model, bp_steps), rel=0.01)
+@pytest.mark.parametrize("cycles, expected", [(1, 52_789_248), (2, 66_945_024), (4, 95_256_576)])
+def test_flops_with_halt_are_those_of_the_cycles_that_run(cycles, expected):
+    found = flops_per_token(HRM, config_of("tiny", halt=True), bp_steps=5, cycles=cycles)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_flops_of_whole_cycles_and_of_a_range():
-    model = hrm(h_cycles=4, least_cycles=3, l_cycles=1, bp_cycles=2, inject_input=True)
-    counted = []
-    for cycles in (3, 4):
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            step(model, cycles=cycles)
-        counted.append(counter.get_total_flops() / tokens().numel())
-        assert model.flops_per_token(cycles=cycles) == counted[-1]
-    assert model.flops_per_token() == sum(counted) / 2 != counted[0]
-
-
-def test_flops_of_the_largest_size():
-    with_attention = full_size("1b").flops_per_token(5)
-    at_half_the_length = full_size("1b", seq_len=512).flops_per_token(5)
-    products = 2 * at_half_the_length - with_attention  # linear in the length: what is left at length 0
-    assert with_attention == pytest.approx(19.9e9, rel=0.005)  # this is what the function returns
-    assert products == pytest.approx(18.1e9, rel=0.005)
+def test_flops_are_counted_in_attention_of_any_kind():
+    """Full T x T, also where FlexAttention or a kernel for CPUs computes it, which the counter does not see."""
+    c = config_of("tiny")
+    attention = flops_per_token(HRM, c) - flops_per_token(HRM, replace(c, seq_len=c.seq_len // 2))
+    per_key = 4 * c.d_model * c.n_layer  # two products
+    assert attention == c.seq_len // 2 * per_key * (8 + 2 * 5)
 
 
 @pytest.mark.parametrize("config, message", [

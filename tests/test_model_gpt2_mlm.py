@@ -12,13 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
 import model
+import train_gpt2
+import train_mlm
 from data import UserError
+from ddp_utils import flags_of_model
 from model import (
     GPT2,
     HRM,
@@ -31,6 +34,7 @@ from model import (
     KVCache,
     MLMBlock,
     MLMConfig,
+    flops_per_token,
     from_hf,
     generate,
     linear_cross_entropy,
@@ -716,18 +720,18 @@ def test_mlm_sizes_have_the_parameters_of_modernbert(n_layer, d_model, n_head, f
         assert num_params(ours) == sum(p.numel() for p in theirs.parameters())  # a tied one counts once
 
 
-def counted_flops(model) -> float:
-    """Per token of a training step, with attention as plain products: the counter sees no flash attention."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        step(model)
-    return counter.get_total_flops() / (2 * SEQ_LEN)
-
-
-def test_flops_are_those_that_torch_counts():
-    for config in KINDS.values():
-        assert gpt2(**config).flops_per_token() == counted_flops(gpt2(**config))
-    assert mlm().flops_per_token(5 / SEQ_LEN) == counted_flops(mlm())
-    assert mlm().flops_per_token(6 / SEQ_LEN) != counted_flops(mlm())  # control
+@pytest.mark.parametrize("trainer, size, changes, example, expected", [
+    (train_gpt2, "tiny", {}, {}, 44_924_928), (train_gpt2, "gpt2", {}, {}, 854_654_976),
+    (train_gpt2, "tiny", {"modern": True}, {}, 45_711_360),
+    (train_gpt2, "gpt2", {"modern": True}, {}, 897_122_304),
+    (train_mlm, "tiny", {}, {"mask_rate": 0.25}, 13_811_712),
+    (train_mlm, "base", {}, {"mask_rate": 0.25}, 824_426_496)], ids=str)
+def test_flops_are_those_of_a_formula(trainer, size, changes, example, expected):
+    """By hand: 6 for each weight and token, and attention as full T x T, in local layers too."""
+    args = trainer.parse_args(["--size", size])
+    model_class = GPT2 if trainer is train_gpt2 else MLM
+    config = model_class.Config(**flags_of_model(model_class.Config, args) | changes)
+    assert flops_per_token(model_class, config, **example) == expected
 
 
 @pytest.mark.parametrize("build", [gpt2, mlm])

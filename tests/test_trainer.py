@@ -149,8 +149,7 @@ class Other(CausalLM):
         self.embed = torch.nn.Embedding(config.padded_vocab, config.width)
         self.layers = torch.nn.ModuleList(Linear(config.width, config.width) for _ in range(2))
 
-    hidden, head_weight, flops_per_token = (
-        Recurrent.hidden, Recurrent.head_weight, Recurrent.flops_per_token)
+    hidden, head_weight = Recurrent.hidden, Recurrent.head_weight
 
     @property
     def blocks(self):

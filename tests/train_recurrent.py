@@ -13,8 +13,8 @@ import data
 from ddp_utils import (Metrics, StopVote, TrainState, begin_log, begin_sum, end_run, evaluate, identity_of,
                        launch, load_data, log_step, make_parser, new_model, open_run, parse, plan_run,
                        run_directory, seed_step, set_modes, start, use_model)
-from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate, make_optimizers,
-                   num_params, rms_norm)
+from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, flops_per_token, learning_rate,
+                   make_optimizers, rms_norm)
 
 
 @dataclass
@@ -73,9 +73,6 @@ class Recurrent(CausalLM):
             x = block(x, cache)
         return rms_norm(x, 1e-6)
 
-    def flops_per_token(self) -> float:
-        return 6 * num_params(self)
-
 
 BETAS, DECAY = (0.9, 0.95), 0.1
 SIZES = {"tiny": dict(seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30, steps=300, eval_every=100,
@@ -104,7 +101,7 @@ def main() -> None:
     identity = identity_of(Recurrent, model, args, dataset, world, steps=total_steps,
                            global_batch=global_batch, batch=batch, grad_accum=accumulation)
     step, samples = checkpoints.resume(saved, state, identity)
-    begin_log(log, state, dataset, identity, step, saved, lambda _: model.flops_per_token())
+    begin_log(log, state, dataset, identity, step, saved, lambda _: flops_per_token(Recurrent, model.config))
     state.warm_up(example, example)
     stop = StopVote(world)
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
