@@ -1488,23 +1488,21 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 # Reading
 
 
-def documents(x: np.ndarray, roles: dict[str, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For rows x (B, T), returns three int64 (B, T) arrays: the number of each token's document in its row,
-    the document's first position, and the position of its <|response|>, or −1. A document runs from one
-    `start` to the next.
+def documents(idx, start: int, response: int) -> tuple:
+    """For tokens idx (B, T), an int64 tensor, returns three int64 (B, T) tensors: the number of each token's
+    document in its row, the document's first position, and the position of its <|response|>, or −1. A
+    document runs from one `start` to the next.
     """
-    t = np.arange(x.shape[1])
-    T = x.shape[1]
-    starts = x == roles["start"]
-    marks = x == roles["response"]
-    number = starts.cumsum(1)
-    first = np.maximum.accumulate(np.where(starts, t, 0), axis=1)
-    # the last <|response|> up to each position, and the next from there on
-    before = np.maximum.accumulate(np.where(marks, t, -1), axis=1)
-    after = np.minimum.accumulate(np.where(marks, t, T)[:, ::-1], axis=1)[:, ::-1]
-    follows = np.take_along_axis(number, np.minimum(after, T - 1), axis=1) == number
-    after = np.where(follows & (after < T), after, -1)
-    return number, first, np.where(before >= first, before, after)
+    import torch
+    T = idx.size(1)
+    t = torch.arange(T, device=idx.device).expand_as(idx)
+    number = (idx == start).cumsum(1)
+    first = torch.where(idx == start, t, 0).cummax(1).values
+    # the last <|response|> up to each position, and the first from there on; ordinary text has none
+    before = torch.where(idx == response, t, -1).cummax(1).values
+    after = torch.where(idx == response, t, T - 1).flip(1).cummin(1).values.flip(1)
+    follows = (idx.gather(1, after) == response) & (number.gather(1, after) == number)
+    return number, first, torch.where(before >= first, before, torch.where(follows, after, -1))
 
 
 def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
@@ -1512,8 +1510,10 @@ def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
     these are the positions from <|response|> on; with `all`, whole samples. The last position of a row, an
     `end` token (nothing follows it) and padding (documents of a `start` token alone) are never learned.
     """
+    import torch
     t = np.arange(x.shape[1])
-    _, _, response = documents(x, roles)
+    *_, found = documents(torch.from_numpy(x.astype(np.int64)), roles["start"], roles["response"])
+    response = found.numpy()
     some = (response >= 0) & (x != roles["end"]) & (t < len(t) - 1)
     return some & (t >= response) if loss == "response" else some
 

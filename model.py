@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import UserError, prompt_ids, stream_text
+from data import UserError, documents, prompt_ids, stream_text
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -125,18 +125,32 @@ class Block(nn.Module):
 
     checkpointing = "none"  # or "block": keep only the input; or "selective": also keep matrix products
     dropout = 0.0
+    qk_norm = False
     # With dropout, attention draws random numbers. If its result were kept, recomputation would not draw them
     # again, and the next dropout would use a different mask than in the forward pass.
     drops_attention = False
     plain_attention = False  # for CPUs: bfloat16 attention as two matrix products, see attend
     flex_attention = None  # compiled when a GPU first needs it
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal: bool = False,
-               dropout: float = 0.0) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, mask=None,
+                  cache: KVCache | None = None) -> Tensor:
+        """Attention of q, k, v (B, T, C) in heads, causal without a mask; returns (B, T, C)."""
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        if self.qk_norm:
+            q, k = rms_norm(q, self.eps), rms_norm(k, self.eps)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        return self.attend(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
         """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, or boolean with True where attention is
         allowed. torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few thousand
         tokens, two bfloat16 products with the scores (B, H, T, T) in between are faster.
         """
+        is_causal = mask is None and q.size(2) > 1
+        dropout = self.dropout if self.drops_attention and self.training else 0.0
         if mask is not None and not isinstance(mask, Tensor):
             return self.flex_attention(q, k, v, block_mask=mask)
         if not self.plain_attention or q.dtype != torch.bfloat16 or dropout:
@@ -384,19 +398,7 @@ class CausalLM(LanguageModel):
         return self.loss(x, idx, targets)
 
     def documents(self, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For tokens idx (B, T), returns three int64 (B, T) tensors: the number of each token's document in
-        its row, the document's first position, and the position of its <|response|>, or −1. A document runs
-        from one `start` to the next.
-        """
-        c, T = self.config, idx.size(1)
-        t = torch.arange(T, device=idx.device).expand_as(idx)
-        number = (idx == c.start).cumsum(1)
-        first = torch.where(idx == c.start, t, 0).cummax(1).values
-        # the last <|response|> up to each position, and the first from there on; ordinary text has none
-        before = torch.where(idx == c.response, t, -1).cummax(1).values
-        after = torch.where(idx == c.response, t, T - 1).flip(1).cummin(1).values.flip(1)
-        follows = (idx.gather(1, after) == c.response) & (number.gather(1, after) == number)
-        return number, first, torch.where(before >= first, before, torch.where(follows, after, -1))
+        return documents(idx, self.config.start, self.config.response)
 
     def mask(self, idx: Tensor, cache: KVCache | None, flex: bool = True):
         """The mask for tokens idx (B, T) in Block.attend, or None. With `isolated`, a token sees itself and
@@ -543,16 +545,8 @@ class HRMBlock(Block):
                 nn.init.zeros_(layer.weight)
 
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
-        B, T, C = x.shape
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
-        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        if self.qk_norm:
-            q, k = rms_norm(q, self.eps), rms_norm(k, self.eps)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        y = self.attend(q, k, v, mask, is_causal=T > 1 and mask is None)  # (B, H, T, D)
-        y = self.attn_out(gate.sigmoid() * y.transpose(1, 2).reshape(B, T, C))
+        y = self.attn_out(gate.sigmoid() * self.attention(q, k, v, rope, mask, cache))
         x = x + F.dropout(y, self.dropout, self.training)
         gate, up = self.gate_up(rms_norm(x, self.eps)).chunk(2, dim=-1)  # (B, T, F) each
         return x + F.dropout(self.down(F.silu(gate) * up), self.dropout, self.training)
@@ -731,14 +725,8 @@ class GPT2Block(Block):
             nn.init.zeros_(layer.bias)
 
     def block(self, x: Tensor, rope: None, mask=None, cache: KVCache | None = None) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)
-        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, mask, is_causal=T > 1 and mask is None, dropout=dropout)  # (B, H, T, D)
-        y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
+        q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
+        y = self.attn_out(self.attention(q, k, v, rope, mask, cache))
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))  # (B, T, 4 C) inside
         return x + F.dropout(y, self.dropout, self.training)
@@ -833,12 +821,8 @@ class MLMBlock(Block):
 
     def block(self, x: Tensor, rope: Tensor, mask) -> Tensor:
         """x (B, T, C); the mask is boolean (B, 1, T, T), True where attention is allowed, or a BlockMask."""
-        B, T, C = x.shape
         q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
-        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        y = self.attend(q, k, v, mask)  # (B, H, T, D)
-        y = self.attn_out(y.transpose(1, 2).reshape(B, T, C))
+        y = self.attn_out(self.attention(q, k, v, rope, mask))
         x = x + F.dropout(y, self.dropout, self.training)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (B, T, F) each
         return x + self.down(F.dropout(F.gelu(gate) * up, self.dropout, self.training))

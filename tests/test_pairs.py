@@ -353,8 +353,6 @@ def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
     assert np.array_equal(model.mask(idx, None)[:, 0].numpy(), np.stack(sees))
     rows = idx.numpy().astype(np.uint16)
     assert np.array_equal(data.learned(rows, ROLES, loss), np.stack(counts))
-    for ours, theirs in zip(data.documents(rows, ROLES), model.documents(idx)):
-        assert np.array_equal(ours, theirs.numpy())
     assert model.mask(idx, None).any(-1).all()  # no row of the mask is empty
     assert 0 < np.stack(counts).sum() < idx.numel()
 
