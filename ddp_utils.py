@@ -618,8 +618,8 @@ def add_running_flags(parser: ArgumentParser) -> None:
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "type of activations (parameters: fp32); "
          "auto: bf16 where the hardware has it")
     flag("--checkpoint-activations", ("none", "selective", "block"), "none", "recompute in the backward "
-         "pass, exactly: block keeps only the input of a block, selective the matrix products too; some sizes "
-         "have a default for 80 GB")
+         "pass, exactly: block keeps only the input of a block, selective the matrix products too; some "
+         "sizes have a default for 80 GB")
     flag("--fast", bool, None, "on GPUs, allow non-deterministic kernels: the last bits then change when a "
          "run resumes, and in compiled blocks with other --checkpoint-activations")
     flag("--strategy", STRATEGIES, "ddp", "what is sharded across processes: nothing, the optimizer state, "
@@ -983,8 +983,8 @@ def config_of(config_class: type, saved: dict, where):
     """
     known = {field.name for field in fields(config_class)}
     if unknown := sorted(saved.keys() - known):
-        raise UserError(f"{where} sets {listed(unknown)}, which {config_class.__name__} does not know: use the "
-                        "code that trained it, or train again in another --out.")
+        raise UserError(f"{where} sets {listed(unknown)}, which {config_class.__name__} does not know: use "
+                        "the code that trained it, or train again in another --out.")
     return config_class(**saved)
 
 
@@ -1858,8 +1858,8 @@ class StopVote:
         return self.agreed
 
     def read(self, *others: Tensor) -> list[float]:
-        """Reads the newest vote. Returns the values of `others`, float32 scalars on the device, which the host
-        waits for at the same time.
+        """Reads the newest vote. Returns the values of `others`, float32 scalars on the device, for which the
+        host waits at the same time.
         """
         if self._under_way:
             self._under_way.wait()
@@ -1983,37 +1983,63 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     if world.is_rank0:
         write_atomically(log.out / "config.json", json.dumps(identity, indent=2).encode())
         write_atomically(log.out / "tokenizer.json", dataset.tokenizer.to_json().encode())
-    names = [None] * world.world_size
-    dist.all_gather_object(names, hardware(world.device))
-    blocks = blocks_of(model)
-    c = model.config
-    data = dataset.train
-    val = [*dataset.val.values()]
-    shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))
-             if getattr(c, field.name) is not None]
-    hosts = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    facts = {"model": identity["family"], "parameters": num_params(model), "blocks": len(blocks),
-             "in_blocks": sum(map(num_params, blocks)), "shape": ", ".join(shape)}
-    facts |= {"ids": c.vocab_size, "padded_ids": c.padded_vocab, "nodes": world.nodes}
-    facts |= {"backend": f"{world.backend} ({world.backend_reason})", "hosts": ", ".join(hosts),
-              "threads": torch.get_num_threads()}
-    facts["scaler"] = "on" if state.scaler.is_enabled() else "off"
-    facts["compile"] = "on" if compiles(settings["compile"], world.device) else "off"
-    facts |= {"data": dataset.name, "train_tokens": data.num_tokens, "rows": data.rows, "loss": dataset.loss}
-    facts["val_tokens"] = sum(shards.num_tokens for shards in val)
-    facts["entropy"] = unigram_entropy(val or [data])
-    facts["sync"] = "shards" if settings["strategy"] in SHARDED else "OK"
-    facts["fast"] = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
-    facts["resumed"] = f", resuming after step {step} from {saved['path']}" if saved else ""
-    if not blocks:
+    say_plan(log, state, dataset, identity)
+    say(f"run directory {log.out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
+    if not blocks_of(model):
         say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
             "recomputed by --checkpoint-activations or sharded by itself")
     if state.late and settings["optimizer"] != "muon":
         say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, and 0.016 with "
             "--optimizer muon")
-    log.describe(facts, monitor.peak_flops(world.device, say), flops_per_token)
+    log.facts["peak_flops"] = monitor.peak_flops(world.device, say)
+    log.facts["flops_per_token"] = flops_per_token
     say_on_other_nodes(world, f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
+
+
+def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict) -> None:
+    """Prints what will be trained, where, how and on what. Every rank calls this."""
+    world, model, settings, say = state.world, state.model, identity["settings"], log.say
+    c = model.config
+    blocks = blocks_of(model)
+    inside = sum(map(num_params, blocks))
+    flags = {field.name: getattr(c, field.name) for field in flag_fields(type(c))}
+    shape = ", ".join(f"{name} {value}" for name, value in flags.items() if value is not None)
+    parts = f"{num_params(model):,} parameters, {inside:,} of them in {len(blocks)} blocks"
+    ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"
+    say(f"{identity['family']} {settings['size']}: {parts}; {shape}; {ids}")
+
+    names = [None] * world.world_size
+    dist.all_gather_object(names, hardware(world.device))
+    hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    backend = f"{world.backend} ({world.backend_reason})"
+    scaler = "on" if state.scaler.is_enabled() else "off"
+    compiled = "on" if compiles(settings["compile"], world.device) else "off"
+    fast = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
+    processes = f"processes {world.world_size}, nodes {world.nodes}, backend {backend}, {hosts}"
+    precision = f"activations {settings['precision']}, no autocast, GradScaler {scaler}, compile {compiled}"
+    saving = f"activation checkpointing {settings['checkpoint_activations']}, strategy {settings['strategy']}"
+    say(f"{processes}, threads per process {torch.get_num_threads()}; {precision}, {saving}{fast}")
+
+    rows = dataset.train.rows
+    seq_len = settings["seq_len"]
+    val = [*dataset.val.values()]
+    val_tokens = sum(shards.num_tokens for shards in val)
+    entropy = unigram_entropy(val or [dataset.train])
+    read = f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {seq_len}, loss {dataset.loss}"
+    say(f"data {dataset.name}: {read}; {val_tokens:,} validation tokens of unigram entropy {entropy:.4f}")
+
+    steps = settings["steps"]
+    sequences = settings["global_batch"]
+    passes = steps * sequences / rows
+    batch = f"{settings['batch']} x accumulation {settings['grad_accum']} x processes {world.world_size}"
+    tokens = f"{sequences} sequences, {sequences * seq_len:,} tokens a step"
+    say(f"batch {batch} = {tokens}; {steps} steps, {rows / sequences:.1f} an epoch")
+    if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
+        say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and a "
+            "smaller --global-batch, or start with --init-from")
+    sync = "shards" if settings["strategy"] in SHARDED else "OK"
+    log.facts = {"rows": rows, "val_tokens": val_tokens, "entropy": entropy, "sync": sync}
 
 
 def say_on_other_nodes(world: World, text: str) -> None:

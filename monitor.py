@@ -229,19 +229,6 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
 # Other keys of the record of a training step. A key that is in neither was named by a trainer.
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
 
-# The first lines of a run, made from settings and facts
-START_BLOCK = (
-    "{model} {size}: {parameters:,} parameters, {in_blocks:,} of them in {blocks} blocks; {shape}; {ids} ids "
-    "in {padded_ids} rows",
-    "processes {world_size}, nodes {nodes}, backend {backend}, {hosts}, threads per process {threads}; "
-    "activations {precision}, no autocast, GradScaler {scaler}, compile {compile}, activation checkpointing "
-    "{checkpoint_activations}, strategy {strategy}{fast}",
-    "data {data}: {train_tokens:,} training tokens, {rows:,} rows of {seq_len}, loss {loss}; {val_tokens:,} "
-    "validation tokens of unigram entropy {entropy:.4f}",
-    "batch {batch} x accumulation {grad_accum} x processes {world_size} = {global_batch} sequences, "
-    "{tokens:,} tokens a step; {steps} steps, {steps_per_epoch:.1f} an epoch",
-    "run directory {out}{resumed}")
-
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
               "val_exact": "exact match {:.1%}",
@@ -325,7 +312,7 @@ class RunLog:
         self.records: list[dict] = []
         self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
         self.settings: dict = {}  # of the run, by flag
-        self.facts: dict = {}  # the settings and more, see `describe`
+        self.facts: dict = {}  # about the data and the device, see ddp_utils.begin_log
         self.clock = Clock(0, 0, 0.0, 0, 0.0)
         self._next_drawing = 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
@@ -379,25 +366,6 @@ class RunLog:
             self._bar = tqdm(total=settings["steps"], initial=step, dynamic_ncols=True,
                              bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
         return evaluations_of(self.records)
-
-    def describe(self, facts: dict, peak_flops: float | None, flops_per_token) -> None:
-        """Prints the plan: the settings, and facts about model, data and processes, see START_BLOCK.
-        `peak_flops` is for one process. flops_per_token(record) is for a training step.
-        """
-        self.facts = self.settings | facts | {
-            "out": self.out, "peak_flops": peak_flops, "flops_per_token": flops_per_token}
-        if not self.active:
-            return
-        rows = facts["rows"]
-        steps = self.settings["steps"]
-        batch = self.settings["global_batch"]
-        passes = steps * batch / rows
-        if passes > 20 and not self.settings["epochs"] and facts["loss"] == "all":  # pairs need many passes
-            self.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 "
-                     "and a smaller --global-batch, or start with --init-from")
-        tokens = batch * self.settings["seq_len"]
-        for line in START_BLOCK:
-            self.say(line.format(**self.facts, tokens=tokens, steps_per_epoch=rows / batch))
 
     def say_complete(self, step: int, use: str) -> None:
         """Says that there is nothing left to train, and what else to do."""

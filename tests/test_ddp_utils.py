@@ -506,6 +506,22 @@ def test_a_step_waits_for_the_device_once(world, optimizer):
     assert waits == ["tolist"]  # of a vote that clip_gradients did not read
 
 
+@pytest.mark.parametrize("loss, warned", [("all", True), ("response", False)])
+def test_a_small_text_is_warned_of_but_not_small_pairs(world, monkeypatch, loss, warned):
+    """Pairs, of which only a few tokens are learned, need many passes."""
+    monkeypatch.setattr(ddp_utils, "unigram_entropy", lambda sets: 3.0)
+    said, train = [], SimpleNamespace(rows=60, num_tokens=480)
+    settings = {"size": "tiny", "precision": "float32", "checkpoint_activations": "none", "strategy": "ddp",
+                "compile": None, "fast": None, "steps": 300, "epochs": None, "seq_len": 8, "global_batch": 16,
+                "batch": 8, "grad_accum": 2}
+    ddp_utils.say_plan(SimpleNamespace(say=said.append), make_state(world), SimpleNamespace(
+        train=train, val={}, name="mine", loss=loss), {"family": "HRM", "settings": settings})
+    assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
+    assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16, ")
+    assert said[3] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "
+                       "3.8 an epoch")
+
+
 def identity(**config) -> dict:
     return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "loss_on": "all",
             "model_config": asdict(GPT2Config(**config)), "settings": {"lr": 1.0}, "path": "old.pt"}

@@ -288,7 +288,8 @@ def test_whole_cycles_equal_explicit_detach():
     both = reference(hrm(inject_input=True), "LLLHLLLH")
     for cycles in (2, 9):
         assert differing(both, step(hrm(bp_cycles=cycles, inject_input=True))[0]) == []
-    assert differing(expected, step(hrm(inject_input=True), bp_steps=4)[0])  # control: H first, which is another graph
+    # control: H first, which is another graph
+    assert differing(expected, step(hrm(inject_input=True), bp_steps=4)[0])
 
 
 def test_states_are_what_fixed_numbers_of_cycles_give():
@@ -1110,7 +1111,8 @@ def test_flops_with_halt_are_those_of_the_cycles_that_run(cycles, expected):
 def test_flops_are_counted_in_attention_of_any_kind():
     """Full T x T, also where FlexAttention or a kernel for CPUs computes it, which the counter does not see."""
     c = config_of("tiny")
-    attention = flops_per_token(HRM, c) - flops_per_token(HRM, replace(c, seq_len=c.seq_len // 2))
+    half = replace(c, seq_len=c.seq_len // 2)
+    attention = flops_per_token(HRM, c) - flops_per_token(HRM, half)
     per_key = 4 * c.d_model * c.n_layer  # two products
     assert attention == c.seq_len // 2 * per_key * (8 + 2 * 5)
 

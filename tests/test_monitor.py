@@ -566,15 +566,6 @@ def test_the_picture_has_the_exact_matches_of_each_level(tmp_path, monkeypatch):
     assert [[*line.get_ydata()] for line in two.lines] == [[0.5], [0.5]]
 
 
-@pytest.mark.parametrize("loss, warned", [("all", True), ("response", False)])
-def test_a_small_text_is_warned_of_but_not_small_pairs(tmp_path, monkeypatch, capsys, loss, warned):
-    """Pairs, of which only a few tokens are learned, need many passes."""
-    monkeypatch.setattr(monitor, "START_BLOCK", ())
-    log = begun(tmp_path, steps=300, global_batch=16, seq_len=8, epochs=None)
-    log.describe({"rows": 60, "loss": loss}, None, None)
-    assert ("WARNING: the run reads this text 80 times" in capsys.readouterr().out) == warned
-
-
 def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
     """Unless these come so fast that it would take more than 5 % of the time."""
     log, now, drawn = begun(tmp_path), [0.0], []
