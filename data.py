@@ -374,8 +374,8 @@ SHORT_NAMES = {  # repository, configuration
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = ("stdlib, pairs:stdlib, task:NAME (addition, doubling, sudoku), text:GLOB, jsonl:GLOB, "
-           "parquet:GLOB, hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
+SOURCES = ("stdlib, pairs:stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, "
+           "hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 
@@ -395,9 +395,8 @@ class Source:
         self.total = None
         self.files = []
         prefix, _, where = dataset.partition(":")
-        if prefix == "task" and where in TASKS:
+        if dataset == "task:addition":
             self.identity = f"{dataset}, the harder half of the levels held out"
-            self.task = where
         elif dataset in ("stdlib", "pairs:stdlib"):
             root = Path(sysconfig.get_path("stdlib"))
             skipped = {"site-packages", "dist-packages"}
@@ -466,15 +465,14 @@ class Source:
         """Each sample is a function of its number. Its level names its validation set. All samples of the
         harder half of the levels are held out.
         """
-        make, levels = TASKS[self.task]
         for number in itertools.count():
-            some = random.Random(f"{self.task} {number}")
+            some = random.Random(f"addition {number}")
             if some.random() < UNTRAINED:
-                level = some.randint(levels // 2 + 1, levels)
-                yield (*make(some, level), f"untrained-{level}"), "val"
+                level = some.randint(LEVELS // 2 + 1, LEVELS)
+                yield (*addition(some, level), f"untrained-{level}"), "val"
             else:
-                level = some.randint(1, levels // 2)
-                yield (*make(some, level), f"trained-{level}"), None
+                level = some.randint(1, LEVELS // 2)
+                yield (*addition(some, level), f"trained-{level}"), None
 
     def _text(self):
         """One document per file; with tail:F, the file that contains the boundary gives two."""
@@ -595,57 +593,7 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
             return f"{a:012}+{b:012}", f"{a + b:013}"
 
 
-def doubling(some: random.Random, level: int) -> tuple[str, str]:
-    """The number of doublings and a number; its result, whose digits depend on many digits to their right."""
-    number = some.randrange(10**15)
-    return f"{level} {number:018}", f"{number * 2**level:018}"
-
-
-def share_a_unit(i: int, j: int) -> bool:
-    """Whether two of 36 cells share a row, a column or a 2 x 3 box."""
-    row, column = divmod(i, 6)
-    other_row, other_column = divmod(j, 6)
-    one_box = row // 2 == other_row // 2 and column // 3 == other_column // 3
-    return row == other_row or column == other_column or one_box
-
-
-# for each cell, the cells that must hold a different digit
-PEERS = [{j for j in range(36) if j != i and share_a_unit(i, j)} for i in range(36)]
-
-
-def sudoku(some: random.Random, level: int) -> tuple[str, str]:
-    """A 6 x 6 sudoku in 2 x 3 boxes, with 6 blanks (0) per level, and its only solution."""
-    def rows(grid: list[int]) -> str:
-        return "\n".join("".join(map(str, grid[i:i + 6])) for i in range(0, 36, 6))
-
-    def digits(grid: list[int], i: int) -> set[int]:
-        return {1, 2, 3, 4, 5, 6} - {grid[j] for j in PEERS[i]}
-
-    def solve(grid: list[int]) -> list[int] | None:
-        blanks = ((digits(grid, i), i) for i in range(36) if not grid[i])
-        best, i = next(blanks, (None, 0))
-        for found, cell in blanks:
-            if len(found) < len(best):
-                best, i = found, cell
-            if len(best) < 2:
-                break
-        if best is None:
-            return grid
-        tried = (solve(grid[:i] + [digit] + grid[i + 1:]) for digit in some.sample(sorted(best), len(best)))
-        return next(filter(None, tried), None)
-
-    while True:
-        grid = solved = solve([0] * 36)
-        for i in some.sample(range(36), 36):
-            others = digits(grid, i) - {grid[i]}  # blank the cell if no other digit gives a solution
-            if not any(solve(grid[:i] + [other] + grid[i + 1:]) for other in others):
-                grid = grid[:i] + [0] + grid[i + 1:]
-            if grid.count(0) == 6 * level:
-                return rows(grid), rows(solved)
-
-
-# Multi-step tasks: the function that makes a sample, and the number of levels. Training has the lower half.
-TASKS = {"addition": (addition, 8), "doubling": (doubling, 8), "sudoku": (sudoku, 4)}
+LEVELS = 8  # of task:addition; training has the lower half
 TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `puzzle` need
 UNTRAINED = 0.025  # fraction of samples from the upper half, all held out; also fraction held out of the rest
 LARGEST_ROW = 1024  # the largest default for pairs
@@ -1113,7 +1061,7 @@ def lock_directory(out: Path):
 
 
 def row_of(dataset: str) -> int | None:
-    """The row length of prepared pairs, or the default row length of a task; otherwise None."""
+    """The row length of prepared pairs, or the default row length of task:addition; otherwise None."""
     if dataset.startswith("task:"):
         return TASK_ROW
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
@@ -1981,13 +1929,13 @@ def main() -> None:
     p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
     p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
     p.add_argument("--tokenizer", dest="tokenizer_name",
-                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for tasks, else gpt2)")
+                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
                    help="hash:F: a fraction F of the documents, by a hash of their text; tail:F: the last "
                    "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01, for "
-                   "tasks 0.05)")
+                   "task:addition 0.05)")
     p.add_argument("--val-field", help="field with a validation set for each of its values, val_VALUE, at "
-                   "most 16 (default: none; for tasks the level)")
+                   "most 16 (default: none; for task:addition the level)")
     p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
@@ -1998,7 +1946,7 @@ def main() -> None:
                    "special token of the tokenizer")
     p.add_argument("--row", type=int, help="tokens in a row, into which whole pairs are packed: the "
                    "--seq-len of the trainer (default: the multiple of 64 that holds the longest of the "
-                   f"first 10,000 pairs, up to {LARGEST_ROW}; tasks have their own)")
+                   f"first 10,000 pairs, up to {LARGEST_ROW}; {TASK_ROW} for task:addition)")
     p.add_argument("--long", choices=("truncate", "drop"), help="truncate or drop a response that does not "
                    "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
