@@ -14,7 +14,6 @@ only the number of samples consumed. Only the reader imports torch, so `prepare`
 """
 
 import argparse
-import ast
 import bisect
 import codecs
 import contextlib
@@ -24,7 +23,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -37,12 +35,10 @@ import signal
 import socket
 import sys
 import sysconfig
-import textwrap
 import threading
 import time
 import urllib.parse
 import urllib.request
-import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -374,8 +370,8 @@ SHORT_NAMES = {  # repository, configuration
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = ("stdlib, pairs:stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, "
-           "hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
+SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
+           + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 
@@ -397,7 +393,7 @@ class Source:
         prefix, _, where = dataset.partition(":")
         if dataset == "task:addition":
             self.identity = f"{dataset}, the harder half of the levels held out"
-        elif dataset in ("stdlib", "pairs:stdlib"):
+        elif dataset == "stdlib":
             root = Path(sysconfig.get_path("stdlib"))
             skipped = {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
@@ -443,23 +439,6 @@ class Source:
                 yield [raw.decode("utf-8")], None
             except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
                 yield [], None
-
-    def _pairs(self):
-        """For each documented function of Python's source: head and docstring, the rest as the response."""
-        for blocks, _ in self._stdlib():
-            text = "".join(blocks)
-            try:
-                with warnings.catch_warnings(action="ignore"):
-                    tree = ast.parse(text.encode())
-            except (SyntaxError, ValueError):  # Python's own tests include such files
-                continue
-            lines = io.StringIO(text, newline=None).readlines()  # as ast counts them
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
-                    first = node.lineno - 1
-                    end = node.body[0].end_lineno
-                    yield tuple(textwrap.dedent("".join(lines[a:b])) for a, b in (
-                        (first, end), (end, node.end_lineno))), None
 
     def _task(self):
         """Each sample is a function of its number. Its level names its validation set. All samples of the
@@ -800,13 +779,13 @@ def parse_val_split(text: str) -> str:
 
 
 def default_tokenizer(dataset: str) -> str:
-    return {"stdlib": "bpe:4096", "pairs": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
+    return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
 
 
 def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     prefix, _, where = dataset.partition(":")
-    source = dataset if prefix in ("pairs", "task") else where or prefix
+    source = dataset if prefix == "task" else where or prefix
     if prefix in FILE_PREFIXES:  # in books/*.txt only the directory has a name
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
@@ -1018,12 +997,12 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
         if not (max_tokens or max_samples):
             raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
         val_field = val_field or "level"
-    elif val_field and prefix in ("text", "stdlib", "pairs"):
+    elif val_field and prefix in ("text", "stdlib"):
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
-    pairs = prefix in ("pairs", "task") or bool(prompt_field or response_field or condition_field)
+    pairs = prefix == "task" or bool(prompt_field or response_field or condition_field)
     if pairs and prefix in ("text", "stdlib"):
         raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
-    if pairs and prefix not in ("pairs", "task") and not (prompt_field and response_field):
+    if pairs and prefix != "task" and not (prompt_field and response_field):
         raise UserError("--prompt-field and --response-field go together: name both.")
     if not pairs and (row or long):
         raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
@@ -1844,7 +1823,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     else:
         settings = {"max_tokens": max_tokens or (useful if endless else None), "max_samples": max_samples,
                     "min_words": min_words or 0}
-        settings |= {"row": row} if prefix in ("pairs", "task") else {}
+        settings |= {"row": row} if prefix == "task" else {}
     if manifest and manifest["complete"]:
         check_source(data, out, settings)
     else:
