@@ -365,7 +365,6 @@ SHORT_NAMES = {  # repository, configuration
     "imdb": ("stanfordnlp/imdb", None),
     "wikipedia-en": ("wikimedia/wikipedia", "20231101.en"),
     "wikipedia-es": ("wikimedia/wikipedia", "20231101.es"),
-    "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
     "c4": ("allenai/c4", "en"),
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -529,13 +528,9 @@ class Source:
             rows = open_rows(*arguments, **options)
             if rows.column_names:
                 self._check_fields(name, rows.column_names)
-            batches = rows.select_columns(self.fields).iter(batch_size=1000)  # row by row is far slower
-            found = ([str(text or "") for text in texts] for batch in batches
-                     for texts in zip(*(batch[field] for field in self.fields)))
-            if name == SHORT_NAMES["wikitext"][0]:
-                found = ([article] for article in wikitext_articles(text for text, in found))
-            for texts in found:
-                yield texts, None
+            for batch in rows.select_columns(self.fields).iter(batch_size=1000):  # row by row is far slower
+                for texts in zip(*(batch[field] for field in self.fields)):
+                    yield [str(text or "") for text in texts], None
         except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
             raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
@@ -576,17 +571,6 @@ LEVELS = 8  # of task:addition; training has the lower half
 TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `puzzle` need
 UNTRAINED = 0.025  # fraction of samples from the upper half, all held out; also fraction held out of the rest
 LARGEST_ROW = 1024  # the largest default for pairs
-
-
-def wikitext_articles(lines):
-    """Joins the rows of WikiText, which are lines, into articles; each begins with ` = Title = `."""
-    article = []
-    for line in lines:
-        if re.fullmatch(r" = [^=]+ = \n?", line) and article:
-            yield "".join(article)
-            article = []
-        article.append(line)
-    yield "".join(article)
 
 
 def reachable(url: str, seconds: float = 1.0) -> bool:
