@@ -1296,36 +1296,25 @@ class Masker:
 
     In each row it picks the K = rate · seq_len positions with the smallest hashes, never a special id. K is
     fixed, so all batches have the same shape. Of the picked tokens, 80 % become [MASK], 10 % a random id, and
-    10 % stay (Devlin et al., 2019); with `mask_all`, all become [MASK]. `whole_words` picks whole words up to
-    K tokens and cuts the last.
+    10 % stay (Devlin et al., 2019).
     """
 
-    def __init__(self, tokenizer, seq_len: int, rate: float, seed: int, mask_all: bool = False,
-                 whole_words: bool = False):
+    def __init__(self, tokenizer, seq_len: int, rate: float, seed: int):
         self.k = max(1, round(rate * seq_len))
         self.mask = tokenizer.mask
-        self.mask_all = mask_all
         self.positions = np.arange(seq_len, dtype=np.uint64)
         self.seed = splitmix64(np.array([seed], np.uint64) ^ np.uint64(0x6D61736B))
         self.special = np.zeros(tokenizer.num_ids, dtype=bool)
         self.special[list(tokenizer.specials.values())] = True
         self.ordinary = np.flatnonzero(~self.special)
-        self.starts_word = None
-        if whole_words:  # a token that does not begin with a letter or digit begins a word
-            self.starts_word = np.ones(tokenizer.num_ids, dtype=bool)
-            for i, token in tokenizer.spellings().items():
-                self.starts_word[i] = not (token[:1].isalnum() or token[:1] >= b"\x80")
 
     def __call__(self, x: np.ndarray, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Masks x (B, T) in place; returns positions and labels, int64 (B, K) each, positions ascending. If a
         row has fewer than K ordinary tokens, its other labels are −1, which the loss ignores.
         """
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
-        keys = hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
-        if self.starts_word is not None:  # all tokens of a word have the hash of its first
-            begins = np.where(self.starts_word.take(x), self.positions.astype(np.int64), 0)
-            keys = np.take_along_axis(hashes, np.maximum.accumulate(begins, axis=1), axis=1)
-        order = np.where(self.special.take(x), np.uint64(2**64 - 1), keys)
+        hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
+        order = np.where(self.special.take(x), np.uint64(2**64 - 1), hashes)
         low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # the low bits hold the position
         order &= ~low
         order |= self.positions
@@ -1335,11 +1324,9 @@ class Masker:
         at = picked + np.arange(0, x.size, x.shape[1])[:, None]  # in the flat x
         old = x.take(at).astype(np.int64)
         ordinary = ~self.special.take(old)
-        new = np.full_like(old, self.mask)
-        if not self.mask_all:
-            number, tenth = np.divmod(splitmix64(hashes.take(at)), np.uint64(10))
-            random = self.ordinary.take((number % np.uint64(len(self.ordinary))).astype(np.int64))
-            new = np.where(tenth == 8, random, np.where(tenth == 9, old, new))
+        number, tenth = np.divmod(splitmix64(hashes.take(at)), np.uint64(10))
+        random = self.ordinary.take((number % np.uint64(len(self.ordinary))).astype(np.int64))
+        new = np.where(tenth == 8, random, np.where(tenth == 9, old, self.mask))
         np.put(x, at, np.where(ordinary, new, old).astype(x.dtype))
         return picked, np.where(ordinary, old, -1)
 
