@@ -14,7 +14,6 @@ only the number of samples consumed. Only the reader imports torch, so `prepare`
 """
 
 import argparse
-import ast
 import bisect
 import codecs
 import contextlib
@@ -24,7 +23,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -37,12 +35,10 @@ import signal
 import socket
 import sys
 import sysconfig
-import textwrap
 import threading
 import time
 import urllib.parse
 import urllib.request
-import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -369,13 +365,12 @@ SHORT_NAMES = {  # repository, configuration
     "imdb": ("stanfordnlp/imdb", None),
     "wikipedia-en": ("wikimedia/wikipedia", "20231101.en"),
     "wikipedia-es": ("wikimedia/wikipedia", "20231101.es"),
-    "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
     "c4": ("allenai/c4", "en"),
     "c4-es": ("allenai/c4", "es"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-SOURCES = ("stdlib, pairs:stdlib, task:NAME (addition, doubling, sudoku), text:GLOB, jsonl:GLOB, "
-           "parquet:GLOB, hf:REPO[:CONFIG], " + ", ".join(SHORT_NAMES))
+SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
+           + ", ".join(SHORT_NAMES))
 FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source, such as _jsonl
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 
@@ -395,10 +390,9 @@ class Source:
         self.total = None
         self.files = []
         prefix, _, where = dataset.partition(":")
-        if prefix == "task" and where in TASKS:
+        if dataset == "task:addition":
             self.identity = f"{dataset}, the harder half of the levels held out"
-            self.task = where
-        elif dataset in ("stdlib", "pairs:stdlib"):
+        elif dataset == "stdlib":
             root = Path(sysconfig.get_path("stdlib"))
             skipped = {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
@@ -445,36 +439,18 @@ class Source:
             except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
                 yield [], None
 
-    def _pairs(self):
-        """For each documented function of Python's source: head and docstring, the rest as the response."""
-        for blocks, _ in self._stdlib():
-            text = "".join(blocks)
-            try:
-                with warnings.catch_warnings(action="ignore"):
-                    tree = ast.parse(text.encode())
-            except (SyntaxError, ValueError):  # Python's own tests include such files
-                continue
-            lines = io.StringIO(text, newline=None).readlines()  # as ast counts them
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
-                    first = node.lineno - 1
-                    end = node.body[0].end_lineno
-                    yield tuple(textwrap.dedent("".join(lines[a:b])) for a, b in (
-                        (first, end), (end, node.end_lineno))), None
-
     def _task(self):
         """Each sample is a function of its number. Its level names its validation set. All samples of the
         harder half of the levels are held out.
         """
-        make, levels = TASKS[self.task]
         for number in itertools.count():
-            some = random.Random(f"{self.task} {number}")
+            some = random.Random(f"addition {number}")
             if some.random() < UNTRAINED:
-                level = some.randint(levels // 2 + 1, levels)
-                yield (*make(some, level), f"untrained-{level}"), "val"
+                level = some.randint(LEVELS // 2 + 1, LEVELS)
+                yield (*addition(some, level), f"untrained-{level}"), "val"
             else:
-                level = some.randint(1, levels // 2)
-                yield (*make(some, level), f"trained-{level}"), None
+                level = some.randint(1, LEVELS // 2)
+                yield (*addition(some, level), f"trained-{level}"), None
 
     def _text(self):
         """One document per file; with tail:F, the file that contains the boundary gives two."""
@@ -552,13 +528,9 @@ class Source:
             rows = open_rows(*arguments, **options)
             if rows.column_names:
                 self._check_fields(name, rows.column_names)
-            batches = rows.select_columns(self.fields).iter(batch_size=1000)  # row by row is far slower
-            found = ([str(text or "") for text in texts] for batch in batches
-                     for texts in zip(*(batch[field] for field in self.fields)))
-            if name == SHORT_NAMES["wikitext"][0]:
-                found = ([article] for article in wikitext_articles(text for text, in found))
-            for texts in found:
-                yield texts, None
+            for batch in rows.select_columns(self.fields).iter(batch_size=1000):  # row by row is far slower
+                for texts in zip(*(batch[field] for field in self.fields)):
+                    yield [str(text or "") for text in texts], None
         except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
             raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
@@ -595,71 +567,10 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
             return f"{a:012}+{b:012}", f"{a + b:013}"
 
 
-def doubling(some: random.Random, level: int) -> tuple[str, str]:
-    """The number of doublings and a number; its result, whose digits depend on many digits to their right."""
-    number = some.randrange(10**15)
-    return f"{level} {number:018}", f"{number * 2**level:018}"
-
-
-def share_a_unit(i: int, j: int) -> bool:
-    """Whether two of 36 cells share a row, a column or a 2 x 3 box."""
-    row, column = divmod(i, 6)
-    other_row, other_column = divmod(j, 6)
-    one_box = row // 2 == other_row // 2 and column // 3 == other_column // 3
-    return row == other_row or column == other_column or one_box
-
-
-# for each cell, the cells that must hold a different digit
-PEERS = [{j for j in range(36) if j != i and share_a_unit(i, j)} for i in range(36)]
-
-
-def sudoku(some: random.Random, level: int) -> tuple[str, str]:
-    """A 6 x 6 sudoku in 2 x 3 boxes, with 6 blanks (0) per level, and its only solution."""
-    def rows(grid: list[int]) -> str:
-        return "\n".join("".join(map(str, grid[i:i + 6])) for i in range(0, 36, 6))
-
-    def digits(grid: list[int], i: int) -> set[int]:
-        return {1, 2, 3, 4, 5, 6} - {grid[j] for j in PEERS[i]}
-
-    def solve(grid: list[int]) -> list[int] | None:
-        blanks = ((digits(grid, i), i) for i in range(36) if not grid[i])
-        best, i = next(blanks, (None, 0))
-        for found, cell in blanks:
-            if len(found) < len(best):
-                best, i = found, cell
-            if len(best) < 2:
-                break
-        if best is None:
-            return grid
-        tried = (solve(grid[:i] + [digit] + grid[i + 1:]) for digit in some.sample(sorted(best), len(best)))
-        return next(filter(None, tried), None)
-
-    while True:
-        grid = solved = solve([0] * 36)
-        for i in some.sample(range(36), 36):
-            others = digits(grid, i) - {grid[i]}  # blank the cell if no other digit gives a solution
-            if not any(solve(grid[:i] + [other] + grid[i + 1:]) for other in others):
-                grid = grid[:i] + [0] + grid[i + 1:]
-            if grid.count(0) == 6 * level:
-                return rows(grid), rows(solved)
-
-
-# Multi-step tasks: the function that makes a sample, and the number of levels. Training has the lower half.
-TASKS = {"addition": (addition, 8), "doubling": (doubling, 8), "sudoku": (sudoku, 4)}
+LEVELS = 8  # of task:addition; training has the lower half
 TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `puzzle` need
 UNTRAINED = 0.025  # fraction of samples from the upper half, all held out; also fraction held out of the rest
 LARGEST_ROW = 1024  # the largest default for pairs
-
-
-def wikitext_articles(lines):
-    """Joins the rows of WikiText, which are lines, into articles; each begins with ` = Title = `."""
-    article = []
-    for line in lines:
-        if re.fullmatch(r" = [^=]+ = \n?", line) and article:
-            yield "".join(article)
-            article = []
-        article.append(line)
-    yield "".join(article)
 
 
 def reachable(url: str, seconds: float = 1.0) -> bool:
@@ -852,13 +763,13 @@ def parse_val_split(text: str) -> str:
 
 
 def default_tokenizer(dataset: str) -> str:
-    return {"stdlib": "bpe:4096", "pairs": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
+    return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
 
 
 def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     prefix, _, where = dataset.partition(":")
-    source = dataset if prefix in ("pairs", "task") else where or prefix
+    source = dataset if prefix == "task" else where or prefix
     if prefix in FILE_PREFIXES:  # in books/*.txt only the directory has a name
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
@@ -1070,12 +981,12 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
         if not (max_tokens or max_samples):
             raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
         val_field = val_field or "level"
-    elif val_field and prefix in ("text", "stdlib", "pairs"):
+    elif val_field and prefix in ("text", "stdlib"):
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
-    pairs = prefix in ("pairs", "task") or bool(prompt_field or response_field or condition_field)
+    pairs = prefix == "task" or bool(prompt_field or response_field or condition_field)
     if pairs and prefix in ("text", "stdlib"):
         raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
-    if pairs and prefix not in ("pairs", "task") and not (prompt_field and response_field):
+    if pairs and prefix != "task" and not (prompt_field and response_field):
         raise UserError("--prompt-field and --response-field go together: name both.")
     if not pairs and (row or long):
         raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
@@ -1113,7 +1024,7 @@ def lock_directory(out: Path):
 
 
 def row_of(dataset: str) -> int | None:
-    """The row length of prepared pairs, or the default row length of a task; otherwise None."""
+    """The row length of prepared pairs, or the default row length of task:addition; otherwise None."""
     if dataset.startswith("task:"):
         return TASK_ROW
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
@@ -1385,36 +1296,25 @@ class Masker:
 
     In each row it picks the K = rate · seq_len positions with the smallest hashes, never a special id. K is
     fixed, so all batches have the same shape. Of the picked tokens, 80 % become [MASK], 10 % a random id, and
-    10 % stay (Devlin et al., 2019); with `mask_all`, all become [MASK]. `whole_words` picks whole words up to
-    K tokens and cuts the last.
+    10 % stay (Devlin et al., 2019).
     """
 
-    def __init__(self, tokenizer, seq_len: int, rate: float, seed: int, mask_all: bool = False,
-                 whole_words: bool = False):
+    def __init__(self, tokenizer, seq_len: int, rate: float, seed: int):
         self.k = max(1, round(rate * seq_len))
         self.mask = tokenizer.mask
-        self.mask_all = mask_all
         self.positions = np.arange(seq_len, dtype=np.uint64)
         self.seed = splitmix64(np.array([seed], np.uint64) ^ np.uint64(0x6D61736B))
         self.special = np.zeros(tokenizer.num_ids, dtype=bool)
         self.special[list(tokenizer.specials.values())] = True
         self.ordinary = np.flatnonzero(~self.special)
-        self.starts_word = None
-        if whole_words:  # a token that does not begin with a letter or digit begins a word
-            self.starts_word = np.ones(tokenizer.num_ids, dtype=bool)
-            for i, token in tokenizer.spellings().items():
-                self.starts_word[i] = not (token[:1].isalnum() or token[:1] >= b"\x80")
 
     def __call__(self, x: np.ndarray, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Masks x (B, T) in place; returns positions and labels, int64 (B, K) each, positions ascending. If a
         row has fewer than K ordinary tokens, its other labels are −1, which the loss ignores.
         """
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
-        keys = hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
-        if self.starts_word is not None:  # all tokens of a word have the hash of its first
-            begins = np.where(self.starts_word.take(x), self.positions.astype(np.int64), 0)
-            keys = np.take_along_axis(hashes, np.maximum.accumulate(begins, axis=1), axis=1)
-        order = np.where(self.special.take(x), np.uint64(2**64 - 1), keys)
+        hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
+        order = np.where(self.special.take(x), np.uint64(2**64 - 1), hashes)
         low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # the low bits hold the position
         order &= ~low
         order |= self.positions
@@ -1424,11 +1324,9 @@ class Masker:
         at = picked + np.arange(0, x.size, x.shape[1])[:, None]  # in the flat x
         old = x.take(at).astype(np.int64)
         ordinary = ~self.special.take(old)
-        new = np.full_like(old, self.mask)
-        if not self.mask_all:
-            number, tenth = np.divmod(splitmix64(hashes.take(at)), np.uint64(10))
-            random = self.ordinary.take((number % np.uint64(len(self.ordinary))).astype(np.int64))
-            new = np.where(tenth == 8, random, np.where(tenth == 9, old, new))
+        number, tenth = np.divmod(splitmix64(hashes.take(at)), np.uint64(10))
+        random = self.ordinary.take((number % np.uint64(len(self.ordinary))).astype(np.int64))
+        new = np.where(tenth == 8, random, np.where(tenth == 9, old, self.mask))
         np.put(x, at, np.where(ordinary, new, old).astype(x.dtype))
         return picked, np.where(ordinary, old, -1)
 
@@ -1896,7 +1794,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     else:
         settings = {"max_tokens": max_tokens or (useful if endless else None), "max_samples": max_samples,
                     "min_words": min_words or 0}
-        settings |= {"row": row} if prefix in ("pairs", "task") else {}
+        settings |= {"row": row} if prefix == "task" else {}
     if manifest and manifest["complete"]:
         check_source(data, out, settings)
     else:
@@ -1981,13 +1879,13 @@ def main() -> None:
     p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
     p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
     p.add_argument("--tokenizer", dest="tokenizer_name",
-                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for tasks, else gpt2)")
+                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
     p.add_argument("--val-split", type=parse_val_split,
                    help="hash:F: a fraction F of the documents, by a hash of their text; tail:F: the last "
                    "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01, for "
-                   "tasks 0.05)")
+                   "task:addition 0.05)")
     p.add_argument("--val-field", help="field with a validation set for each of its values, val_VALUE, at "
-                   "most 16 (default: none; for tasks the level)")
+                   "most 16 (default: none; for task:addition the level)")
     p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
     p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
     p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
@@ -1998,7 +1896,7 @@ def main() -> None:
                    "special token of the tokenizer")
     p.add_argument("--row", type=int, help="tokens in a row, into which whole pairs are packed: the "
                    "--seq-len of the trainer (default: the multiple of 64 that holds the longest of the "
-                   f"first 10,000 pairs, up to {LARGEST_ROW}; tasks have their own)")
+                   f"first 10,000 pairs, up to {LARGEST_ROW}; {TASK_ROW} for task:addition)")
     p.add_argument("--long", choices=("truncate", "drop"), help="truncate or drop a response that does not "
                    "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")

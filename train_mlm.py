@@ -76,8 +76,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag = flag_group(parser, "masked language model")
     flag("--list-presets", bool, None, "print all presets with their commands")
     flag("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored")
-    flag("--mask-all", bool, None, "replace all of them by [MASK], not 80 %% by [MASK] and 10 %% at random")
-    flag("--whole-words", bool, None, "mask whole words")
     flag("--fill", str, None, "print the likeliest tokens for each [MASK] in this text")
     return parse(parser, MLMConfig, RECIPES, argv)
 
@@ -115,7 +113,7 @@ def main() -> None:
         return log.say_complete(step, "--fill")
     state.warm_up(example, example)
     stop = StopVote(world)
-    masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed, args.mask_all, args.whole_words)
+    masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
                          samples, masker)

@@ -444,17 +444,6 @@ def test_stdlib_is_what_this_python_has(tmp_path, monkeypatch):
     assert read_documents(tmp_path / "out", "train") == ["a = 1\n", "b = 2\n"]
 
 
-def test_wikitext_lines_become_articles(tmp_path, monkeypatch):
-    lines = ["", " = One = \n", " = = Part = = \n", " text\n", " = Two = \n", " a = b \n"]
-    (tmp_path / "wiki").mkdir()
-    write_jsonl(tmp_path / "wiki" / "train.jsonl", lines)
-    monkeypatch.setitem(data.SHORT_NAMES, "wikitext", (str(tmp_path / "wiki"), None))
-    articles = ["".join(lines[:1]), "".join(lines[1:4]), "".join(lines[4:])]
-    for skip in range(3):
-        found = source_of("wikitext", val_split="hash:0.1").documents(skip)
-        assert ["".join(blocks) for blocks, *_ in found] == articles[skip:]
-
-
 def test_pieces_cut_at_lines_or_words_and_lose_nothing():
     chance = random.Random(2)
     for separator in ("\n", " ", ""):

@@ -26,18 +26,17 @@ def rows(tokenizer):
     return x
 
 
-def mask(tokenizer, x, epoch=0, rate=0.3, seed=0, first_row=0, **options):
+def mask(tokenizer, x, epoch=0, rate=0.3, seed=0, first_row=0):
     masked = x.copy()
     numbers = np.arange(first_row, first_row + len(x))
-    masker = data.Masker(tokenizer, T, rate, seed, **options)
+    masker = data.Masker(tokenizer, T, rate, seed)
     positions, labels = masker(masked, numbers, np.full(len(x), epoch))
     return masked, positions, labels
 
 
-@pytest.mark.parametrize("whole_words", [False, True])
 @pytest.mark.parametrize("rate, k", [(0.3, 29), (0.15, 14), (0.001, 1)])
-def test_k_positions_in_each_row_and_never_a_special_id(tokenizer, rows, rate, k, whole_words):
-    masked, positions, labels = mask(tokenizer, rows, rate=rate, whole_words=whole_words)
+def test_k_positions_in_each_row_and_never_a_special_id(tokenizer, rows, rate, k):
+    masked, positions, labels = mask(tokenizer, rows, rate=rate)
     assert positions.shape == labels.shape == (32, k) and (np.diff(positions) > 0).all()
     assert (labels[:30] >= 0).all()
     assert (labels[30] >= 0).sum() == min(k, 4) and (labels[31] == -1).all()  # all that there is
@@ -68,8 +67,6 @@ def test_eighty_ten_ten(tokenizer):
     assert np.allclose(shares, [0.8, 0.1, 0.1], atol=0.01)
     assert not np.isin(new[new != tokenizer.mask], list(tokenizer.specials.values())).any()
     assert len(np.unique(new)) > 200  # random ids are spread over the vocabulary
-    masked, positions, _ = mask(tokenizer, x, mask_all=True)
-    assert (np.take_along_axis(masked, positions, 1) == tokenizer.mask).all()
 
 
 def test_positions_are_chosen_evenly(tokenizer):
@@ -77,24 +74,6 @@ def test_positions_are_chosen_evenly(tokenizer):
     counts = np.bincount(positions.ravel(), minlength=T)
     expected = positions.size / T
     assert abs(counts - expected).max() < 6 * expected**0.5
-
-
-def test_whole_words_are_masked_as_a_whole(tokenizer, rows):
-    """In each row at most one word is masked in part: the one at which K was reached."""
-    begins = np.array([not (tokenizer.decode([i])[:1].isalnum()) for i in range(tokenizer.mask + 1)])
-
-    def words_in_part(**options):
-        _, positions, labels = mask(tokenizer, rows[:30], **options)
-        parts = []
-        for row, chosen in zip(rows[:30], positions):
-            word = np.maximum.accumulate(np.where(begins[row], np.arange(T), 0))
-            picked, all_ = np.bincount(word[chosen], minlength=T), np.bincount(word, minlength=T)
-            all_[0] -= 1  # the end-of-text in front can't be masked
-            parts.append(((picked > 0) & (picked < all_)).sum())
-        return parts
-
-    assert max(words_in_part(whole_words=True)) <= 1
-    assert max(words_in_part()) > 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -136,8 +115,6 @@ def test_word_pieces_continue_a_word(tmp_path):
     tokenizer = data.load_tokenizer(str(tmp_path))
     assert tokenizer.spellings()[4] == b"ning" and tokenizer.spellings()[5] == b" dog"
     assert set(tokenizer.specials.values()) >= {0, 1, 2}
-    masker = data.Masker(tokenizer, T, 0.3, 0, whole_words=True)
-    assert masker.starts_word[[3, 4, 5, 6]].tolist() == [True, False, True, True]
 
 
 def test_bytes_of_tokens_that_another_program_wrote(tmp_path):

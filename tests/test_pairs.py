@@ -179,18 +179,6 @@ def test_any_number_of_workers_and_two_kills_give_the_same_bytes(tmp_path):
         assert (whole / name).read_bytes() == (tmp_path / "killed" / name).read_bytes(), name
 
 
-def test_functions_of_the_standard_library(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    out = data.prepare("pairs:stdlib", tokenizer_name="bytes", max_samples=40, row=1024, workers=1)
-    assert out.name == "pairs-stdlib-bytes"
-    tokenizer = data.Dataset([out], 1024).tokenizer
-    texts = [tokenizer.decode(d) for row in split_rows(out, "train") for d in documents_of(row)]
-    assert len(texts) > 20
-    for text in texts:
-        prompt, response = text.removeprefix(data.EOT).split(data.RESPONSE)
-        assert "def " in prompt and prompt.count('"') + prompt.count("'") > 1 and response.strip(), text
-
-
 def test_a_directory_that_is_named_twice_is_read_twice_in_each_epoch(pairs, tmp_path):
     other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
     one, two = (data.Dataset([directory], 128).train for directory in (pairs, other))

@@ -308,7 +308,7 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards)
 
 def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch):
     """Of memory as many as there can be, of FLOPs their mean."""
-    flags = ("--dry-run", "1x8", "--data", "task:doubling", "--global-batch", "64", "--batch", "64",
+    flags = ("--dry-run", "1x8", "--data", "task:addition", "--global-batch", "64", "--batch", "64",
              "--d-model", "64", "--n-head", "2", "--n-layer", "1", "--ff", "128", "--no-compile")
     tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
         ("--h-cycles", "1:6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]

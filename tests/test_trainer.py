@@ -26,7 +26,7 @@ TRAINERS = {
     "train_gpt2.py": ({}, {"modern": True, "optimizer": "muon", "ema": 0.9, "batch": 2}),
     "train_hrm.py": ({"ff": 64}, {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1,
                                   "precision": "bf16", "optimizer": "adam-atan2"}),
-    "train_mlm.py": ({"ff": 48, "window": 16}, {"whole_words": True, "precision": "bf16", "batch": 2}),
+    "train_mlm.py": ({"ff": 48, "window": 16}, {"precision": "bf16", "batch": 2}),
     RECURRENT: ({"depth": 2, "width": 32}, {"optimizer": "muon", "batch": 2}),
 }
 

@@ -31,7 +31,7 @@ COMMON = {"steps": STEPS, "save_every": 2, "eval_every": 20, "keep_last": KEEP, 
 TRAINERS = {
     "hrm": Trainer("train_hrm.py", ff=64, max_new_tokens=5, h_cycles=1, l_cycles=2, dropout=0.1, **COMMON),
     "gpt2": Trainer("train_gpt2.py", max_new_tokens=5, optimizer="muon", modern=True, **COMMON),
-    "mlm": Trainer("train_mlm.py", ff=48, window=16, whole_words=True, precision="bf16", **COMMON),
+    "mlm": Trainer("train_mlm.py", ff=48, window=16, precision="bf16", **COMMON),
 }
 
 STRATEGY_FLAGS = {"ddp": {}}
