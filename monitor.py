@@ -85,33 +85,12 @@ def human_time(seconds: float) -> str:
 # The machine
 
 
-def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> tuple[int, int] | None:
-    """(bytes in use, limit) for the tightest cgroup v2 memory limit on this process, such as a container's;
-    None without a limit. Inactive file cache, which the kernel can drop, does not count as in use.
-    """
-    member = re.search("^0::/(.*)", own.read_text() if own.exists() else "", re.M)
-    group = root / (member[1] if member else "")
-    found = []
-    for directory in (group, *group.parents):  # the limit of a parent can be tighter
-        with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
-            limit = int((directory / "memory.max").read_text())
-            used = int((directory / "memory.current").read_text())
-            stat = dict(row.split() for row in (directory / "memory.stat").read_text().splitlines())
-            found.append((used - int(stat.get("inactive_file", 0)), limit))
-    return min(found, key=lambda pair: pair[1], default=None)
-
-
 def cpu_and_ram() -> dict:
-    """CPU use since the last call; RAM in bytes, the container's if it has a limit. Raises ImportError."""
+    """CPU use since the last call, RAM in bytes. Raises ImportError."""
     import psutil
     memory = psutil.virtual_memory()
-    used = memory.total - memory.available
-    total = memory.total
-    container = cgroup_memory()
-    if container and container[1] < total:
-        used, total = container
-    return {"cpu_percent": psutil.cpu_percent(), "ram_percent": round(100 * used / total, 1),
-            "ram_used": used, "ram_total": total}
+    return {"cpu_percent": psutil.cpu_percent(), "ram_percent": memory.percent,
+            "ram_used": memory.total - memory.available, "ram_total": memory.total}
 
 
 def machine_curves() -> dict[str, float]:
