@@ -1,10 +1,10 @@
-"""Watches a machine; writes, draws and compares the logs of runs.
+"""Watches a machine; writes and draws the log of a run.
 
     python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
     python monitor.py --once --json                      # one reading, for a script
-    python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a table of the run, and its curves as a PNG
-    python monitor.py runs/one runs/two --output two.png
-    watch -n 4 python monitor.py runs/one                # the table again and again, in a remote terminal
+    python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a summary of the run, and its curves as a PNG
+    watch -n 4 python monitor.py runs/one                # again and again, in a remote terminal
+    tensorboard --logdir runs                            # compares runs
 
 A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
 for each logged step and each evaluation (metrics.jsonl), the same data as lists (history.json), and, if
@@ -17,6 +17,7 @@ trainers import torch, so the commands start at once.
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -85,33 +86,12 @@ def human_time(seconds: float) -> str:
 # The machine
 
 
-def cgroup_memory(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> tuple[int, int] | None:
-    """(bytes in use, limit) for the tightest cgroup v2 memory limit on this process, such as a container's;
-    None without a limit. Inactive file cache, which the kernel can drop, does not count as in use.
-    """
-    member = re.search("^0::/(.*)", own.read_text() if own.exists() else "", re.M)
-    group = root / (member[1] if member else "")
-    found = []
-    for directory in (group, *group.parents):  # the limit of a parent can be tighter
-        with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
-            limit = int((directory / "memory.max").read_text())
-            used = int((directory / "memory.current").read_text())
-            stat = dict(row.split() for row in (directory / "memory.stat").read_text().splitlines())
-            found.append((used - int(stat.get("inactive_file", 0)), limit))
-    return min(found, key=lambda pair: pair[1], default=None)
-
-
 def cpu_and_ram() -> dict:
-    """CPU use since the last call; RAM in bytes, the container's if it has a limit. Raises ImportError."""
+    """CPU use since the last call, RAM in bytes. Raises ImportError."""
     import psutil
     memory = psutil.virtual_memory()
-    used = memory.total - memory.available
-    total = memory.total
-    container = cgroup_memory()
-    if container and container[1] < total:
-        used, total = container
-    return {"cpu_percent": psutil.cpu_percent(), "ram_percent": round(100 * used / total, 1),
-            "ram_used": used, "ram_total": total}
+    return {"cpu_percent": psutil.cpu_percent(), "ram_percent": memory.percent,
+            "ram_used": memory.total - memory.available, "ram_total": memory.total}
 
 
 def machine_curves() -> dict[str, float]:
@@ -584,7 +564,7 @@ class RunLog:
         history = {key: [record.get(key) for record in self.records] for key in keys}
         try:
             write_atomically(self.out / "history.json", json.dumps(history).encode())
-            draw_curves({self.out.name: self.records}, self.out / "training_history.png")
+            draw_curves(self.out.name, self.records, self.out / "training_history.png")
         except ImportError:
             if last:
                 self.say("training_history.png is not drawn: pip install matplotlib")
@@ -604,56 +584,44 @@ class RunLog:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Runs as pictures and tables
-
-# Each run has its own line style and marker, so that runs can be told apart without colors.
-LINES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# A run as a picture and as a line
 
 
-def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
-    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches (for one run those of
-    each validation set) into a PNG 800 pixels wide, over steps for one run, over tokens for several. `runs`
-    has records by name. Raises ImportError and UserError.
+def draw_curves(name: str, records: list[dict], path: Path) -> None:
+    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches (of all and of each
+    validation set) over steps into a PNG 800 pixels wide. Raises ImportError and UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
-    everything = [record for records in runs.values() for record in records]
-    own = dict.fromkeys(key for record in everything for key in own_keys(record))
-    if any("val_exact" in record for record in everything):
-        own["val_exact"] = None
-    sets = dict.fromkeys(key for record in everything for key in record if key.startswith("val_exact/"))
-    figure = Figure(figsize=(8, 8 + 1.6 * len(own)))
-    heights = (3, *[1] * (2 + len(own)))
-    loss, *others = figure.subplots(3 + len(own), 1, sharex=True, height_ratios=heights)
-    below = dict(zip(("lr", "tokens_per_sec", *own), others))
-    x = "step" if len(runs) == 1 else "tokens"
+    own = dict.fromkeys(key for record in records for key in own_keys(record))
+    sets = dict.fromkeys(key for record in records for key in record if key.startswith("val_exact/"))
+    rows = ["lr", "tokens_per_sec", *own]
+    if any("val_exact" in record for record in records):
+        rows.append("val_exact")
+    figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)))
+    loss, *others = figure.subplots(1 + len(rows), 1, sharex=True, height_ratios=(3, *[1] * len(rows)))
+    below = dict(zip(rows, others))
 
-    def curve(axes, records: list[dict], key: str, **style) -> None:
-        points = [r for r in records if r.get(x) is not None and r.get(key) is not None]
-        axes.plot([r[x] for r in points], [r[key] for r in points], **style)
+    def curve(axes, key: str, **style) -> None:
+        points = [r for r in records if r.get(key) is not None]
+        axes.plot([r["step"] for r in points], [r[key] for r in points], **style)
 
-    for i, (name, records) in enumerate(runs.items()):
-        style = {"color": f"C{i}", "linestyle": LINES[i % len(LINES)]}
-        marker = MARKERS[i % len(MARKERS)]
-        curve(loss, records, "loss", linewidth=1, alpha=0.6, **style)
-        curve(loss, records, "val_loss", marker=marker, markersize=5, label=name, **style)
-        for key, axes in below.items():
-            curve(axes, records, key, **style)
-    if len(runs) == 1 and sets:
-        for i, key in enumerate(sets, 1):
-            curve(below["val_exact"], everything, key, color=f"C{i}", linestyle=LINES[i % len(LINES)],
-                  marker=MARKERS[i % len(MARKERS)], markersize=3, label=key.removeprefix("val_exact/"))
-        below["val_exact"].legend(fontsize=6, ncols=2)
-    loss.set(title="validation loss (with markers) and training loss (thin)", ylabel="loss (nats per token)")
-    loss.legend(handlelength=4)
+    curve(loss, "loss", label="training loss", linewidth=1, alpha=0.6)
+    curve(loss, "val_loss", label="validation loss", marker="o", markersize=5)
+    loss.set(title=name, ylabel="loss (nats per token)")
+    loss.legend()
     for key, axes in below.items():
+        curve(axes, key)
         axes.set(ylabel=key)
+    for key, marker in zip(sets, itertools.cycle("os^DvPX")):  # markers tell them apart in grey too
+        curve(below["val_exact"], key, marker=marker, markersize=3, label=key.removeprefix("val_exact/"))
+    if sets:
+        below["val_exact"].legend(fontsize=6, ncols=2)
     below["lr"].set(ylabel="learning rate")
     below["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
     below["tokens_per_sec"].set(ylabel="tokens/s", ylim=(0, None))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
-    figure.axes[-1].set(xlabel=x)
+    figure.axes[-1].set(xlabel="step")
     figure.subplots_adjust(0.12, 0.07, 0.97, 0.95, hspace=0.12)
     figure.align_ylabels()
     picture = io.BytesIO()
@@ -662,49 +630,13 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
 
 
 def summarize(records: list[dict]) -> dict:
-    """The latest and the best losses of a run, and totals. Hours exclude evaluations and pauses."""
-    last = ([r for r in records if "loss" in r] or [{}])[-1]
-    evals = [(loss, step) for step, loss in evaluations_of(records).items()]
-    best, best_step = min(evals, default=(None, None))
-    seconds = tokens = 0
-    for record in records:
-        if record.get("tokens_per_sec"):
-            seconds += (record["tokens"] - tokens) / record["tokens_per_sec"]
-            tokens = record["tokens"]
-    found = {"step": last.get("step", 0), "loss": last.get("loss"),
-             "val_loss": evals[-1][0] if evals else None, "best_val_loss": best, "best_step": best_step}
-    speed = round(tokens / seconds, 1) if seconds else None
-    return found | {"tokens": tokens, "tokens_per_sec": speed, "hours": round(seconds / 3600, 4)}
-
-
-def format_table(runs: dict[str, list[dict]]) -> list[str]:
-    rows = [["run", "step", "loss", "val loss", "best", "at step", "tokens", "tokens/s", "hours"]]
-    for name, records in runs.items():
-        s = summarize(records)
-        losses = ["-" if s[k] is None else f"{s[k]:.4f}" for k in ("loss", "val_loss", "best_val_loss")]
-        best = s["best_step"] or "-"
-        tokens = s["tokens"]
-        speed = s["tokens_per_sec"] or 0
-        rows.append([name, str(s["step"]), *losses, str(best), human_count(tokens), human_count(speed),
-                     f"{s['hours']:.3f}"])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-
-
-def read_runs(directories: list[Path]) -> dict[str, list[dict]]:
-    """Records by the name of the directory, or by its path if two share a name. Raises UserError."""
-    names = [d.resolve().name for d in directories]
-    runs = {}
-    for directory, name in zip(directories, names):
-        try:
-            records = read_metrics(directory)
-        except OSError as error:
-            raise UserError(f"{directory} has no metrics.jsonl that can be read ({error.strerror}): name the "
-                            "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None
-        if not records and (directory / "metrics.jsonl").stat().st_size > 0:
-            raise UserError(f"not a run: {directory}/metrics.jsonl does not begin with the record of a step.")
-        runs[str(directory) if names.count(name) > 1 else name] = records
-    return runs
+    """The last logged step of a run, and its last and its best validation loss."""
+    last = ([record for record in records if "loss" in record] or [{"step": 0}])[-1]
+    losses = evaluations_of(records)
+    best = min(losses, key=losses.get, default=None)
+    found = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
+    return found | {"val_loss": losses.get(max(losses, default=None)),
+                    "best_val_loss": losses.get(best), "best_step": best}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -721,13 +653,19 @@ def watch_machine(args: argparse.Namespace) -> None:
             return
 
 
-def show_runs(args: argparse.Namespace) -> None:
-    runs = read_runs(args.runs)
-    lines = [json.dumps({"run": name, **summarize(records)}) for name, records in runs.items()]
-    print("\n".join(lines if args.json else format_table(runs)), flush=True)
-    path = args.output or (args.runs[0] / "training_history.png" if len(runs) == 1 else Path("runs.png"))
+def show_run(run: Path) -> None:
     try:
-        draw_curves(runs, path)
+        records = read_metrics(run)
+    except OSError as error:
+        raise UserError(f"{run} has no metrics.jsonl that can be read ({error.strerror}): name the "
+                        "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None
+    if not records and (run / "metrics.jsonl").stat().st_size > 0:
+        raise UserError(f"not a run: {run}/metrics.jsonl does not begin with the record of a step.")
+    name = run.resolve().name
+    print(json.dumps({"run": name} | summarize(records)), flush=True)
+    path = run / "training_history.png"
+    try:
+        draw_curves(name, records, path)
         print(f"the curves are in {path}", file=sys.stderr)
     except ImportError:
         print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
@@ -736,19 +674,16 @@ def show_runs(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns exit code 2 for a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs to list and draw")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR",
+                        help="a run: prints a summary as JSON and draws its curves")
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, sizes in bytes")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="the picture (default: "
-                        "training_history.png in a single run's directory, runs.png here for several)")
+    parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in bytes")
     try:
         args = parser.parse_args(argv)
         if not 0.1 <= args.interval <= 1e6:
             parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
-        if args.output and not args.runs:
-            parser.error("--output needs the directory of a run")
-        show_runs(args) if args.runs else watch_machine(args)
+        show_run(args.run) if args.run else watch_machine(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

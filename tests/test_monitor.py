@@ -1,4 +1,4 @@
-"""monitor.py: readings against what the system says, the command, RunLog's curves, pictures and tables."""
+"""monitor.py: readings against what the system says, the command, RunLog's curves, the picture and the summary of a run."""
 
 import base64
 import contextlib
@@ -73,10 +73,8 @@ def test_a_reading_agrees_with_proc_stat_and_free(capsys):
     assert code == 0 and abs(reading["cpu_percent"] - busy) < 12, (reading["cpu_percent"], busy)
     row = subprocess.run(["free", "-b"], capture_output=True, text=True).stdout.splitlines()[1].split()
     total, available = int(row[1]), int(row[-1])
-    if reading["ram_total"] == total:  # else a container has less
-        assert abs(reading["ram_used"] - (total - available)) < 0.03 * total
-    else:
-        assert reading["ram_total"] == monitor.cgroup_memory()[1] < total
+    assert reading["ram_total"] == total
+    assert abs(reading["ram_used"] - (total - available)) < 0.03 * total
     assert abs(reading["ram_percent"] - 100 * reading["ram_used"] / reading["ram_total"]) < 0.1
     assert 10 * MB < reading["process_ram"] < reading["ram_total"]
 
@@ -99,10 +97,9 @@ def proc_reading() -> dict:
 
 
 @needs_psutil
-def test_a_reading_agrees_with_proc(monkeypatch):
+def test_a_reading_agrees_with_proc():
     if not Path("/proc/stat").exists():
         pytest.skip("needs /proc")
-    monkeypatch.setattr(monitor, "cgroup_memory", lambda: None)  # of the machine, not of a container
     for _ in range(5):  # processes may come and go between the two
         reading = read_machine(0.1) | dict(zip(("received", "sent"), monitor.network_traffic()))
         expected = proc_reading()
@@ -202,32 +199,6 @@ def test_gpus_agree_with_nvidia_smi():
     assert [(g["name"], round(g["memory_total"] / MB)) for g in monitor.read_gpus()] == expected
 
 
-@pytest.mark.parametrize("membership, files, expected", [
-    # v2 in a container that sees its own group as the root
-    ("0::/", {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 300"},
-     (400, 1000)),
-    ("0::/", {"memory.max": "max", "memory.current": "700", "memory.stat": "inactive_file 0"}, None),
-    # v2 on a host: the limit of a parent is tighter
-    ("0::/a/b", {"a/b/memory.max": "900", "a/b/memory.current": "1", "a/b/memory.stat": "", "a/memory.max":
-                 "500", "a/memory.current": "200", "a/memory.stat": "inactive_file 50"}, (150, 500)),
-    # v1 is not read
-    ("4:cpu,memory:/docker/x\n0::/", {"memory/memory.limit_in_bytes": "800"}, None),
-    ("", {}, None)], ids=["v2", "v2 max", "v2 parent", "v1", "none"])
-def test_memory_limits_of_containers(tmp_path, membership, files, expected):
-    for name, text in files.items():
-        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "fs" / name).write_text(text)
-    (tmp_path / "self").write_text(membership)
-    assert monitor.cgroup_memory(tmp_path / "fs", tmp_path / "self") == expected
-
-
-@needs_psutil
-def test_a_container_shows_its_limit(monkeypatch):
-    monkeypatch.setattr(monitor, "cgroup_memory", lambda: (3 * GB, 4 * GB))
-    reading = read_machine(0.1)
-    assert (reading["ram_used"], reading["ram_total"], reading["ram_percent"]) == (3 * GB, 4 * GB, 75.0)
-
-
 def test_trainers_are_told_from_their_launcher():
     assert monitor.is_trainer(["python", "-u", "/x/train_hrm.py", "--size", "tiny"])
     for other in (["python", "-m", "torch.distributed.run", "train_hrm.py"], ["vim", "train_hrm.py"],
@@ -264,15 +235,16 @@ def test_a_reader_that_goes_away_is_no_error():
 @pytest.mark.parametrize("arguments, message", [
     (["nowhere"], "nowhere has no metrics.jsonl"), (["file"], "file has no metrics.jsonl"),
     (["broken"], "does not begin with the record of a step"), (["--interval", "0"], "not between"),
-    (["--interval", "x"], "--interval: invalid float value"), (["--output", "x.png"], "needs the directory"),
-    (["--frequency", "1"], "unrecognized"), (["good", "--output", "no/where.png"], "cannot be written")],
-    ids=str)
+    (["--interval", "x"], "--interval: invalid float value"), (["good", "two"], "unrecognized"),
+    (["--frequency", "1"], "unrecognized"), (["full"], "cannot be written")], ids=str)
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    for name, text in (("broken", "no json\n"), ("good", json.dumps(record(1)) + "\n")):
+    one = json.dumps(record(1)) + "\n"
+    for name, text in (("broken", "no json\n"), ("good", one), ("full", one)):
         Path(name).mkdir()
         Path(name, "metrics.jsonl").write_text(text)
+    Path("full", "training_history.png").mkdir()  # so no picture can take this name
     code, _, errors = command(capsys, *arguments)
     assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
     assert message in errors
@@ -369,7 +341,7 @@ def test_tensorboard_that_is_installed_later_has_the_whole_curve(tmp_path, monke
             assert len(re.findall(f"pip install {package}", said)) == 1, said
         assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "history.json", "train.log"}
         code, out, errors = command(capsys, tmp_path)
-        assert code == 0 and "pip install matplotlib" in errors and "4.8000" in out
+        assert code == 0 and "pip install matplotlib" in errors and json.loads(out)["loss"] == 4.8
     log = begun(tmp_path, 2)
     log.write(record(3))
     log.close()
@@ -515,17 +487,7 @@ def test_peaks(monkeypatch, name, tflops):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Runs as pictures and tables
-
-
-@pytest.fixture
-def runs(tmp_path) -> list[Path]:
-    for i, name in enumerate(("one", "two", "deep/one")):
-        (tmp_path / name).mkdir(parents=True)
-        records = [record(step, loss=5 - step / 10 - i / 3, val_loss=None if step % 5 else 4.0 - step / 10)
-                   for step in range(1, 21)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return [tmp_path / name for name in ("one", "two", "deep/one")]
+# A run as a picture and as a line
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -549,7 +511,6 @@ def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsy
 
 
 def test_the_picture_has_the_exact_matches_of_each_level(tmp_path, monkeypatch):
-    """For several runs only their mean."""
     figures = pytest.importorskip("matplotlib.figure")
     drawn = []
     save = figures.Figure.savefig
@@ -557,21 +518,21 @@ def test_the_picture_has_the_exact_matches_of_each_level(tmp_path, monkeypatch):
         drawn.append(self.axes[-1]), save(self, *given, **named)))
     found = {"val_loss": 1.0, "val_exact": 0.5, "val_exact/easy": 0.75, "val_exact/hard": 0.25}
     records = [record(1), {"step": 1, "tokens": 32, **found}]
-    monitor.draw_curves({"one": records}, tmp_path / "one.png")
-    monitor.draw_curves({"one": records, "two": records}, tmp_path / "two.png")
-    one, two = drawn
-    assert one.get_ylabel() == two.get_ylabel() == "val_exact"
-    levels = {line.get_label(): [*line.get_ydata()] for line in one.lines[1:]}
-    assert levels == {"easy": [0.75], "hard": [0.25]}
-    assert [[*line.get_ydata()] for line in two.lines] == [[0.5], [0.5]]
+    monitor.draw_curves("run", records, tmp_path / "run.png")
+    axes, = drawn
+    mean, *sets = axes.lines
+    assert axes.get_ylabel() == "val_exact" and [*mean.get_ydata()] == [0.5]
+    assert {line.get_label(): [*line.get_ydata()] for line in sets} == {"easy": [0.75], "hard": [0.25]}
+    assert len({line.get_marker() for line in sets}) == 2  # to be told apart in grey
 
 
 def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
     """Unless these come so fast that it would take more than 5 % of the time."""
     log, now, drawn = begun(tmp_path), [0.0], []
 
-    def draw(runs, path):
-        drawn.append(runs[tmp_path.name][-1]["step"])
+    def draw(name, records, path):
+        assert name == tmp_path.name
+        drawn.append(records[-1]["step"])
         now[0] += 1.0
 
     monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -619,42 +580,30 @@ def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
 def test_a_run_that_diverged_does_not_look_as_if_it_had_not():
     records = [{"step": 10, "loss": 2.0, "tokens": 10}, {"step": 20, "loss": None, "tokens": 20},
                {"step": 20, "val_loss": None, "tokens": 20}]
-    assert [line.split()[:3] for line in monitor.format_table({"run": records})][1] == ["run", "20", "-"]
+    found = monitor.summarize(records)
+    assert (found["step"], found["loss"], found["val_loss"]) == (20, None, None)
 
 
-def test_a_run_as_table_and_picture(runs, capsys):
+def test_a_run_as_a_line_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    with open(runs[0] / "metrics.jsonl", "a") as file:
-        file.write('{"step": 21, "loss": 9')  # it is being written
-    code, out, errors = command(capsys, runs[0])
-    assert code == 0 and "the curves are in" in errors
-    assert [line.split() for line in out.splitlines()] == [
-        "run step loss val loss best at step tokens tokens/s hours".split(),
-        ["one", "20", "3.0000", "2.0000", "2.0000", "20", "2.00k", "50", "0.011"]]
-    assert png_size(runs[0] / "training_history.png") == (800, 800)
-    code, out, _ = command(capsys, runs[0], "--json")
-    assert json.loads(out) == {"run": "one", "step": 20, "loss": 3.0, "val_loss": 2.0, "best_val_loss": 2.0,
-                               "best_step": 20, "tokens": 2000, "tokens_per_sec": 50.0, "hours": 0.0111}
-
-
-def test_several_runs_can_be_told_apart_in_grey(runs, monkeypatch, capsys, tmp_path):
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn, plain = [], figure.Figure.savefig
-    monkeypatch.setattr(figure.Figure, "savefig", lambda f, *a, **k: drawn.append(f) or plain(f, *a, **k))
-    code, out, _ = command(capsys, *runs, "--output", tmp_path / "all.png")
-    assert code == 0 and png_size(tmp_path / "all.png") == (800, 800)
-    loss = drawn[0].axes[0]
-    names = [text.get_text() for text in loss.get_legend().get_texts()]
-    assert names == [str(runs[0]), "two", str(runs[2])]
-    styles = [(line.get_linestyle(), line.get_marker()) for line in loss.get_lines()
-              if line.get_marker() != "None"]
-    assert len({style for style, _ in styles}) == len({marker for _, marker in styles}) == 3
+    run = tmp_path / "one"
+    run.mkdir()
+    records = [record(step, val_loss=None if step % 5 else 3.5 + (step - 15) ** 2 / 100)
+               for step in range(1, 21)]
+    text = "".join(json.dumps(r) + "\n" for r in records)
+    (run / "metrics.jsonl").write_text(text + '{"step": 21, "loss": 9')  # it is being written
+    code, out, errors = command(capsys, run)
+    assert code == 0 and f"the curves are in {run / 'training_history.png'}" in errors
+    line, = out.splitlines()
+    assert json.loads(line) == {"run": "one", "step": 20, "loss": 3.0, "tokens": 2000, "tokens_per_sec": 50.0,
+                                "val_loss": 3.75, "best_val_loss": 3.5, "best_step": 15}
+    assert png_size(run / "training_history.png") == (800, 800)
 
 
 def test_a_run_that_has_just_begun_can_be_looked_at(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").touch()
     code, out, _ = command(capsys, tmp_path)
-    assert code == 0 and out.splitlines()[1].split()[1:4] == ["0", "-", "-"]
+    assert code == 0 and (found := json.loads(out))["step"] == 0 and found["loss"] is None
 
 
 # -----------------------------------------------------------------------------------------------------------
