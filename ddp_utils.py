@@ -1284,12 +1284,9 @@ class Late:
 
     def exchange(self) -> None:
         """Starts summing this step's gradients; takes the previous sum, or if the step waits, its own."""
-        packed = self.pack([p.grad for p in self.params])
+        packed = self.pack([p.grad for p in self.params]).cpu()
         self.take()
-        on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
-        on_host.copy_(packed, non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if packed.is_cuda else None
-        self._under_way = self._thread.submit(self._add_up, on_host, copied)
+        self._under_way = self._thread.submit(self._add_up, packed)
         if self.waits:
             self.take()
 
@@ -1300,11 +1297,8 @@ class Late:
         flat = torch.cat([part.view(-1) for part in parts] + [rest])
         return torch.stack([quantise(share) for share in flat.split(self._share)])
 
-    def _add_up(self, packed: Tensor, copied) -> Tensor:
+    def _add_up(self, packed: Tensor) -> Tensor:
         """The packed sum (ranks, bytes of a share). Runs in a thread that alone uses this process group."""
-        if copied:
-            torch.cuda.set_device(self.world.device)  # or this thread would open a context on the first GPU
-            copied.synchronize()
         received = torch.empty_like(packed)
         together = torch.empty_like(packed)
         dist.all_to_all_single(received, packed, group=self._group)
@@ -1620,17 +1614,15 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
 
 def check_resumable(saved: dict, now: dict, config_class: type, say) -> None:
     """Raises UserError if the model, tokenizer, data or seed has changed; prints other changes."""
-    saved_config = saved["model_config"]
     if saved["family"] == now["family"]:  # a field that it lacks counts as its default
-        saved_config = asdict(config_of(config_class, saved_config, saved["path"]))
+        saved["model_config"] = asdict(config_of(config_class, saved["model_config"], saved["path"]))
 
-    def fixed(run: dict, config: dict) -> dict:
-        model = {k: v for k, v in config.items() if k not in CHANGEABLE}
+    def fixed(run: dict) -> dict:
+        model = {k: v for k, v in run["model_config"].items() if k not in CHANGEABLE}
         fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed")}
         return fixed | model | fixed  # the keys of `fixed` first; seq_len is that of the rows
 
-    was = fixed(saved, saved_config)
-    is_ = fixed(now, now["model_config"])
+    was, is_ = fixed(saved), fixed(now)
     for what in is_:
         if was[what] != is_[what]:
             raise UserError(f"{saved['path']} cannot be resumed: {what} was {was[what]}, now {is_[what]}; "
@@ -1999,45 +1991,47 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
 
 def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict) -> None:
     """Prints what will be trained, where, how and on what. Every rank calls this."""
-    world, model, settings, say = state.world, state.model, identity["settings"], log.say
+    world = state.world
+    model = state.model
+    settings = identity["settings"]
     c = model.config
     blocks = blocks_of(model)
-    inside = sum(map(num_params, blocks))
-    flags = {field.name: getattr(c, field.name) for field in flag_fields(type(c))}
-    shape = ", ".join(f"{name} {value}" for name, value in flags.items() if value is not None)
-    parts = f"{num_params(model):,} parameters, {inside:,} of them in {len(blocks)} blocks"
+    shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))
+             if getattr(c, field.name) is not None]
+    parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
+                  f"{len(blocks)} blocks")
     ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"
-    say(f"{identity['family']} {settings['size']}: {parts}; {shape}; {ids}")
+    log.say(f"{identity['family']} {settings['size']}: {parameters}; {', '.join(shape)}; {ids}")
 
     names = [None] * world.world_size
     dist.all_gather_object(names, hardware(world.device))
     hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    backend = f"{world.backend} ({world.backend_reason})"
-    scaler = "on" if state.scaler.is_enabled() else "off"
-    compiled = "on" if compiles(settings["compile"], world.device) else "off"
-    fast = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
-    processes = f"processes {world.world_size}, nodes {world.nodes}, backend {backend}, {hosts}"
-    precision = f"activations {settings['precision']}, no autocast, GradScaler {scaler}, compile {compiled}"
+    processes = (f"processes {world.world_size}, nodes {world.nodes}, backend {world.backend} "
+                 f"({world.backend_reason})")
+    scaler = f"GradScaler {'on' if state.scaler.is_enabled() else 'off'}"
+    compiled = f"compile {'on' if compiles(settings['compile'], world.device) else 'off'}"
     saving = f"activation checkpointing {settings['checkpoint_activations']}, strategy {settings['strategy']}"
-    say(f"{processes}, threads per process {torch.get_num_threads()}; {precision}, {saving}{fast}")
+    fast = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
+    log.say(f"{processes}, {hosts}, threads per process {torch.get_num_threads()}; activations "
+            f"{settings['precision']}, no autocast, {scaler}, {compiled}, {saving}{fast}")
 
     rows = dataset.train.rows
-    seq_len = settings["seq_len"]
     val = [*dataset.val.values()]
     val_tokens = sum(shards.num_tokens for shards in val)
     entropy = unigram_entropy(val or [dataset.train])
-    read = f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {seq_len}, loss {dataset.loss}"
-    say(f"data {dataset.name}: {read}; {val_tokens:,} validation tokens of unigram entropy {entropy:.4f}")
+    read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
+            f"{dataset.loss}")
+    log.say(f"data {dataset.name}: {read}; {val_tokens:,} validation tokens of unigram entropy {entropy:.4f}")
 
     steps = settings["steps"]
     sequences = settings["global_batch"]
     passes = steps * sequences / rows
-    batch = f"{settings['batch']} x accumulation {settings['grad_accum']} x processes {world.world_size}"
-    tokens = f"{sequences} sequences, {sequences * seq_len:,} tokens a step"
-    say(f"batch {batch} = {tokens}; {steps} steps, {rows / sequences:.1f} an epoch")
+    batch = f"batch {settings['batch']} x accumulation {settings['grad_accum']} x processes {world.world_size}"
+    tokens = f"{sequences * settings['seq_len']:,} tokens a step"
+    log.say(f"{batch} = {sequences} sequences, {tokens}; {steps} steps, {rows / sequences:.1f} an epoch")
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
-        say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and a "
-            "smaller --global-batch, or start with --init-from")
+        log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
+                "a smaller --global-batch, or start with --init-from")
     sync = "shards" if settings["strategy"] in SHARDED else "OK"
     log.facts = {"rows": rows, "val_tokens": val_tokens, "entropy": entropy, "sync": sync}
 

@@ -105,19 +105,19 @@ _KEPT = _PRODUCTS + [torch.ops.higher_order.flex_attention, *(
         "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))]
 
 
-def masks_of(functions: list[Callable], idx: Tensor, flex: bool) -> list:
-    """Masks for tokens idx (B, T), one per function. A function says whether position i of row b sees
-    position j. The masks are BlockMasks for FlexAttention, otherwise boolean (B, 1, T, T).
+def mask_of(sees: Callable, idx: Tensor, flex: bool):
+    """The mask for tokens idx (B, T) in which position i of row b sees position j if sees(b, 0, i, j): a
+    BlockMask for FlexAttention, otherwise boolean (B, 1, T, T).
     """
     B, T = idx.shape
     if flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
         if Block.flex_attention is None:
             Block.flex_attention = staticmethod(compiled_once(flex_attention))
-        return [compiled_once(create_block_mask)(f, B, None, T, T, device=idx.device) for f in functions]
+        return compiled_once(create_block_mask)(sees, B, None, T, T, device=idx.device)
     t = torch.arange(T, device=idx.device)
     b = torch.arange(B, device=idx.device)[:, None, None, None]
-    return [f(b, 0, t[:, None], t) for f in functions]
+    return sees(b, 0, t[:, None], t)
 
 
 class Block(nn.Module):
@@ -414,7 +414,7 @@ class CausalLM(LanguageModel):
         def sees(b, h, i, j):
             return (number[b, i] == number[b, j]) & ((j <= i) | (j <= last[b, j]))
 
-        return masks_of([sees], idx, flex and cache is None and c.uses_flex(idx.device))[0]
+        return mask_of(sees, idx, flex and cache is None and c.uses_flex(idx.device))
 
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """For states (B, T, C) and targets (B, T), returns the objective and detached sums. Targets below 0
@@ -884,7 +884,8 @@ class MLM(LanguageModel):
         def nearby(b, h, i, j):
             return (document[b, i] == document[b, j]) & ((i - j).abs() <= c.window // 2)
 
-        return masks_of([together, nearby], idx, c.uses_flex(idx.device))
+        flex = c.uses_flex(idx.device)
+        return [mask_of(together, idx, flex), mask_of(nearby, idx, flex)]
 
     def example(self, batch: int, device, mask_rate: float = 0.3) -> dict[str, Any]:
         """Arguments of `forward` for a batch in which every parameter gets a gradient."""
@@ -1044,14 +1045,14 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
                         "--optimizer adamw.")
     hidden = {key: p for key, p in named if id(p) in matrices}
     rest = {key: p for key, p in named if key not in hidden}
-    groups = []
-    for matrix, vocab in itertools.product((True, False), repeat=2):
-        params = [p for key, p in rest.items() if (p.ndim >= 2) == matrix and (key in VOCAB_TENSORS) == vocab]
-        if params:
-            scale = vocab_lr if vocab else 1.0
-            groups.append({"params": params, "weight_decay": weight_decay * matrix, "scale": scale})
+    groups = {}
+    for key, p in rest.items():
+        decay = weight_decay if p.ndim >= 2 else 0.0
+        scale = vocab_lr if key in VOCAB_TENSORS else 1.0
+        group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
+        group["params"].append(p)
     adam = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
-    optimizers = [adam(groups, lr=lr, betas=betas)]
+    optimizers = [adam(groups.values(), lr=lr, betas=betas)]
     if hidden:
         # scaled to the size of AdamW's updates, so that one learning rate serves both (arXiv 2502.16982)
         optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,

@@ -59,16 +59,17 @@ BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final lea
 def list_presets() -> None:
     print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
           "use case")
-    for name, (_, use, _, _) in PRESETS.items():
+    commands = []
+    for name, (gpus, use, size, _) in PRESETS.items():
         row = RECIPES[name]
         length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
         print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
               f"{length:>9} {row['lr']:6g}  {use}")
+        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: FineWeb-Edu
+        commands.append(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
     print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
           "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
-    for name, (gpus, _, size, _) in PRESETS.items():
-        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: FineWeb-Edu
-        print(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
+    print(*commands, sep="\n")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
