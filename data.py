@@ -26,12 +26,9 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import queue
 import random
 import re
-import signal
 import socket
 import sys
 import sysconfig
@@ -41,7 +38,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter, defaultdict, deque
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,8 +206,9 @@ class HuggingFaceTokenizer:
         self.roles = roles_of(self.specials, self.eot)
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
-        return np.array(ids, dtype=np.uint32)
+        # unlike `encode`, this releases Python's lock; a batch of one text takes one core
+        found, = self._tokenizer.encode_batch([without_surrogates(text)], add_special_tokens=False)
+        return np.array(found.ids, dtype=np.uint32)
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -382,6 +380,7 @@ class Source:
     """
 
     def __init__(self, dataset: str, settings: dict):
+        self.dataset = dataset
         self.pairs = settings.get("row") is not None
         self.val_field = settings.get("val_field")
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
@@ -943,7 +942,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         if manifest["shards"]:
             print(f"{out} resumes after {len(manifest['shards'])} shards", flush=True)
         writer = ShardWriter(out, manifest, thread)
-        tokenize(writer, source, read_tokenizer_json(out, manifest), workers or cpu_count())
+        tokenizer = parse_tokenizer_json(tokenizer_name, read_tokenizer_json(out, manifest))
+        tokenize(writer, source, tokenizer, workers or cpu_count())
         if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
                             "longer than --row, or all of it fell into the validation split.")
@@ -1038,7 +1038,8 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
         if not 300 <= int(bpe[1]) <= 1_000_000:
             raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
         print(f"training {name} on {dataset}", flush=True)
-        tokenizer = train_bpe(first_texts(source, settings), int(bpe[1]))
+        texts = first_texts(source, settings)
+        (_, tokenizer), = in_order([texts], 1, train_bpe, int(bpe[1]))  # in a thread, for Ctrl-C's sake
         if tokenizer.num_ids < int(bpe[1]):
             print(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short", flush=True)
     else:
@@ -1062,7 +1063,7 @@ def row_for(source: Source, settings: dict, tokenizer) -> int:
     small data set would fill only a few, and one step would pass over it several times.
     """
     first = itertools.islice(read_pieces(source, settings), 10_000)
-    longest = max((sum(map(len, parts_of_pair(tokenizer, *pair))) for _, _, _, pair in first), default=0)
+    longest = max(map(len, encode(first, source, tokenizer)), default=0)
     source.done = 0
     return min(64 * (longest // 64 + 1), LARGEST_ROW)
 
@@ -1081,7 +1082,7 @@ def first_texts(source: Source, settings: dict) -> list[str]:
     return texts
 
 
-def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: int) -> None:
+def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> None:
     """Encodes the source from the writer's position to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
     settings = writer.manifest["settings"]
@@ -1092,7 +1093,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer_json: str, workers: 
     batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
-        for batch, arrays in in_order(batches, workers, settings["tokenizer"], tokenizer_json):
+        for batch, arrays in in_order(batches, workers, encode, source, tokenizer):
             for (document, piece, split, _), tokens in zip(batch, arrays):
                 if not limit or counts["read"] < limit:
                     writer.add(document, piece, split, tokens)
@@ -1141,7 +1142,7 @@ def characters(text: str | tuple) -> int:
 
 
 def in_batches(items, chars: int = BLOCK // 2):
-    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work of a process."""
+    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work of a thread."""
     batch = []
     size = 0
     for item in items:
@@ -1155,58 +1156,22 @@ def in_batches(items, chars: int = BLOCK // 2):
         yield batch
 
 
-@contextlib.contextmanager
-def interrupts_later():
-    """Ctrl-C takes effect after the block, and never in processes that are started inside it."""
-    pressed = []
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits it
+def in_order(batches, workers: int, function, *arguments):
+    """Yields (batch, function(batch, *arguments)) in the order of the batches, reading only a few batches
+    ahead. The function runs in threads, which help because tokenizers release Python's lock.
+    """
+    pool = ThreadPoolExecutor(workers)
+    ahead = deque()  # batches with their futures
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
-
-
-def in_order(batches, workers: int, tokenizer_name: str, tokenizer_json: str):
-    """Yields (batch, its token arrays) in the order of the batches, reading only a few batches ahead."""
-    if workers == 1:
-        _start_worker(tokenizer_name, tokenizer_json)
         for batch in batches:
-            yield batch, _encode(batch)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, tokenizer_json)) as pool:
-        ahead = deque()  # batches with their futures
-        try:
-            for batch in batches:
-                with interrupts_later():
-                    future = pool.submit(_encode, batch)  # may start a process
-                ahead.append((batch, future))
-                if len(ahead) > 2 * workers:
-                    first, encoded = ahead.popleft()
-                    yield first, encoded.result()
-            for first, encoded in ahead:
-                yield first, encoded.result()
-        except BrokenExecutor:
-            raise UserError("a worker process was killed, perhaps because memory ran out: finished shards "
-                            "are kept; run the same command again with fewer --workers.")
-
-
-_tokenizer = None  # set by _start_worker
-
-
-def _start_worker(name: str, tokenizer_json: str) -> None:
-    global _tokenizer
-    _tokenizer = parse_tokenizer_json(name, tokenizer_json)
-    if parent := multiprocessing.parent_process():
-        def die_with_parent():
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=die_with_parent, daemon=True).start()
+            ahead.append((batch, pool.submit(function, batch, *arguments)))
+            if len(ahead) > 2 * workers:
+                first, result = ahead.popleft()
+                yield first, result.result()
+        for first, result in ahead:
+            yield first, result.result()
+    finally:  # without waiting, so that Ctrl-C ends the process at once
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def parts_of_pair(tokenizer, prompt: str, response: str, condition: str = "") -> list:
@@ -1216,15 +1181,23 @@ def parts_of_pair(tokenizer, prompt: str, response: str, condition: str = "") ->
     return parts + [[end]] * (end >= 0)
 
 
-def _encode(batch) -> list[np.ndarray]:
-    """Token ids of each piece. A document's first piece starts with end-of-text, unless it is a pair."""
+def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
+    """Token ids of each piece. A document's first piece starts with end-of-text, unless it is a pair. Raises
+    UserError with the number of the document that cannot be encoded.
+    """
     arrays = []
-    for _, piece, _, text in batch:
-        if isinstance(text, tuple):
-            parts = parts_of_pair(_tokenizer, *text)
-        else:
-            parts = [[_tokenizer.eot][:piece == 0], _tokenizer.encode(text)]
-        dtype = shard_dtype(_tokenizer.vocab_size)
+    dtype = shard_dtype(tokenizer.vocab_size)
+    for document, piece, _, text in items:
+        try:
+            if isinstance(text, tuple):
+                parts = parts_of_pair(tokenizer, *text)
+            else:
+                parts = [[tokenizer.eot][:piece == 0], tokenizer.encode(text)]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of Rust is not an Exception
+            reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
+            raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
         arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
     return arrays
 
@@ -1632,11 +1605,13 @@ def digest_of(manifest: dict) -> str:
 
 
 class Loader:
-    """The endless training steps of one rank, which a thread reads two steps ahead.
+    """The endless training steps of one rank, which a thread reads AHEAD steps ahead.
 
     In each micro-batch, the ranks share batch × world_size positions of the global order. Rank r gets the
     r-th slice, sorted so that it reads forward through the files. `samples` is the number consumed before.
     """
+
+    AHEAD = 2
 
     def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
                  samples: int = 0, masker: Masker | None = None):
@@ -1648,57 +1623,42 @@ class Loader:
         self.position = samples + rank * batch  # of the next step
         self.stride = batch * world_size
         self.device = torch.device(device)
-        self._cuda = torch.cuda if self.device.type == "cuda" else None
-        self._thread = None
-        self._micro_batches = 0  # per step that the thread reads
+        self._ahead = deque()  # the next steps, as futures
+        self._micro_batches = 0  # in each of them
+        # without its device, the thread would open a context on the first GPU
+        on_device = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()
+        self._thread = ThreadPoolExecutor(1, "loader", *on_device)
 
     def step(self, micro_batches: int) -> tuple[int, list[tuple]]:
         """Returns this rank's number of labels in the next step, and its micro-batches on `device`: x and y
         (B, T), or with a masker x (B, T), positions and labels (B, K), all int64. A label of −1 is not
-        learned. Steps are fastest if `micro_batches` does not change.
+        learned. Steps are fastest if `micro_batches` does not change. Raises what reading raised.
         """
         if micro_batches != self._micro_batches:
-            self._begin(micro_batches)
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        buffers, labels = item
-        parts = [buffer.to(self.device, non_blocking=True, copy=True) for buffer in buffers]
-        self._free.put((buffers, self._cuda.current_stream().record_event() if self._cuda else None))
+            self._micro_batches = micro_batches
+            while self._ahead:
+                self._ahead.pop().cancel()
+        for n in range(len(self._ahead), self.AHEAD + 1):
+            position = self.position + n * micro_batches * self.stride
+            self._ahead.append(self._thread.submit(self._read, position, micro_batches))
+        parts, labels = self._ahead.popleft().result()
         self.position += micro_batches * self.stride
+        parts = [part.to(self.device, non_blocking=True) for part in parts]
         return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
 
-    def _begin(self, micro_batches: int) -> None:
-        """Starts reading ahead from the current position, with `micro_batches` per step."""
+    def _read(self, position: int, micro_batches: int) -> tuple[list, int]:
+        """The step at `position` as tensors (micro_batches, B, …) on the CPU, and its number of labels. For a
+        GPU their memory is pinned; torch reuses it when the copy to the GPU is done.
+        """
         import torch
-        self.close()
-        self._micro_batches = micro_batches
-        self._free = queue.Queue()
-        self._ready = queue.Queue()
-        parts = [(self.shards.seq_len, getattr(torch, self.shards.dtype.name))]
-        parts += [(self.masker.k, torch.int64)] * 2 if self.masker else [(self.shards.seq_len, torch.int32)]
-        for _ in range(2):  # one step each
-            buffers = [torch.empty((micro_batches, self.batch, n), dtype=dtype,
-                                   pin_memory=self._cuda is not None) for n, dtype in parts]
-            self._free.put((buffers, None))
-        self._thread = threading.Thread(target=self._read_ahead, name="loader", daemon=True)
-        self._thread.start()
-
-    def _read_ahead(self) -> None:
-        position = self.position
-        try:
-            if self._cuda:
-                self._cuda.set_device(self.device)  # or this thread would open a context on the first GPU
-            while (item := self._free.get()) is not None:
-                buffers, copied = item
-                if copied is not None:
-                    copied.synchronize()  # the device may still be reading these buffers
-                for micro_batch in zip(*(buffer.numpy() for buffer in buffers)):
-                    self._fill(position, *micro_batch)
-                    position += self.stride
-                self._ready.put((buffers, int((buffers[-1] >= 0).sum())))
-        except BaseException as error:  # raised again in the thread that waits for the step
-            self._ready.put(error)
+        sizes = [(self.shards.seq_len, getattr(torch, self.shards.dtype.name))]
+        sizes += [(self.masker.k, torch.int64)] * 2 if self.masker else [(self.shards.seq_len, torch.int32)]
+        parts = [torch.empty((micro_batches, self.batch, n), dtype=dtype,
+                             pin_memory=self.device.type == "cuda") for n, dtype in sizes]
+        for micro_batch in zip(*(part.numpy() for part in parts)):
+            self._fill(position, *micro_batch)
+            position += self.stride
+        return parts, int((parts[-1] >= 0).sum())
 
     def _fill(self, position: int, x: np.ndarray, *others: np.ndarray) -> None:
         rows = self.shards.order(position, self.batch, self.seed)
@@ -1713,9 +1673,7 @@ class Loader:
 
     def close(self) -> None:
         """Ends the thread."""
-        if self._thread:
-            self._free.put(None)
-            self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
 
 def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
@@ -1900,7 +1858,7 @@ def main() -> None:
     p.add_argument("--long", choices=("truncate", "drop"), help="truncate or drop a response that does not "
                    "fit into a row (default: truncate)")
     p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
-    p.add_argument("--workers", type=int, help="processes that tokenize (default: one per core)")
+    p.add_argument("--workers", type=int, help="threads that tokenize (default: one per core)")
     p.set_defaults(run=prepare)
     for run, text in ((info, "what a prepared directory holds"),
                       (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):

@@ -142,10 +142,61 @@ def test_batches_come_back_in_order():
     """More batches than wait at one time, of very different sizes, so that workers overtake each other."""
     chance = random.Random(1)
     batches = [[(n, 0, "train", chance.choice("ab") * chance.choice([10, 100, 500_000]))] for n in range(60)]
-    exported = data.load_tokenizer("bytes").to_json()
+    ended = []
+
+    def encode(batch, *arguments):
+        time.sleep(len(batch[0][-1]) / 1e7)
+        arrays = data.encode(batch, *arguments)
+        ended.append(batch)
+        return arrays
+
+    tokenizer = data.load_tokenizer("bytes")
     one, three = ([(batch, [a.tolist() for a in arrays]) for batch, arrays in
-                   data.in_order(batches, workers, "bytes", exported)] for workers in (1, 3))
+                   data.in_order(batches, workers, encode, None, tokenizer)] for workers in (1, 3))
     assert [batch for batch, _ in three] == batches and three == one
+    assert ended[:60] == batches and ended[60:] != batches, "no worker has overtaken another"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch):
+    """The first of two, by its number, which in a file of JSON lines is that of the line."""
+    spec = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "model": {"type": "WordLevel", "vocab": {"known": 0, "[UNK]": 1}, "unk_token": "[MISSING]"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    source = write_jsonl(tmp_path / "a.jsonl", ["known"] * 40 + ["other"] + ["known"] * 40 + ["more"] * 40)
+    monkeypatch.setattr(data.in_batches, "__defaults__", (60,))  # a batch has twelve lines
+
+    def prepare(name: str, tokenizer: str) -> None:
+        data.prepare(f"jsonl:{source}", tmp_path / name, tokenizer, workers=workers)
+
+    with pytest.raises(data.UserError, match=r"a.jsonl, document 41, cannot be encoded: Exception\(.*UNK"):
+        prepare("out", str(tmp_path / "tokenizer.json"))
+
+    class Panic(BaseException):
+        """What a panic of Rust becomes."""
+
+    def encode(self, text):
+        if text == "more":
+            raise Panic("not a boundary")
+        return np.zeros(1, np.uint8)
+
+    monkeypatch.setattr(data.Tokenizer, "encode", encode)
+    with pytest.raises(data.UserError, match=r"document 82, cannot be encoded: Panic\('not a boundary'\)\.$"):
+        prepare("panic", "bytes")
+
+
+def test_a_bpe_is_trained_in_a_thread(corpus, tmp_path, monkeypatch):
+    """So Ctrl-C need not wait for `tokenizers`, which looks for signals only when it has finished."""
+    threads, train = [], data.train_bpe
+
+    def recorded(*arguments):
+        threads.append(threading.current_thread())
+        return train(*arguments)
+
+    monkeypatch.setattr(data, "train_bpe", recorded)
+    data.prepare(f"text:{corpus}", tmp_path / "out", "bpe:300", workers=1)
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 def test_another_val_split_gives_other_bytes(many, undisturbed, tmp_path):
@@ -861,6 +912,23 @@ def test_whole_steps_are_read_ahead(dataset, monkeypatch):
         time.sleep(0.05)
         assert len(taken) == 3 * (step + 3)
     loader.close()
+
+
+def test_steps_of_another_size_begin_where_the_last_one_ended(dataset):
+    loader, other = (data.Loader(dataset.train, 2, 1, 2, 0, "cpu", 8) for _ in range(2))
+    found = [micro_batch for n in (2, 3, 3, 1, 2) for micro_batch in loader.step(n)[1]]
+    for (x, y), (_, [(expected_x, expected_y)]) in zip(found, (other.step(1) for _ in found)):
+        assert torch.equal(x, expected_x) and torch.equal(y, expected_y)
+    loader.close(), other.close()
+
+
+def test_close_ends_the_thread(dataset):
+    before = set(threading.enumerate())
+    loader = data.Loader(dataset.train, 2, 0, 1, 0, "cpu")
+    loader.step(1)
+    assert len(set(threading.enumerate()) - before) == 1
+    loader.close()
+    assert not set(threading.enumerate()) - before
 
 
 def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch):

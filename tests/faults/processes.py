@@ -38,7 +38,6 @@ def start_server() -> None:
 def _run(script: str, arguments: list[str], output: str, cwd: str | None, env: dict, fault) -> None:
     """The child: becomes what the command line would have made of it."""
     os.setsid()
-    multiprocessing.process._parent_process = None  # as data.py would find it in a shell
     os.environ.update(env)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

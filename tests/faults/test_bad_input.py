@@ -81,7 +81,7 @@ MISTAKES = {
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field answer":
         "pairs.jsonl, line 1 & 'answer' & q, a, kind & --prompt-field & --response-field",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --condition-field kind":
-        "tokenizer & <|deep|> & [MASK]",
+        "pairs.jsonl, document 1 & tokenizer & <|deep|> & [MASK]",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --row 3": "--row & 4",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field a --row 4":
         "jsonl:pairs.jsonl & text & --row",
