@@ -30,18 +30,6 @@ def by_cycles(model: HRM, shards: data.Shards, most: int, device) -> list[float]
     return (exact / samples).tolist()
 
 
-@torch.no_grad()
-def settled(model: HRM, shards: data.Shards, device) -> list[float]:
-    """The share of exact matches, and the mean number of cycles, where each prompt ends its cycles itself."""
-    sums = dict.fromkeys(("exact", "samples", "taken", "labels"), 0.0)
-    for x, y in data.validation_batches(shards, 16, 0, 1, device):
-        _, found = model(x, y)
-        found["labels"] = (y >= 0).sum()
-        for name in sums:
-            sums[name] += found[name].item()
-    return [sums["exact"] / sums["samples"], sums["taken"] / sums["labels"]]
-
-
 def cycle_numbers(text: str) -> list[int]:
     return [ddp_utils.positive_int(n) for n in text.split(",")]
 
@@ -81,8 +69,7 @@ def main() -> None:
     columns = args.cycles
     if args.picture and not args.picture.parent.is_dir():
         raise data.UserError(f"{args.picture.parent} is no directory: create it, or name another --picture.")
-    print("| run | level |" + "".join(f" {n} |" for n in columns) + " by itself | cycles |\n"
-          + "|---" * (len(columns) + 4) + "|")
+    print("| run | level |" + "".join(f" {n} |" for n in columns) + "\n" + "|---" * (len(columns) + 2) + "|")
     for run in args.runs:
         model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None)
         if model.config.response < 0 or model.config.halt:
@@ -92,16 +79,12 @@ def main() -> None:
         dataset = data.Dataset([args.data], model.config.seq_len)
         levels = {name: by_cycles(model, shards, max(columns), world.device)
                   for name, shards in dataset.val.items()}
-        model.config.settle = True
-        own = {name: settled(model, shards, world.device) for name, shards in dataset.val.items()}
         for prefix in ("trained", "untrained"):
             if any(name.startswith(prefix) for name in dataset.val):
                 levels[f"mean of {prefix}"] = mean(levels, prefix)
-                own[f"mean of {prefix}"] = mean(own, prefix)
         for name, exact in levels.items():
             cells = [f"{exact[n - 1]:.1%}" for n in columns]
-            print(f"| {run.name} | {name} | {' | '.join(cells)} | {own[name][0]:.1%} | {own[name][1]:.1f} |",
-                  flush=True)
+            print(f"| {run.name} | {name} | {' | '.join(cells)} |", flush=True)
         if args.picture and run == args.runs[0]:
             named = {name: exact for name, exact in levels.items() if not name.startswith("mean")}
             draw(named, model.config.h_cycles, args.picture)

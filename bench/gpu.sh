@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# What only an NVIDIA GPU can tell, in two commands of under ten minutes each:
+# What only an NVIDIA GPU can tell, in three commands of under ten minutes each:
 #
 #   bench/gpu.sh 1 [OUT]    copies, matrix products, attention, the loss; GPT-2 124M at batch 64, HRM 1b, MLM
 #                           base, with peers; a run killed and resumed; tests/test_cuda.py
 #   bench/gpu.sh 2 [OUT]    GPT-2 350M, 124M at batch 32, HRM 100m, the peers of transformers; then five minutes
 #                           of real training: HRM 100m and GPT-2 124M, on the Python code installed here
+#   bench/gpu.sh 3 [OUT]    what the wait for the device in clip_gradients costs: GPT-2 124M, MLM base and HRM
+#                           100m, trained here and in a worktree of commit b3718ba, which never waits, in turn
 #
 # Each measurement is in OUT (bench-gpu) at once: partN.jsonl, partN.log, and partN.md, the tables, with
 # predictions beside them. Keep OUT/part*: the rest is the compile cache, the prepared text and the runs. The
 # most wanted comes first; partN.md lists what no time was left for. BUDGET (575) is the time in seconds,
 # PYTHON the interpreter (python3), NANOGPT the directory of nanoGPT's model.py (git clone
-# https://github.com/karpathy/nanoGPT); transformers is a peer where it is installed. TRY=1 runs the same with
-# tiny shapes on a CPU, to try it out.
+# https://github.com/karpathy/nanoGPT); transformers is a peer where it is installed. BEFORE is a directory with
+# the files of b3718ba, where git cannot make one. TRY=1 runs the same with tiny shapes on a CPU, to try it out.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 part=${1:-}
-case $part in 1 | 2) ;; *) sed -n '2,/^set/s/^# \?//p' "$0"; exit 2 ;; esac
+case $part in 1 | 2 | 3) ;; *) sed -n '2,/^set/s/^# \?//p' "$0"; exit 2 ;; esac
 out=${2:-bench-gpu} python=${PYTHON:-python3} budget=${BUDGET:-575} reserve=0
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 json=$out/part$part.jsonl log=$out/part$part.log left_out=$out/left-out.txt tests=$out/tests.txt
@@ -31,11 +33,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 part, out = sys.argv[1], Path(sys.argv[2])
-PREDICTED = {  # tokens/s: by hand, by bench/rehearsal.py; the aim of the work on speed in brackets
+PREDICTED = {  # tokens/s: by hand, by results/2026-11-21-rehearsal-sm90.md; the aim in brackets
     ("gpt2 gpt2", 64, "ours"): "486,000, 549,000 (560,000)",
     ("gpt2 gpt2", 64, "ours --fast"): "515,000, 562,000 (560,000)",
     ("gpt2 gpt2", 64, "nanogpt"): "510,000", ("hrm 1b", 24, "ours"): "24,800 to 26,400, 23,700 (27,000)",
-    ("hrm 1b", 24, "ours --checkpoint-activations block"): "20,200 by bench/rehearsal.py",
+    ("hrm 1b", 24, "ours --checkpoint-activations block"): "20,200 by the rehearsal",
     ("mlm base", 64, "ours"): "330,000, 455,000 (1.3 x ModernBERT)"}
 LOSS_PREDICTED = "34 ms less than not compiled"
 
@@ -130,6 +132,32 @@ for path in sorted(out.glob("runs/*/metrics.jsonl")):
 table("Real training:", ["", "steps", "tokens", "tokens/s, median", "MFU", "peak GB", "first loss",
                          "last loss", "validation loss"], trained)
 
+def speeds(version, pair):
+    """tokens/s by step, of the second half of a run."""
+    path = out / "wait" / f"{pair}-{version}" / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    found = {r["step"]: r["tokens_per_sec"] for r in map(json.loads, text.splitlines()) if "loss" in r}
+    return {step: speed for step, speed in found.items() if step > max(found) / 2}
+
+
+waits = {}
+for path in sorted(out.glob("wait/*-now")):
+    pair = path.name.removesuffix("-now")
+    now, before = speeds("now", pair), speeds("before", pair)
+    both = now.keys() & before.keys()
+    if both:
+        medians = [statistics.median(found[step] for step in both) for found in (now, before)]
+        waits.setdefault(pair.rpartition("-")[0], []).append(medians)
+rows = []
+for trainer, pairs in waits.items():
+    now, before = map(statistics.median, zip(*pairs))
+    ratios = sorted(now / before for now, before in pairs)
+    rows.append([trainer, f"{now:,.0f}", f"{before:,.0f}", f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} "
+                 f"to {ratios[-1]:.3f})", len(pairs)])
+table("One wait for the device a step, against b3718ba, which never waits. Predicted by hand: 0.97 to 0.99, "
+      "because the GPU idles for 1 to 3 ms a step while Python launches the optimizer and the next forward "
+      "pass:", ["", "tokens/s", "b3718ba", "ratio (least to most)", "pairs of runs"], rows)
+
 outcomes = {}
 for line in (out / "tests.txt").read_text().splitlines():
     if found := re.search(r"(PASSED|FAILED|ERROR|SKIPPED)", line):
@@ -209,7 +237,7 @@ if [ "$part" = 1 ]; then
     grep -q "test_a_killed_run_resumes_at_gpt2_width.*PASSED" "$tests" \
         && rest=(-k "not test_a_killed_run_resumes_at_gpt2_width")
     cuda_tests 600 $workers "${rest[@]}"
-else
+elif [ "$part" = 2 ]; then
     # The standard library alone would be seen a dozen times. This takes other cores while the rest compiles.
     text="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/**/*.py" tokenizer=bpe:8192
     steps=250 more_steps=600 size="--batch 64 --global-batch 64 --seq-len 1024"
@@ -235,6 +263,35 @@ else
         cp "$out/runs/$run/metrics.jsonl" "$out/part2-$run.jsonl"
         cp "$out/runs/$run/training_history.png" "$out/part2-$run.png"
     done
+else
+    before=${BEFORE:-$out/before} reserve=5 pairs="1 2 3 4"
+    gpt2_flags="--size $gpt2 --batch 64 --global-batch 64 --seq-len 1024"
+    mlm_flags="--size $base --batch 64 --global-batch 64 --seq-len 512"
+    hrm_flags="--size $small --batch 32 --global-batch 32 --seq-len 1024"
+    common="--data $out/wait/shards --steps 100 --log-every 20 --eval-every 100 --eval-batches 1 --keep-last 1"
+    if [ -n "${TRY:-}" ]; then
+        pairs="1 2" gpt2_flags="--size tiny" mlm_flags="--size tiny" hrm_flags="--size tiny"
+        common="${common/100/4} --log-every 1 --batch 2 --global-batch 2 --seq-len 32 --n-layer 1 $device"
+    fi
+    if [ ! -d "$before" ]; then
+        git worktree add -f --detach "$before" b3718ba >> "$log" 2>&1 || { tail -n 1 "$log"; exit 2; }
+    fi
+    rm -rf "$out/wait"
+    limited 90 KILL "$before/data.py" prepare --dataset stdlib --tokenizer bpe:4096 --out "$out/wait/shards"
+    for pair in $pairs; do
+        for trainer in gpt2 mlm hrm; do
+            flags=${trainer}_flags versions="now before"
+            [ $((pair % 2)) = 0 ] && versions="before now"
+            for version in $versions; do
+                code=.
+                [ $version = before ] && code=$before
+                limited 150 TERM "$code/train_$trainer.py" ${!flags} $common \
+                    --out "$out/wait/$trainer-$pair-$version"
+                rm -rf "$out/wait/$trainer-$pair-$version/checkpoints"
+            done
+        done
+    done
+    [ -n "${BEFORE:-}" ] || git worktree remove --force "$before"
 fi
 tables
 cat "$out/part$part.md"

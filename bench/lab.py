@@ -71,7 +71,7 @@ def communicate() -> None:
 
     model = Sum()
     wrapped = ddp_utils.wrap(model, world, comm)
-    late = Packed(model, world, 300) if comm == "late" else None
+    late = Packed(model, world) if comm == "late" else None
     times = []
     for _ in range(3 + steps):
         begun = time.perf_counter()

@@ -106,17 +106,6 @@ def stage(args, row: dict, device, dense_labels: bool = False) -> list:
 # Contestants. Each makes a function step(i) that trains on a batch and returns the loss, a tensor; and facts.
 
 
-def chosen_attention(args, row, device, dtype) -> str | None:
-    """The backend that torch chooses for our attention on a GPU."""
-    import torch
-    from torch.nn.attention import SDPBackend
-    if device.type == "cpu" or args.model == "mlm":
-        return "flex" if device.type == "cuda" else None
-    q = torch.empty(row["batch"], row["n_head"], row["seq_len"], row["d_model"] // row["n_head"],
-                    dtype=dtype, device=device, requires_grad=True)
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name.split("_")[0].lower()
-
-
 def ours(args, row, device):
     """As the trainers do it; the numbers of the last step are read a step late, by StopVote."""
     import ddp_utils
@@ -149,9 +138,7 @@ def ours(args, row, device):
 
     flops = {"gpt2": lambda: model.flops_per_token(), "hrm": lambda: model.flops_per_token(BP_STEPS),
              "mlm": lambda: model.flops_per_token(MASK_RATE)}[args.model]()
-    dtype = model.compute_dtype
-    return step, {"precision": str(dtype).removeprefix("torch."), "flops": flops,
-                  "attention": chosen_attention(args, row, world.device, dtype)}
+    return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops}
 
 
 def autocast(args, device):
@@ -176,7 +163,7 @@ def hf(args, row, device):
     with tempfile.TemporaryDirectory() as directory:
         to_hf(made, directory, load_tokenizer("bytes"))
         model = getattr(transformers, names[args.model]).from_pretrained(
-            directory, attn_implementation=args.peer_attention, **options[args.model])
+            directory, attn_implementation="sdpa", **options[args.model])
     del made
     model.to(device).train()
     if args.checkpoint_activations != "none":
@@ -452,7 +439,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--peer-source", metavar="DIR", help="where nanoGPT's model.py lies")
     parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt "
                         "on a CPU: fp32)")
-    parser.add_argument("--peer-attention", default="sdpa", help="of transformers (sdpa)")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
     for flag in ("--batch", "--seq-len", "--n-layer", "--vocab-size", "--threads"):
         parser.add_argument(flag, type=int)
