@@ -954,10 +954,10 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
 
 
 def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | None = None,
-                max_samples: int | None = None, max_tokens: int | None = None, min_words: int = 0,
-                text_field: str = "text", shard_tokens: int = 10**8, prompt_field: str | None = None,
-                response_field: str | None = None, condition_field: str | None = None, row: int | None = None,
-                long: str | None = None) -> dict:
+                max_samples: int | None = None, max_tokens: int | None = None,
+                min_words: int | None = None, text_field: str = "text", shard_tokens: int = 10**8,
+                prompt_field: str | None = None, response_field: str | None = None,
+                condition_field: str | None = None, row: int | None = None, long: str | None = None) -> dict:
     """The settings that determine the bytes `prepare` writes, besides the text and the tokenizer, with
     defaults. Raises UserError for options that conflict.
     """
@@ -995,7 +995,7 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
             raise UserError("--row must be 4 or more.")
         row, long = row or (TASK_ROW if prefix == "task" else 0), long or "truncate"  # 0: see row_for
     return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
-            "max_tokens": max_tokens, "min_words": min_words, "text_field": text_field,
+            "max_tokens": max_tokens, "min_words": min_words or 0, "text_field": text_field,
             "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
             "condition_field": condition_field, "row": row, "long": long}
 
@@ -1064,7 +1064,6 @@ def row_for(source: Source, settings: dict, tokenizer) -> int:
     """
     first = itertools.islice(read_pieces(source, settings), 10_000)
     longest = max(map(len, encode(first, source, tokenizer)), default=0)
-    source.done = 0
     return min(64 * (longest // 64 + 1), LARGEST_ROW)
 
 
@@ -1078,7 +1077,6 @@ def first_texts(source: Source, settings: dict) -> list[str]:
             budget -= characters(text)
         if budget <= 0:
             break
-    source.done = 0
     return texts
 
 
@@ -1088,8 +1086,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
     settings = writer.manifest["settings"]
     counts = writer.counts
     limit = settings["max_tokens"]
-    first = counts["read"]
-    start = time.perf_counter()
+    source.done = 0  # beginnings may have been read
     batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
@@ -1097,9 +1094,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
             for (document, piece, split, _), tokens in zip(batch, arrays):
                 if not limit or counts["read"] < limit:
                     writer.add(document, piece, split, tokens)
-            millions = counts["read"] / 1e6
-            rate = (counts["read"] - first) / 1e6 / (time.perf_counter() - start)
-            bar.set_postfix_str(f"{millions:.1f}M tokens, {rate:.2f}M tokens/s", refresh=False)
+            bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
             done = min(counts["read"], limit) if limit else source.done
             bar.update(done - bar.n)
             if limit and counts["read"] >= limit:
@@ -1174,13 +1169,6 @@ def in_order(batches, workers: int, function, *arguments):
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def parts_of_pair(tokenizer, prompt: str, response: str, condition: str = "") -> list:
-    """Token ids in parts: start, condition, prompt and <|response|>; response; end, if there is one."""
-    end = tokenizer.roles["end"]
-    parts = [prompt_ids(tokenizer, prompt, condition), tokenizer.encode(response)]
-    return parts + [[end]] * (end >= 0)
-
-
 def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
     """Token ids of each piece. A document's first piece starts with end-of-text, unless it is a pair. Raises
     UserError with the number of the document that cannot be encoded.
@@ -1190,7 +1178,9 @@ def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
     for document, piece, _, text in items:
         try:
             if isinstance(text, tuple):
-                parts = parts_of_pair(tokenizer, *text)
+                prompt, response, *condition = text
+                parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
+                parts += [[tokenizer.roles["end"]]] * (tokenizer.roles["end"] >= 0)
             else:
                 parts = [[tokenizer.eot][:piece == 0], tokenizer.encode(text)]
         except KeyboardInterrupt:
@@ -1383,8 +1373,8 @@ def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
     """
     import torch
     t = np.arange(x.shape[1])
-    *_, found = documents(torch.from_numpy(x.astype(np.int64)), roles["start"], roles["response"])
-    response = found.numpy()
+    idx = torch.from_numpy(x.astype(np.int64))
+    response = documents(idx, roles["start"], roles["response"])[2].numpy()
     some = (response >= 0) & (x != roles["end"]) & (t < len(t) - 1)
     return some & (t >= response) if loss == "response" else some
 
@@ -1604,6 +1594,19 @@ def digest_of(manifest: dict) -> str:
     return digest_json([manifest["tokenizer"]["sha256"], *shards])
 
 
+def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray, masker: Masker | None) -> list[np.ndarray]:
+    """x and labels (B, T) of `rows` (B,), ascending; or with a masker masked x (B, T), positions and labels
+    (B, K), which also depend on the epochs (B,).
+    """
+    x = np.empty((len(rows), shards.seq_len), shards.dtype)
+    if masker:
+        shards.take(rows, x)
+        return [x, *masker(x, rows, epochs)]
+    y = np.empty(x.shape, np.int32)
+    shards.take(rows, x, y)
+    return [x, y]
+
+
 class Loader:
     """The endless training steps of one rank, which a thread reads AHEAD steps ahead.
 
@@ -1625,9 +1628,7 @@ class Loader:
         self.device = torch.device(device)
         self._ahead = deque()  # the next steps, as futures
         self._micro_batches = 0  # in each of them
-        # without its device, the thread would open a context on the first GPU
-        on_device = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()
-        self._thread = ThreadPoolExecutor(1, "loader", *on_device)
+        self._thread = ThreadPoolExecutor(1, "loader")
 
     def step(self, micro_batches: int) -> tuple[int, list[tuple]]:
         """Returns this rank's number of labels in the next step, and its micro-batches on `device`: x and y
@@ -1643,33 +1644,23 @@ class Loader:
             self._ahead.append(self._thread.submit(self._read, position, micro_batches))
         parts, labels = self._ahead.popleft().result()
         self.position += micro_batches * self.stride
+        if self.device.type == "cuda":  # torch reuses pinned memory when the copy to the GPU is done
+            parts = [part.pin_memory() for part in parts]
         parts = [part.to(self.device, non_blocking=True) for part in parts]
         return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
 
     def _read(self, position: int, micro_batches: int) -> tuple[list, int]:
-        """The step at `position` as tensors (micro_batches, B, …) on the CPU, and its number of labels. For a
-        GPU their memory is pinned; torch reuses it when the copy to the GPU is done.
-        """
+        """The step at `position` as tensors (micro_batches, B, …) on the CPU, and its number of labels."""
         import torch
-        sizes = [(self.shards.seq_len, getattr(torch, self.shards.dtype.name))]
-        sizes += [(self.masker.k, torch.int64)] * 2 if self.masker else [(self.shards.seq_len, torch.int32)]
-        parts = [torch.empty((micro_batches, self.batch, n), dtype=dtype,
-                             pin_memory=self.device.type == "cuda") for n, dtype in sizes]
-        for micro_batch in zip(*(part.numpy() for part in parts)):
-            self._fill(position, *micro_batch)
+        batches = []
+        for _ in range(micro_batches):
+            epochs = np.arange(position, position + self.batch) // self.shards.rows
+            rows = self.shards.order(position, self.batch, self.seed)
+            order = np.argsort(rows)
+            batches.append(read_rows(self.shards, rows[order], epochs[order], self.masker))
             position += self.stride
+        parts = [torch.from_numpy(np.stack(arrays)) for arrays in zip(*batches)]
         return parts, int((parts[-1] >= 0).sum())
-
-    def _fill(self, position: int, x: np.ndarray, *others: np.ndarray) -> None:
-        rows = self.shards.order(position, self.batch, self.seed)
-        epochs = np.arange(position, position + self.batch) // self.shards.rows
-        order = np.argsort(rows)
-        if self.masker:
-            positions, labels = others
-            self.shards.take(rows[order], x)
-            positions[:], labels[:] = self.masker(x, rows[order], epochs[order])
-        else:
-            self.shards.take(rows[order], x, *others)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -1683,15 +1674,12 @@ def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, d
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
-    x = np.empty((batch, shards.seq_len), shards.dtype)
-    y = np.empty((batch, shards.seq_len), np.int32)
     stride = batch * world_size
     for begin in range(rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
-        shards.take(np.minimum(rows, total - 1), x, y)
-        *positions, labels = masker(x, rows, np.zeros_like(rows)) if masker else [y.copy()]
-        labels[rows >= total] = -1
-        yield tuple(torch.from_numpy(array.astype(np.int64)).to(device) for array in (x, *positions, labels))
+        arrays = read_rows(shards, np.minimum(rows, total - 1), np.zeros_like(rows), masker)
+        arrays[-1][rows >= total] = -1
+        yield tuple(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays)
 
 
 def sources_of(data: str) -> list[str]:
@@ -1718,10 +1706,10 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
 
 
 def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
-           max_tokens: int | None = None, max_samples: int | None = None, row: int | None = None,
-           min_words: int | None = None) -> Path:
-    """Returns directory_of(data), prepared if necessary, up to these limits. Without `max_tokens`, a source
-    on the hub is prepared up to `useful` tokens. Raises UserError if it was prepared with other limits.
+           row: int | None = None, **limits: int | None) -> Path:
+    """Returns directory_of(data), prepared if necessary, up to the limits max_tokens, max_samples and
+    min_words. Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError if
+    it was prepared with other limits.
 
     The first process of each node prepares. The others watch for the finished manifest instead of waiting in
     a collective, because preparing can take hours. Meanwhile, watch() raises an error if a process is lost.
@@ -1730,7 +1718,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     manifest = read_manifest(out)
     if manifest and not manifest["shards"]:  # `prepare` failed early and starts over
         manifest = None
-    for flag, limit in (("max_tokens", max_tokens), ("max_samples", max_samples), ("min_words", min_words)):
+    for flag, limit in limits.items():
         before = manifest["settings"].get(flag) if manifest else None
         if limit not in (None, before) and (manifest or out == Path(data)):
             raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave the flag "
@@ -1745,13 +1733,13 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         return out
 
     prefix = data.partition(":")[0]
+    max_tokens = limits.get("max_tokens")
     endless = prefix in ("task", "hf") or data in SHORT_NAMES
     useful = TASK_TOKENS if prefix == "task" else useful
     if manifest:
         settings = manifest["settings"]
     else:
-        settings = {"max_tokens": max_tokens or (useful if endless else None), "max_samples": max_samples,
-                    "min_words": min_words or 0}
+        settings = limits | {"max_tokens": max_tokens or (useful if endless else None)}
         settings |= {"row": row} if prefix == "task" else {}
     if manifest and manifest["complete"]:
         check_source(data, out, settings)

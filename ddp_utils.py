@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
 import hashlib
 import importlib.util
@@ -1071,15 +1072,16 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
             print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
+    answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
     chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
     if prompt is not None and not chat:
-        pieces = continue_text(model, tokenizer, world.device, prompt, args, stop=True)
+        pieces = answer(prompt)
         print(prompt, end="\n" * (model.config.response >= 0))
         print_pieces(pieces)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while chat:
             try:
-                print_pieces(continue_text(model, tokenizer, world.device, input("> "), args, stop=True))
+                print_pieces(answer(input("> ")))
             except UserError as error:  # the prompt is too long
                 print(f"error: {error}")
 
@@ -1107,21 +1109,21 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return choice
 
 
-class CompileCounter:
-    """Says now and then how many graphs the compiler has begun, because the first step takes minutes."""
+def count_graphs(say):
+    """A callback for the compiler that says now and then how many graphs it has begun, because the first step
+    takes minutes.
+    """
+    graphs = 0
+    next_line = 0.0
 
-    EVERY = 10.0  # seconds
+    def begun(_) -> None:
+        nonlocal graphs, next_line
+        graphs += 1
+        if time.monotonic() > next_line:
+            say(f"compiling graph {graphs}")
+            next_line = time.monotonic() + 10
 
-    def __init__(self, say):
-        self.say = say
-        self.graphs = 0
-        self.next_line = 0.0
-
-    def __call__(self, _) -> None:
-        self.graphs += 1
-        if time.monotonic() > self.next_line:
-            self.say(f"compiling graph {self.graphs}")
-            self.next_line = time.monotonic() + self.EVERY
+    return begun
 
 
 def set_modes(model: nn.Module, args: argparse.Namespace, world: World, say) -> None:
@@ -1131,7 +1133,7 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, say) -> 
     model.compile_loss = compiled and world.device.type == "cuda"
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
     if compiled:
-        torch._dynamo.callback.on_compile_start(CompileCounter(say))
+        torch._dynamo.callback.on_compile_start(count_graphs(say))
     for block in blocks_of(model):
         block.checkpointing = args.checkpoint_activations
         if compiled:  # rounds where eager code does, so that recomputing gives the same bits
@@ -1966,7 +1968,6 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     flops_per_token(record) returns the FLOPs per token of a training step.
     """
     world = state.world
-    model = state.model
     settings = identity["settings"]
     say = log.say
     log.settings = settings
@@ -1977,14 +1978,13 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
         write_atomically(log.out / "tokenizer.json", dataset.tokenizer.to_json().encode())
     say_plan(log, state, dataset, identity)
     say(f"run directory {log.out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
-    if not blocks_of(model):
+    if not blocks_of(state.model):
         say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
             "recomputed by --checkpoint-activations or sharded by itself")
     if state.late and settings["optimizer"] != "muon":
         say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, and 0.016 with "
             "--optimizer muon")
-    log.facts["peak_flops"] = monitor.peak_flops(world.device, say)
-    log.facts["flops_per_token"] = flops_per_token
+    log.facts |= {"peak_flops": monitor.peak_flops(world.device, say), "flops_per_token": flops_per_token}
     say_on_other_nodes(world, f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
 
@@ -2047,13 +2047,15 @@ class Metrics:
     device until `reduce`.
     """
 
-    def __init__(self, world: World, rows: int, saved: dict | None):
-        """`rows` make an epoch (0: epochs are not tracked); `saved` is the checkpoint to resume from."""
+    def __init__(self, world: World, rows: int, shortest: int, saved: dict | None):
+        """`rows` make an epoch, unless it is not longer than `shortest` rows; then epochs are not tracked.
+        `saved` is the checkpoint to resume from.
+        """
         saved = saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
         epoch = saved["epoch"]
         self.world = world
-        self._rows = rows
+        self._rows = rows if rows > shortest else 0
         self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
         self._samples = saved["samples"]
         self._steps = epoch["steps"]

@@ -514,11 +514,10 @@ class HRMConfig(AttentionConfig):
         h_left = min(cycles, bp_steps - 1)
         l_left = bp_steps - h_left
         kept = []
-        for _ in range(cycles):  # from the last one to the first
-            l_kept, h_kept = min(l_left, self.l_cycles), min(h_left, 1)
-            l_left, h_left = l_left - l_kept, h_left - h_kept
-            kept.append((l_kept, h_kept))
-        return kept[::-1]
+        for later in reversed(range(cycles)):  # the number of cycles that follow
+            l_kept = min(max(l_left - later * self.l_cycles, 0), self.l_cycles)
+            kept.append((l_kept, int(later < h_left)))
+        return kept
 
     def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
         """Whether the graph of `cycles` cycles gives the embedding table a gradient."""

@@ -17,7 +17,6 @@ trainers import torch, so the commands start at once.
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import math
 import os
@@ -293,7 +292,7 @@ class RunLog:
         self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
         self.settings: dict = {}  # of the run, by flag
         self.facts: dict = {}  # about the data and the device, see ddp_utils.begin_log
-        self.clock = Clock(0, 0, 0.0, 0, 0.0)
+        self.clock: Clock | None = None  # see start_clock
         self._next_drawing = 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
@@ -452,8 +451,6 @@ class RunLog:
         while str(int(time.time())) in created:
             time.sleep(0.05)
         self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
-        lines = [f"    {name}: {value}" for name, value in self.settings.items()]
-        self._tensorboard.add_text("settings", "\n".join(lines), step)
         plain = {name: value if isinstance(value, bool | int | float | str) else str(value)
                  for name, value in self.settings.items()}
         for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would create another run
@@ -612,8 +609,8 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
     for key, axes in below.items():
         curve(axes, key)
         axes.set(ylabel=key)
-    for key, marker in zip(sets, itertools.cycle("os^DvPX")):  # markers tell them apart in grey too
-        curve(below["val_exact"], key, marker=marker, markersize=3, label=key.removeprefix("val_exact/"))
+    for key in sets:
+        curve(below["val_exact"], key, marker="o", markersize=3, label=key.removeprefix("val_exact/"))
     if sets:
         below["val_exact"].legend(fontsize=6, ncols=2)
     below["lr"].set(ylabel="learning rate")

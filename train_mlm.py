@@ -120,8 +120,7 @@ def main() -> None:
                          samples, masker)
     eval_rows = args.eval_batches * global_batch  # 0: all
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    epoch_rows = dataset.train.rows if dataset.train.rows > args.eval_every * global_batch else 0
-    metrics = Metrics(world, epoch_rows, saved)
+    metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training

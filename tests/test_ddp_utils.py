@@ -300,7 +300,7 @@ def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, w
 
 def test_the_loss_of_an_epoch(world):
     """A step that reaches into the next epoch is the last of its own; a resumed run has the same sums."""
-    labels, metrics = torch.tensor(2.0, dtype=torch.float64), ddp_utils.Metrics(world, 10, None)
+    labels, metrics = torch.tensor(2.0, dtype=torch.float64), ddp_utils.Metrics(world, 10, 0, None)
     ends, found = [], []
     for step in range(1, 6):
         metrics.add({"loss": torch.tensor(1.0 * step)})
@@ -309,7 +309,7 @@ def test_the_loss_of_an_epoch(world):
         position = metrics.position()
         ends.append(metrics.ends_epoch)
         found.append((position["loss"], position["epoch"]["loss"], position["epoch"]["steps"]))
-        metrics = ddp_utils.Metrics(world, 10, position)
+        metrics = ddp_utils.Metrics(world, 10, 0, position)
         if metrics.ends_epoch:
             metrics.begin_epoch()
     assert ends == [False, False, True, False, True]

@@ -105,7 +105,7 @@ def main() -> None:
     state.warm_up(example, example)
     stop = StopVote(world)
     loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
-    metrics = Metrics(world, 0, saved)  # no loss of each epoch
+    metrics = Metrics(world, 0, 0, saved)  # no loss of each epoch
     log.start_clock(step, samples)
     while True:
         ends = stop.agreed or step >= total_steps
