@@ -1068,9 +1068,8 @@ def test_a_cut_of_an_endless_source_is_said(tmp_path, monkeypatch, capsys):
     assert "fineweb-edu is prepared up to 1,000 tokens, 20 for each parameter" in capsys.readouterr().out
     data.locate("fineweb-edu", "bytes", 1000, 0, max_tokens=7, max_samples=5)
     data.locate("jsonl:any", "bytes", 1000, 0, max_samples=5)
-    assert options == [{"max_tokens": 1000, "max_samples": None, "min_words": 0},
-                       {"max_tokens": 7, "max_samples": 5, "min_words": 0},
-                       {"max_tokens": None, "max_samples": 5, "min_words": 0}]
+    assert options == [{"max_tokens": 1000}, {"max_tokens": 7, "max_samples": 5},
+                       {"max_tokens": None, "max_samples": 5}]
     assert not capsys.readouterr().out
 
 

@@ -522,12 +522,14 @@ def test_a_step_without_labels_changes_nothing(tmp_path):
 LABELS_IN_THE_FIRST_STEP = """
 import runpy, sys
 import data
-fill = data.Loader._fill
-def without(loader, position, x, y):
-    fill(loader, position, x, y)
-    if position >= 12:
-        y[:] = -1
-data.Loader._fill = without
+read = data.Loader._read
+def without(loader, position, micro_batches):
+    parts, labels = read(loader, position, micro_batches)
+    if position < 12:
+        return parts, labels
+    parts[-1].fill_(-1)
+    return parts, 0
+data.Loader._read = without
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
