@@ -105,7 +105,7 @@ def test_prepare(tmp_path, number, workers):
 
 
 class SlowFromThePiece:
-    """Makes a thread that encodes take a minute from this piece of text on, and leaves a file when it begins."""
+    """Encoding takes a minute from this piece of text on. Leaves a file when that begins."""
 
     def __init__(self, number: int, begun: Path):
         self.number, self.begun = number, begun
@@ -129,7 +129,8 @@ def test_ctrl_c_does_not_wait_for_the_threads_of_prepare(tmp_path, workers):
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "tokenizer.json").write_text(data.train_bpe([text[:10_000]], 300).to_json())
     command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--shard-tokens", "100k",
-               "--tokenizer", tmp_path / "tokenizer.json", "--val-split", "hash", "--workers", workers, "--out")
+               "--val-split", "hash", "--tokenizer", tmp_path / "tokenizer.json", "--workers", workers,
+               "--out")
     out = tmp_path / "out"
     group = Group(*command, out, fault=SlowFromThePiece(4, tmp_path / "begun"))
     wait_for((tmp_path / "begun").exists)
