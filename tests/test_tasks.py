@@ -108,6 +108,7 @@ def test_the_harder_half_of_the_levels_is_all_held_out(tmp_path, task):
     assert len(prompts) > 900 and {level(prompt) for prompt in prompts} == {*range(1, half + 1)}
 
 
+@pytest.mark.full
 def test_samples_answer_a_puzzle_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards = data.prepare("task:sudoku", tmp_path / "shards", max_samples=200, workers=1)
