@@ -1,7 +1,9 @@
-"""What all tests share: the `--long` option, real processes under torchrun, and a small corpus as shards."""
+"""What all tests share: the three tiers, real processes under torchrun, and a small corpus as shards."""
 
 import contextlib
+import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # real texts, where a machine has them
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
+os.environ["OMP_NUM_THREADS"] = "1"  # two threads wait for each other where two tests run at a time
 # a shell that starts pytest in the background ignores SIGINT, and nohup SIGHUP, which all processes of the
 # tests would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,15 +23,32 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="run the full matrices as well")
+    parser.addoption("--full", action="store_true", help="run the tests marked full as well, as CI does")
+    parser.addoption("--long", action="store_true", help="run all tests, also those marked long")
     parser.addoption("--trainer", action="append", help="a trainer for test_trainer.py, not those here")
 
 
+def pytest_configure(config):
+    global LONG  # for the modules of tests, which are imported later
+    LONG = config.getoption("--long")
+
+
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--long"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="needs --long"))
+    """A test without a marker is in the first tier; one that is full and long is in the last."""
+    full, long = config.getoption("--full"), config.getoption("--long")
+    left_out = [] if long else ["long"] if full else ["long", "full"]
+    for item in items:
+        for tier in left_out:
+            if item.get_closest_marker(tier):
+                item.add_marker(pytest.mark.skip(reason=f"needs --{tier}"))
+
+
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Refuses a test that a later one of the same name replaces: it would be in no tier."""
+    if name.startswith("test") and inspect.isfunction(obj):
+        definitions = re.findall(rf"^def {name}\(", collector.path.read_text(), re.M)
+        if len(definitions) > 1:
+            raise collector.CollectError(f"{collector.path} defines {name} {len(definitions)} times")
 
 
 @pytest.hookimpl(wrapper=True)

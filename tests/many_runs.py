@@ -1,6 +1,6 @@
-"""Runs many trainer commands in one process group, one after the other, which saves starting Python for each:
-test_strategies.py starts this file under torchrun with a JSON list of command lines. Before each stands the
-name of a sabotage, or nothing, so that a test can show that it would notice.
+"""Runs many trainer commands in one process group, one after the other, which saves starting each: tests run
+this file on several ranks with a JSON list of command lines. Before each stands the name of a sabotage, or
+nothing, so that a test can show that it would notice.
 """
 
 import contextlib

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, finish, run, start
+from processes import Group
 
 import data
 import ddp_utils
@@ -52,7 +53,7 @@ def free_port() -> int:
 def ranks(script, *args, count=2, started=None, each=None) -> list:
     """Starts ranks without torchrun; `each` gives further arguments of single ranks."""
     port = free_port()
-    return [start([sys.executable, script, *args, *(each or {}).get(rank, ())], RANK=rank, WORLD_SIZE=count,
+    return [Group(script, *args, *(each or {}).get(rank, ()), RANK=rank, WORLD_SIZE=count,
                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             for rank in (range(count) if started is None else started)]
 
@@ -91,15 +92,16 @@ def test_different_data_are_found(shards, tmp_path):
     other = data.prepare(f"text:{other}", tmp_path / "other", "bytes", workers=1)
     flags = {0: ["--data", shards], 1: ["--data", other]}
     sentence = r"error: data is \w+ on rank 1 \(.*\), but \w+ on rank 0 .*: copy the same files to every"
-    for ended in [finish(p, 60) for p in ranks(CHECK, "--device", "cpu", each=flags)]:
+    for ended in [p.finish(60) for p in ranks(CHECK, "--device", "cpu", each=flags)]:
         assert ended.code == 2 and re.search(sentence, ended.out), ended.out
 
 
+@pytest.mark.full
 def test_missing_ranks_are_named():
     begun = time.monotonic()
     first, = ranks(CHECK, "--device", "cpu", "--timeout", "4", count=3, started=[0])
     second, = ranks(CHECK, "--device", "cpu", "--timeout", "4", count=3, started=[1])
-    first, second = finish(first, 40), finish(second, 40)
+    first, second = first.finish(40), second.finish(40)
     assert first.code == 1, first.out
     missing = r"error: .*rank 1, rank 2 of 3 did not come to 127.0.0.1:\d+ within 4 s"
     assert re.search(missing, first.out), first.out
@@ -108,18 +110,18 @@ def test_missing_ranks_are_named():
     assert time.monotonic() - begun < 25
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault, code, sentence", [
     ("hangs", 1, "all_reduce, broadcast and all_gather failed: rank 1 on node0 (HOST) did not take part"),
     pytest.param("wrong", 1, "all_reduce gave wrong numbers on rank 1 (HOST)", marks=pytest.mark.long)])
 def test_faults_are_found(faulty, fault, code, sentence):
     processes = ranks(faulty, fault, "--device", "cpu", "--timeout", "12")
-    ended = finish(processes[0], 40)
+    ended = processes[0].finish(40)
     assert ended.code == code and sentence.replace("HOST", socket.gethostname()) in ended.out, ended.out
     if fault == "hangs":
         processes[1].kill()
-        processes[1].communicate()
     else:
-        assert finish(processes[1], 40).code == code
+        assert processes[1].finish(40).code == code
 
 
 def test_environment_by_hand():
@@ -224,6 +226,7 @@ def test_launcher_notices_another_number_of_nodes():
     assert all(e.code == 1 and "NNODES is 3 on node 0 and 2 on node 1" in e.out for e in ended), ended
 
 
+@pytest.mark.full
 def test_nodes_with_different_numbers_of_processes():
     nodes = Nodes(2, GLOO_SOCKET_IFNAME=None)
     second = nodes.start(1, "test_ddp.py", "--device", "cpu", "--timeout", "30")
@@ -251,7 +254,8 @@ def test_every_node_says_how_it_goes(tmp_path, shards):
 
 
 @pytest.mark.parametrize("held, code, sentence", [
-    (False, 2, "error: argument --lr"), (True, 1, "is in use by process")])
+    (False, 2, "error: argument --lr"),
+    pytest.param(True, 1, "is in use by process", marks=pytest.mark.full)])
 def test_the_launcher_tells_a_mistake_from_what_may_go_well_later(tmp_path, shards, held, code, sentence):
     """systemd stops at 2 and tries again at 1, which torchrun would make of both."""
     (tmp_path / "run").mkdir()
@@ -266,6 +270,7 @@ def test_the_launcher_tells_a_mistake_from_what_may_go_well_later(tmp_path, shar
     assert ended.code == code and sentence in ended.out, ended.out
 
 
+@pytest.mark.full
 def test_a_node_that_comes_again_is_not_repeated():
     nodes = Nodes(3, PREFLIGHT_TIMEOUT=3)
     first, early = nodes.start(0), nodes.listening().start(1)

@@ -77,7 +77,8 @@ def gradients(name, world, mode, **flags):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its code for CPUs leaves out roundings even so")
-@pytest.mark.parametrize("name, modes", [("hrm", ["block"]), *(
+@pytest.mark.parametrize("name, modes", [
+    ("gpt2", ["block"]), pytest.param("hrm", ["block"], marks=pytest.mark.full), *(
     pytest.param(name, ["block", "selective"], marks=pytest.mark.long) for name in MODELS)])
 def test_compiled_blocks_checkpoint_exactly_in_bfloat16(name, modes, world):
     flags = {"precision": "bf16", "compile": True}
@@ -124,6 +125,7 @@ def test_compiling_is_counted_and_does_not_frighten(world, monkeypatch, capsys):
     assert not logging.getLogger("torch._higher_order_ops.wrap").isEnabledFor(logging.WARNING)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kept", [True, False])
@@ -151,6 +153,7 @@ def test_selective_checkpointing_keeps_flex_attention(monkeypatch, kept):
     assert forward == [1, 1] and backward == ([0, 0] if kept else [1, 1])
 
 
+@pytest.mark.full
 def test_the_compiled_block_mask_is_the_same_and_compiled_once():
     x, _, _ = batch("mlm")
     make_mask = model.compiled_once(flex_attention.create_block_mask)
@@ -172,6 +175,7 @@ def test_the_compiled_block_mask_is_the_same_and_compiled_once():
 # The compiled loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bias, z_loss", [(False, 0.0), (True, 0.0), (True, 1e-2)])
 def test_the_compiled_loss_equals_the_other(bias, z_loss):
     """Value, gradients and accuracy, with labels below 0, padding columns and two chunks of unequal size. The
@@ -203,6 +207,7 @@ def test_the_compiled_loss_equals_the_other(bias, z_loss):
             assert abs(other - expected[0]) > 1e-4
 
 
+@pytest.mark.full
 def test_without_a_compiler_runs_end_with_a_sentence_and_tests_skip(tmp_path, shards):
     """As in Debian's smallest system. Triton, for GPUs, and the header have words of their own."""
     without = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
@@ -211,7 +216,7 @@ def test_without_a_compiler_runs_end_with_a_sentence_and_tests_skip(tmp_path, sh
     assert done.code == 2 and "error: blocks are compiled" in done.out, done.out
     assert "apt install g++ python3-dev, or give --no-compile" in done.out and "Traceback" not in done.out
     test = f"{ROOT}/tests/test_compiled.py::test_the_compiled_loss_of_no_target_is_zero"
-    done = finish(start([sys.executable, "-m", "pytest", "-n0", "-rs", test], cwd=ROOT, **without))
+    done = finish(start([sys.executable, "-m", "pytest", "-n0", "-rs", "--full", test], cwd=ROOT, **without))
     assert "1 skipped" in done.out and "apt install g++ python3-dev" in done.out, done.out
     for text in ("Failed to find C compiler. Please specify via CC environment variable.",
                  "a.cpp:2:10: fatal error: Python.h: No such file or directory",
@@ -220,6 +225,7 @@ def test_without_a_compiler_runs_end_with_a_sentence_and_tests_skip(tmp_path, sh
     assert not ddp_utils.lacks_compiler(RuntimeError("shapes (2, 3) and (4,) do not match"))
 
 
+@pytest.mark.full
 def test_the_compiled_loss_of_no_target_is_zero():
     hidden = torch.randn(8, 32, requires_grad=True)
     loss, *_ = linear_cross_entropy(hidden, torch.randn(64, 32), torch.full((8,), -1), 60, compiled=True)
@@ -297,6 +303,7 @@ def test_gpus_add_up_in_one_order_unless_fast(monkeypatch, fast):
 # The choice of activation checkpointing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ("none", "selective", "block"))
 @pytest.mark.parametrize("name", ["hrm", "gpt2", "mlm"])
 def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):

@@ -72,6 +72,7 @@ def test_all_checks_are_run():
     assert CHECKS == [name.removeprefix("check_") for name in vars(ddp_worker) if name.startswith("check_")]
 
 
+@pytest.mark.full
 def test_a_failing_check_fails_the_process():
     done = run(2, "tests/ddp_worker.py", "fail")
     assert done.code == 1 and "ZeroDivisionError" in done.out
@@ -380,6 +381,7 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode):
     assert counted == kept > 4 * 64 * 32 * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command, code, sentence", [
     (["-c", "import os, torch, ddp_utils\n"
             "unlike = lambda *_: (torch.device('cpu'), ('gloo', 'nccl')[int(os.environ['RANK'])], '')\n"

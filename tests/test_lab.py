@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import ROOT, children, finish, run, start
 from lab import MASTER, PORT, Lab, Unavailable, ip
+from processes import Group, fork
 from runs import Trainer, assert_same_run, log_of, steps_of, tensors_of
 from test_monitor import curves
 
@@ -60,8 +61,8 @@ def lab():
 def pair(what: str, victim: int, timeout: float) -> list:
     """Two processes of lab.py, without torchrun, which would end the second when the first has failed."""
     port = free_port()
-    return [start([sys.executable, ROOT / "tests/lab.py", what, victim, timeout], RANK=rank, WORLD_SIZE=2,
-                  GROUP_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
+    return [Group("tests/lab.py", what, victim, timeout, RANK=rank, WORLD_SIZE=2, GROUP_RANK=rank,
+                  MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
@@ -71,7 +72,7 @@ def test_the_rank_that_failed_is_named(victim):
     pairs = {what: pair(what, victim, timeout) for what in ("raise", "SIGKILL", "SIGSTOP", "on_all")}
     begun = time.monotonic()
     for what, processes in pairs.items():
-        other = finish(processes[1 - victim], timeout=30 + timeout + SPARE)
+        other = processes[1 - victim].finish(30 + timeout + SPARE)
         assert other.code == 1, other.out
         name = f"rank {victim} on node{victim}"
         if what == "raise":
@@ -83,9 +84,8 @@ def test_the_rank_that_failed_is_named(victim):
             said = sentence(other.out)
             assert f"{name} (" in said and "stopped responding" in said, other.out
         assert len(other.out.splitlines()) < 60
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(processes[victim].pid, signal.SIGCONT if what == "raise" else signal.SIGKILL)
-        own = finish(processes[victim])
+        processes[victim].send(signal.SIGCONT if what == "raise" else signal.SIGKILL)
+        own = processes[victim].finish()
         assert own.code == (1 if what == "raise" else -signal.SIGKILL), own.out
         assert own.out.startswith("now it happens") and ("Traceback" in own.out) == (what == "raise"), own.out
     assert time.monotonic() - begun < 30 + timeout + SPARE
@@ -100,10 +100,10 @@ def test_a_start_that_fails_says_why():
         cases = {(1, free_port()): "rank 1 found no rank 0 at 127.0.0.1:",
                  (0, port): f"the port of 127.0.0.1:{port} is in use here",
                  (0, free_port()): "rank 1, rank 2 of 3 did not come to 127.0.0.1:"}
-        processes = [start([sys.executable, ROOT / "tests/lab.py", "none", 0, 2], RANK=rank, WORLD_SIZE=3,
-                           MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank, port in cases]
+        processes = [Group("tests/lab.py", "none", 0, 2, RANK=rank, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1",
+                           MASTER_PORT=port) for rank, port in cases]
         for process, expected in zip(processes, cases.values()):
-            done = finish(process)
+            done = process.finish()
             assert done.code == 1 and sentence(done.out).startswith(f"error: {expected}"), done.out
             assert "Traceback" not in done.out
 
@@ -185,7 +185,7 @@ def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards):
 def whole(shards, tmp_path_factory) -> Path:
     """The run of five ranks that nothing disturbs."""
     out = tmp_path_factory.mktemp("whole")
-    done = run(5, "train_gpt2.py", *GPT2.flags(shards, out))
+    done = fork(5, "train_gpt2.py", *GPT2.flags(shards, out))
     assert done.code == 0, done.out
     return out
 
@@ -194,9 +194,9 @@ def whole(shards, tmp_path_factory) -> Path:
 def whole_late(shards, tmp_path_factory) -> Path:
     """The same with --comm late; it has the bits of the one process in which losses are measured."""
     out, one = tmp_path_factory.mktemp("late"), tmp_path_factory.mktemp("one")
-    done = run(5, "train_gpt2.py", *GPT2.flags(shards, out, **LATE))
+    done = fork(5, "train_gpt2.py", *GPT2.flags(shards, out, **LATE))
     assert done.code == 0, done.out
-    done = run(0, "bench/late.py", 5, "train_gpt2.py", *GPT2.flags(shards, one, **LATE))
+    done = fork(0, "bench/late.py", 5, "train_gpt2.py", *GPT2.flags(shards, one, **LATE))
     assert done.code == 0, done.out
     ours, theirs = tensors_of(out), tensors_of(one)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -227,6 +227,7 @@ def test_five_nodes_and_one_is_lost(lab, shards, whole, whole_late, comm, how):
     assert_same_run(whole_late if comm == "late" else whole, out)
 
 
+@pytest.mark.full
 def test_a_slow_link_and_a_slow_node_change_nothing_that_comes_late(lab, shards, whole_late):
     processes = train_late(lab, [1] * 5, shards)
     wait_for_step(lab, 12, processes)

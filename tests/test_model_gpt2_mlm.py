@@ -420,6 +420,7 @@ def test_local_layers_see_half_a_window_to_either_side():
     assert torch.equal(nearby, ((torch.arange(SEQ_LEN) - 8).abs() <= WINDOW // 2).expand(2, -1))
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("length", [SEQ_LEN, 200])  # one block of a BlockMask, and two of which one is cut

@@ -636,6 +636,7 @@ launch(train_gpt2.main)
 """
 
 
+@pytest.mark.full
 @needs_psutil
 @pytest.mark.parametrize("where", ["between", *(
     pytest.param(where, marks=pytest.mark.long) for where in ("before", "after"))])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, finish, kill, run, start
+from processes import fork
 from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
@@ -225,7 +226,8 @@ def test_each_of_several_directories_is_evaluated_once_and_rows_are_masked_anew(
     assert often and all(len(set(chosen)) == len(chosen) for chosen in often)
 
 
-@pytest.mark.parametrize("interruptions", range(1, 8, 2))
+@pytest.mark.parametrize("interruptions", [
+    *(pytest.param(number, marks=pytest.mark.full) for number in (1, 3, 5)), 7])
 def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monkeypatch, interruptions):
     """Also where all that was read since the last shard was left out."""
     rows = [{"q": f"{i}" + "x" * 200 * (i % 40 > 3), "a": "yes" * (i % 40 != 2)} for i in range(4000)]
@@ -492,7 +494,7 @@ def test_an_answer_ends_with_the_context(build):
 def test_gradients_do_not_depend_on_how_the_rows_are_spread(tmp_path):
     """8 rows of unlike numbers of labels, two of them without any: 1 x 8, 1 x 4 x 2, 2 x 4, 2 x 2 x 2."""
     for ranks in (1, 2):
-        done = run(ranks, "tests/pairs_worker.py", tmp_path / f"{ranks}.pt")
+        done = fork(ranks, "tests/pairs_worker.py", tmp_path / f"{ranks}.pt")
         assert done.code == 0, done.out
     one, two = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 2))
     whole = one[1]
@@ -536,7 +538,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("changes", [
-    {"strategy": "ddp"}, {"strategy": "zero3"}, {"optimizer": "muon"},
+    {"strategy": "ddp"}, pytest.param({"strategy": "zero3"}, marks=pytest.mark.full),
+    pytest.param({"optimizer": "muon"}, marks=pytest.mark.full),
     pytest.param({"strategy": "zero1"}, marks=pytest.mark.long),
     pytest.param({"strategy": "zero2"}, marks=pytest.mark.long),
     pytest.param({"precision": "fp16"}, marks=pytest.mark.long)], ids=str)
@@ -547,7 +550,7 @@ def test_steps_without_labels_move_no_weight_and_no_moment(tmp_path, pairs, chan
     gpt2 = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=2, eval_every=100, warmup=0)
     for steps in (1, 14):
         flags = gpt2.flags(pairs, tmp_path / str(steps), steps=steps, **changes)
-        done = run(2, script, ROOT / "train_gpt2.py", *flags, PYTHONPATH=ROOT)
+        done = fork(2, script, ROOT / "train_gpt2.py", *flags)
         assert done.code == 0, done.out
     assert all(r["labels"] == r["grad_norm"] == 0 for r in steps_of(tmp_path / "14")[1:])
     one, more = tensors_of(tmp_path / "1"), tensors_of(tmp_path / "14")
@@ -565,6 +568,7 @@ def test_killed_and_resumed_bit_for_bit(script, ranks, pairs, tmp_path):
     Trainer(script, seq_len=128, max_new_tokens=5).check_killed_run(tmp_path, ranks, pairs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 2)] + [
     pytest.param("train_hrm.py", ranks, marks=pytest.mark.long) for ranks in (1, 2, 3)])
 def test_killed_and_resumed_bit_for_bit_with_several_directories(script, ranks, pairs, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run
+from processes import fork
 from runs import (PUBLISHED, Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half,
                   evaluations_of, first_checkpoint, steps_of, tensors_of)
 
@@ -25,7 +25,7 @@ def run_all(ranks, shards, base, wanted, timeout=90):
     commands = [[*sabotage, *[""] * (not sabotage), TRAINERS[model].script,
                  *TRAINERS[model].flags(shards, base / name, **changes)]
                 for model, name, changes, *sabotage in wanted]
-    done = run(ranks, Path("tests", "many_runs.py"), json.dumps(commands), timeout=timeout)
+    done = fork(ranks, "tests/many_runs.py", json.dumps(commands), timeout=timeout)
     assert done.code == 0, done.out
     return done
 
@@ -61,7 +61,8 @@ def check_strategies(base, shards, ranks, model, strategies, pairs, timeout=90, 
 @pytest.mark.parametrize("model, strategies, changes", (
     ("gpt2", tuple(STRATEGIES), {}),
     pytest.param("mlm", ("ddp", "zero1", "zero3"), {}, marks=pytest.mark.long),
-    ("hrm", ("ddp", "zero1", "zero2"), {"ema": 0.9, "halt": True, "optimizer": "adam-atan2"}),
+    pytest.param("hrm", ("ddp", "zero1", "zero2"), {"ema": 0.9, "halt": True, "optimizer": "adam-atan2"},
+                 marks=pytest.mark.full),
     pytest.param("hrm", tuple(STRATEGIES), PUBLISHED, marks=pytest.mark.long)))
 def test_strategies_compute_the_same(tmp_path, shards, model, strategies, changes):
     pairs = list(zip(strategies, strategies[1:] + strategies[:1]))
@@ -90,6 +91,7 @@ def test_a_checkpoint_of_zero3_on_four_ranks_resumes_as_ddp_on_two(tmp_path, sha
         assert_resumes_alike(tmp_path / "ddp", tmp_path / resumed)
 
 
+@pytest.mark.full
 def test_the_comparison_would_notice(tmp_path, shards):
     """A gradient norm of one's own shards, and averaged weights that zero2 does not gather anew."""
     zero2, clip = {"strategy": "zero2", "steps": 10}, {"grad_clip": 0.1, "steps": 10}
@@ -103,11 +105,12 @@ def test_the_comparison_would_notice(tmp_path, shards):
             assert_close_runs(tmp_path / good, tmp_path / broken)
 
 
+@pytest.mark.full
 def test_adaptive_depth_is_agreed_on_under_fsdp():
     """With zero3, ranks that run different numbers of cycles wait for each other for ever."""
-    agreed = run(2, "tests/ddp_worker.py", "agree")
+    agreed = fork(2, "tests/ddp_worker.py", "agree")
     assert agreed.code == 0 and all(f"rank {rank} ran 4 cycles" in agreed.out for rank in (0, 1)), agreed.out
-    alone = run(2, "tests/ddp_worker.py", "alone")
+    alone = fork(2, "tests/ddp_worker.py", "alone")
     assert alone.code == 1 and "rank 0 ran 1 cycles" in alone.out and "rank 1 ran" not in alone.out, alone.out
     assert "Timed out waiting 5000ms" in alone.out, alone.out
 
@@ -172,24 +175,24 @@ ddp_utils.launch(train_gpt2.main)
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", (2, 3, 5))
-def test_killed_before_gradients_are_sent_added_up_or_applied(tmp_path, shards, ranks):
+@pytest.mark.parametrize("ranks, moments", [(2, ["reduce"]), *(
+    pytest.param(ranks, ["send", "reduce", "apply", "stop"], marks=pytest.mark.long) for ranks in (2, 3, 5))])
+def test_killed_before_gradients_are_sent_added_up_or_applied(tmp_path, shards, ranks, moments):
     """Or stopped by a signal: started again, the run ends as if nothing had happened."""
-    changes = SLOW["late"] | {"steps": 20, "global_batch": 30, "save_every": 4}
+    changes = SLOW["late"] | {"steps": 20, "global_batch": 30, "save_every": 4, "timeout": 20}
     gpt2, script = TRAINERS["gpt2"], tmp_path / "killed.py"
     script.write_text(KILLED)
-    whole = gpt2.train(ranks, shards, tmp_path / "whole", **changes)
+    whole = gpt2.fork(ranks, shards, tmp_path / "whole", **changes)
     assert whole.code == 0, whole.out
-    for moment in ("send", "reduce", "apply", "stop"):
-        done = run(ranks, script, *gpt2.flags(shards, tmp_path / moment, **changes), MOMENT=moment,
-                   PYTHONPATH=ROOT)
+    for moment in moments:
+        done = fork(ranks, script, *gpt2.flags(shards, tmp_path / moment, **changes), MOMENT=moment)
         assert done.code == (moment != "stop") and "killed" in done.out, done.out
-        resumed = gpt2.train(ranks, shards, tmp_path / moment, **changes)
+        resumed = gpt2.fork(ranks, shards, tmp_path / moment, **changes)
         assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
         assert_same_run(tmp_path / "whole", tmp_path / moment)
 
 
+@pytest.mark.full
 def test_saves_and_evaluations_change_nothing_that_comes_late(tmp_path, shards):
     """Though they wait for the exchange; nor does another number of processes, but for rounding."""
     flags = SLOW["late"] | {"steps": 12}
@@ -210,6 +213,7 @@ def test_saves_and_evaluations_change_nothing_that_comes_late(tmp_path, shards):
     assert abs(val_loss(tmp_path / "rare") - val_loss(tmp_path / "plain")) < 0.1
 
 
+@pytest.mark.full
 def test_a_bad_gradient_on_one_rank_is_skipped_late_on_all(tmp_path, shards):
     done = run_all(2, shards, tmp_path, [
         ("gpt2", f"run{step}", SLOW["late"], f"nan:{step}:1") for step in (2, 9, 20)])
@@ -219,6 +223,7 @@ def test_a_bad_gradient_on_one_rank_is_skipped_late_on_all(tmp_path, shards):
     assert [step_of(path) for path in list_checkpoints(tmp_path / "run9")] == [20, 10]
 
 
+@pytest.mark.full
 def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient_that_comes_late(tmp_path, shards):
     """The ramp of bp steps reaches it in step 5 of 20, so it moves in step 6: before that, nothing decays."""
     done = TRAINERS["hrm"].train(0, shards, tmp_path / "run", comm="late", init="published", bp_steps="2:3",
@@ -229,6 +234,7 @@ def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient_that_come
     assert [torch.equal(a, b) for a, b in zip(found, found[1:])] == [True] * 4 + [False] * 15
 
 
+@pytest.mark.full
 def test_another_process_count_or_way_to_send_goes_on(tmp_path, shards):
     run_all(2, shards, tmp_path, [("gpt2", "late", SLOW["late"])])
     first = {"resume": first_checkpoint(tmp_path / "late")}
@@ -254,13 +260,14 @@ def test_another_process_count_or_way_to_send_goes_on(tmp_path, shards):
     assert abs(val_loss(tmp_path / "back") - val_loss(tmp_path / "plain")) < 0.1
 
 
-@pytest.mark.parametrize("model", TRAINERS)
+@pytest.mark.parametrize("model", [
+    "gpt2", *(pytest.param(model, marks=pytest.mark.full) for model in ("mlm", "hrm"))])
 def test_one_process_imitates_several(tmp_path, shards, model):
     """bench/late.py, in which losses are measured, has the bits of real processes."""
     flags = SLOW["late"] | {"batch": 2}
     run_all(2, shards, tmp_path, [(model, "two", flags)])
     trainer = TRAINERS[model]
-    done = run(0, "bench/late.py", 2, trainer.script, *trainer.flags(shards, tmp_path / "one", **flags))
+    done = fork(0, "bench/late.py", 2, trainer.script, *trainer.flags(shards, tmp_path / "one", **flags))
     assert done.code == 0, done.out
     ours, theirs = tensors_of(tmp_path / "two"), tensors_of(tmp_path / "one")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -280,6 +287,7 @@ def test_int8_in_blocks():
         assert found[0].isnan().all() and torch.equal(found[1:], back[1:])
 
 
+@pytest.mark.full
 def test_skipped_updates(tmp_path, shards):
     """A run with one resumes bit for bit; and a run that ends with one is saved."""
     run_all(2, shards, tmp_path, [("gpt2", "whole", SLOW["bf16"], "inf:15"),
@@ -291,6 +299,7 @@ def test_skipped_updates(tmp_path, shards):
     assert [step_of(path) for path in list_checkpoints(tmp_path / "last")] == [12, 10]
 
 
+@pytest.mark.full
 def test_samples_after_a_resume_under_zero3(tmp_path, shards):
     """All ranks write the sample, though only the first knows how many evaluations there were."""
     flags = {"strategy": "zero3", "eval_every": 5, "sample_every": 2, "save_every": 5, "max_new_tokens": 3}

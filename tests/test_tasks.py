@@ -65,6 +65,7 @@ def test_the_harder_half_of_the_levels_is_all_held_out(tmp_path):
     assert len(prompts) > 900 and {level_of(prompt) for prompt in prompts} == {*range(1, half + 1)}
 
 
+@pytest.mark.full
 def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards = data.prepare("task:addition", tmp_path / "shards", max_samples=200, workers=1)

@@ -148,7 +148,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path, shards, monkeypatc
 def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     """The 16 sequences of `tiny` become 15, and no row is skipped or repeated when one process goes on."""
     flags = {"global_batch": None, "out": tmp_path / "run", "log_every": 1, "save_every": 2}
-    three = GPT2.train(3, shards, steps=2, **flags)
+    three = GPT2.fork(3, shards, steps=2, **flags)
     assert three.code == 0 and "batch 5 x accumulation 1 x processes 3 = 15 sequences, " in three.out
     assert "16 sequences a step do not divide among 3 processes: taking 15" in three.out
     assert "WARNING: 15 sequences a step, not 16, " in three.out
@@ -167,6 +167,7 @@ def test_short_documents_can_be_left_out(tmp_path, monkeypatch):
     assert other.code == 2 and "with another min_words (150, now 20)" in other.out, other.out
 
 
+@pytest.mark.full
 def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_path, corpus):
     """Although each step is more than a pass over it. The run says so, and what it saves and removes."""
     (tmp_path / "notes.txt").write_text(corpus.read_text()[:20_000])

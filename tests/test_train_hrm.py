@@ -29,6 +29,7 @@ EVERYTHING = {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout
 WHOLE_CYCLES = {"h_cycles": "1:4", "l_cycles": 1, "bp_cycles": 2, "inject_input": True, "eval_cycles": 6}
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards):
     """Of one process; of two, test_trainer.py kills them."""
     HRM.check_killed_run(tmp_path, 0, shards, ema=0.9, h_cycles="1:3", eval_cycles=4)
@@ -55,25 +56,27 @@ def test_another_seed_is_another_run(tmp_path, shards):
         assert_same_run(tmp_path / "0", tmp_path / "1")
 
 
+@pytest.mark.full
 def test_the_number_of_processes_changes_nothing_but_rounding(tmp_path, shards):
     common = {"steps": 20, "save_every": 20, "eval_every": 20, "h_cycles": "1:3"}  # alike on all ranks
     train(0, shards, tmp_path / "one", **common)
     for name, ranks, batch in (("two", 2, None), ("accumulated", 2, 2)):
-        assert train(ranks, shards, tmp_path / name, batch=batch, **common).code == 0
+        assert HRM.fork(ranks, shards, tmp_path / name, batch=batch, **common).code == 0
         assert_close_runs(tmp_path / "one", tmp_path / name)
 
 
 def change_ranks(tmp_path, shards, order) -> None:
     common = {"schedule": "constant", "bp_steps": 4, "save_every": 100, "eval_every": 100}
-    train(order[0], shards, tmp_path / "same", steps=18, **common)
+    HRM.fork(order[0], shards, tmp_path / "same", steps=18, **common)
     for i, ranks in enumerate(order):
-        done = train(ranks, shards, tmp_path / "changing", steps=6 * (i + 1), **common)
+        done = HRM.fork(ranks, shards, tmp_path / "changing", steps=6 * (i + 1), **common)
         assert done.code == 0, done.out
     assert_close_runs(tmp_path / "same", tmp_path / "changing")
 
 
-def test_a_run_resumes_on_another_number_of_processes(tmp_path, shards):
-    change_ranks(tmp_path, shards, (2, 1, 2))
+@pytest.mark.parametrize("order", [(0, 2, 0), pytest.param((2, 1, 2), marks=pytest.mark.full)], ids=str)
+def test_a_run_resumes_on_another_number_of_processes(tmp_path, shards, order):
+    change_ranks(tmp_path, shards, order)
 
 
 @pytest.mark.long
@@ -82,7 +85,8 @@ def test_four_two_four(tmp_path, shards):
     change_ranks(tmp_path, shards, (4, 2, 4))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(
+    pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGUSR1, signal.SIGHUP))])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, number):
     out = tmp_path / "run"
     changes = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
@@ -101,7 +105,7 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     first = train(2, shards, out, steps=20, ema=0.9)
     assert first.code == 0 and "training complete" in first.out and "a sample after step 20" in first.out
     before = sorted(p.name for p in out.rglob("*"))
-    again = train(2, shards, out, steps=20, ema=0.9)
+    again = HRM.fork(2, shards, out, steps=20, ema=0.9)
     assert again.code == 0 and "is complete after 20 steps" in again.out
     names = {p.name for p in out.iterdir()}
     assert names >= {"config.json", "checkpoints", "metrics.jsonl", "history.json", "tokenizer.json",
@@ -184,6 +188,7 @@ def existing(shards, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.full
 def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
     """As after a kill between a save and the record of the evaluation, which can be cut off, too: the log
     then equals that of an undisturbed run. If it is there, nothing is evaluated again.
@@ -267,6 +272,7 @@ def test_the_table_of_sizes_has_the_defaults_of_the_model_too(capsys):
     assert re.search(r"\n  l_cycles +3 +1 +3 ", capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_init_says_what_the_weights_start_as(shards, tmp_path):
     for init, zero in (("identity", True), ("published", False)):
         assert train(0, shards, tmp_path / init, init=init, steps=1, eval_every=1, lr=0).code == 0
@@ -275,7 +281,8 @@ def test_init_says_what_the_weights_start_as(shards, tmp_path):
 
 
 @pytest.mark.parametrize("changes, times", [
-    ({}, 4), ({"init": "published"}, 1), ({"init": "identity", "optimizer": "muon"}, 1)])
+    ({}, 4), pytest.param({"init": "published"}, 1, marks=pytest.mark.full),
+    pytest.param({"init": "identity", "optimizer": "muon"}, 1, marks=pytest.mark.full)])
 def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, times, monkeypatch):
     """Four times that of the rest, where the model starts as the identity and AdamW trains it."""
     monkeypatch.setattr(train_hrm, "WEIGHT_DECAY", 0.0)
@@ -326,6 +333,7 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
     assert begun["flops"]({"bp_steps": 7, "cycles": 1.0}) == mean
 
 
+@pytest.mark.full
 def test_cycles_of_evaluation(tmp_path, shards):
     """They count in that of a trainer, from other weights and after a resume, too, in --prompt and --export;
     a run keeps its own.
@@ -348,6 +356,7 @@ def test_cycles_of_evaluation(tmp_path, shards):
     assert (exported["H_cycles"], exported["num_hidden_layers"]) == (4, 16)
 
 
+@pytest.mark.full
 def test_a_run_of_many_cycles_goes_on_from_its_weights(tmp_path, shards):
     """The graph has to reach the embedding through the cycles of the weights, not of the size."""
     first = train(0, shards, tmp_path / "nine", h_cycles=9, l_cycles=1, steps=1)
@@ -360,6 +369,7 @@ def test_a_run_of_many_cycles_goes_on_from_its_weights(tmp_path, shards):
     assert [record["bp_steps"] for record in steps_of(tmp_path / "tuned")] == [10, 10] and copy.exists()
 
 
+@pytest.mark.full
 def test_the_embedding_waits_for_its_gradient(tmp_path, shards):
     """Until then it has no optimizer state and no weight decay; from there a run also resumes bit for bit.
     One that would wait for ever is refused.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run
+from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of
 
 import data
@@ -62,7 +63,7 @@ def test_probe(tmp_path, shards):
              for i in range(60)]
     labelled = tmp_path / "labelled.jsonl"
     labelled.write_text("\n".join(map(json.dumps, rows)))
-    done = run(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
+    done = fork(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
     accuracies = dict(re.findall(r"(trained encoder|random encoder|bag of trained embeddings): ([\d.]+)%",
                                  done.out))
     assert done.code == 0 and len(accuracies) == 3 and float(accuracies["trained encoder"]) > 90, done.out
@@ -70,10 +71,11 @@ def test_probe(tmp_path, shards):
                               ("{", "no lines of JSON"),
                               ('{"text": "a", "label": "b"}\n' * 30, "two labels or more")):
         labelled.write_text(content)
-        done = run(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
+        done = fork(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
         assert done.code == 1 and done.out.startswith("error: ") and sentence in done.out, done.out
 
 
+@pytest.mark.full
 def test_presets_are_listed_with_commands_that_work(tmp_path, shards):
     listed = MLM.here("--list-presets")
     commands = re.findall(r"^torchrun --nproc_per_node=\d+ train_mlm.py (--preset \S+)", listed.out, re.M)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run
+from processes import fork
 from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, module_of
 from train_recurrent import Recurrent, RecurrentConfig
 
@@ -24,7 +24,7 @@ RECURRENT = "tests/train_recurrent.py"
 # The shape in which a trainer is tested, and more flags of the run that is killed
 TRAINERS = {
     "train_gpt2.py": ({}, {"modern": True, "optimizer": "muon", "ema": 0.9, "batch": 2}),
-    "train_hrm.py": ({"ff": 64}, {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1,
+    "train_hrm.py": ({"ff": 64}, {"global_batch": 24, "batch": 6, "ema": 0.9, "halt": True, "dropout": 0.1,
                                   "precision": "bf16", "optimizer": "adam-atan2"}),
     "train_mlm.py": ({"ff": 48, "window": 16}, {"precision": "bf16", "batch": 2}),
     RECURRENT: ({"depth": 2, "width": 32}, {"optimizer": "muon", "batch": 2}),
@@ -32,8 +32,12 @@ TRAINERS = {
 
 
 def pytest_generate_tests(metafunc):
+    """A trainer of one's own has all tests; of those here, the first tier kills and resumes the three."""
     if "script" in metafunc.fixturenames:
-        metafunc.parametrize("script", metafunc.config.getoption("trainer") or TRAINERS)
+        full = {"test_strategies_compute_the_same_and_resume_bit_for_bit": TRAINERS,
+                "test_a_killed_run_resumes_bit_for_bit": [RECURRENT]}.get(metafunc.function.__name__, [])
+        metafunc.parametrize("script", metafunc.config.getoption("trainer") or [
+            pytest.param(script, marks=[pytest.mark.full] * (script in full)) for script in TRAINERS])
 
 
 def trainer_of(script: str, capsys) -> Trainer:
@@ -53,7 +57,7 @@ def together(trainer: Trainer, shards: Path, base: Path, runs: dict[str, dict]):
     """Runs by name, with changed flags, on two processes that start once."""
     commands = [["", trainer.script, *trainer.flags(shards, base / name, **changes)]
                 for name, changes in runs.items()]
-    done = run(2, "tests/many_runs.py", json.dumps(commands), timeout=200)
+    done = fork(2, "tests/many_runs.py", json.dumps(commands), timeout=200)
     assert done.code == 0, done.out
     return done.out
 

@@ -137,7 +137,7 @@ MISTAKES = {
     "train_hrm.py --data nomanifest": "nomanifest & manifest & tokenizer & --tokenizer",
     "train_hrm.py --data changed": "changed/tokenizer.json",
     "train_hrm.py --tokenizer cl100k_base": "cl100k_base & TIKTOKEN_CACHE_DIR",
-    "train_hrm.py --seq-len 10000000": "ready & 10000000 & --seq-len",
+    "train_hrm.py --seq-len 1000000": "ready & 1000000 & --seq-len",
     "train_hrm.py --data pairs --seq-len 64": "pairs & --seq-len 32 & --row 64",
     "train_hrm.py --attention prefix": "--attention prefix & --loss response & --prompt-field",
     "train_gpt2.py --data pairs --loss all": "--attention prefix & --loss response & --prompt-field",

@@ -104,7 +104,8 @@ def forked_life(rng, command, ranks, witness, seconds) -> bool:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name, ranks, strategy, count", [
-    ("hrm", 0, "ddp", 2), ("gpt2", 2, "ddp", 3), ("mlm", 0, "ddp", 2)] + [
+    ("gpt2", 2, "ddp", 3), pytest.param("hrm", 0, "ddp", 2, marks=pytest.mark.full),
+    pytest.param("mlm", 0, "ddp", 2, marks=pytest.mark.full)] + [
     pytest.param(name, ranks, strategy, count, marks=pytest.mark.long) for name in TRAINERS
     for ranks, strategy, count in ((0, "ddp", 53), (2, "ddp", 43), (2, "zero3", 62))])
 def test_kill_9(tmp_path, shards, capsys, name, ranks, strategy, count):

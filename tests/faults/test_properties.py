@@ -5,9 +5,9 @@ import contextlib
 import itertools
 import json
 import shutil
-import sys
 from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 
@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 import data
 
-settings.register_profile("faults", deadline=None, max_examples=300 if "--long" in sys.argv else 50,
+settings.register_profile("faults", deadline=None, max_examples=300 if conftest.LONG else 50,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("faults")
 BYTES = data.load_tokenizer("bytes")

@@ -206,7 +206,8 @@ def test_training(tmp_path, shards, number):
     assert read_checkpoint(list_checkpoints(out)[0])["step"] == step == log_of(out)[-1]["step"]
 
 
-@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("number", [
+    signal.SIGINT, *(pytest.param(number, marks=pytest.mark.full) for number in STOPS[::2])])
 def test_saving(tmp_path, shards, number):
     """The save that is under way is finished, and the newest one is that of the last step."""
     out = tmp_path / "run"
@@ -221,7 +222,8 @@ def test_saving(tmp_path, shards, number):
     assert steps[-1] == 20 and steps[0] == step
 
 
-@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("number", [
+    signal.SIGUSR1, *(pytest.param(number, marks=pytest.mark.full) for number in STOPS[:2])])
 def test_evaluation(tmp_path, shards, number):
     """It is cut off; the run goes on with this evaluation, and ends like one that was left alone."""
     out, flags = tmp_path / "run", {"steps": 8, "eval_every": 4, "eval_batches": 0, "batch": 4}
@@ -360,6 +362,7 @@ def test_a_snapshot_is_written_though_another_process_dies(tmp_path, shards):
     assert done.code == 1 and [p.name[:13] for p in list_checkpoints(out)] == ["step_00000020"], done.out
 
 
+@pytest.mark.full
 def test_nohup(tmp_path, shards):
     """A run that was started with SIGHUP ignored, as nohup does, outlives its terminal."""
     process = start(["nohup", *torchrun(0, GPT2.script, *GPT2.flags(shards, tmp_path / "run", **ENDLESS))])

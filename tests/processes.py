@@ -1,6 +1,6 @@
-"""Processes to be harmed. Starting Python and torch takes seconds, so a server imports them once and forks a
-process for each run, which executes the script as `python train_gpt2.py …` would. What these processes do is
-real: they are killed by real signals, and their locks, files and sockets are those of the script.
+"""Processes that start at once. Starting Python and torch takes seconds, so a server imports them once and
+forks a process for each run, which executes the script as `python train_gpt2.py …` would. What these
+processes do is real: they are killed by real signals, and their locks, files and sockets are the script's.
 """
 
 import contextlib
@@ -139,6 +139,11 @@ class Group:
             self.kill()
             pytest.fail(f"still running after {timeout} s:\n{self.text}")
         return Finished(next((p.exitcode for p in self.processes if p.exitcode), 0), self.text)
+
+
+def fork(ranks: int, script: str, *arguments, timeout: float = 240, **env) -> Finished:
+    """What conftest.run does, in a Group."""
+    return Group(script, *arguments, ranks=ranks, **env).finish(timeout)
 
 
 def marked(mark: str) -> list[int]:
