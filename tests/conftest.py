@@ -35,7 +35,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """A test without a marker is in the first tier; one that is full and long is in the last."""
-    full, long = config.getoption("--full"), config.getoption("--long")
+    full, long = config.getoption("--full") or config.getoption("--trainer"), config.getoption("--long")
     left_out = [] if long else ["long"] if full else ["long", "full"]
     for item in items:
         for tier in left_out:
