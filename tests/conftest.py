@@ -34,8 +34,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test without a marker is in the first tier; one that is full and long is in the last."""
-    full, long = config.getoption("--full"), config.getoption("--long")
+    """A test without a marker is in the first tier; one that is full and long is in the last.
+    Those of a trainer of one's own run up to full."""
+    full, long = config.getoption("--full") or config.getoption("--trainer"), config.getoption("--long")
     left_out = [] if long else ["long"] if full else ["long", "full"]
     for item in items:
         for tier in left_out:

@@ -77,8 +77,8 @@ def gradients(name, world, mode, **flags):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its code for CPUs leaves out roundings even so")
-@pytest.mark.parametrize("name, modes", [
-    ("gpt2", ["block"]), pytest.param("hrm", ["block"], marks=pytest.mark.full), *(
+@pytest.mark.full
+@pytest.mark.parametrize("name, modes", [("hrm", ["block"]), *(
     pytest.param(name, ["block", "selective"], marks=pytest.mark.long) for name in MODELS)])
 def test_compiled_blocks_checkpoint_exactly_in_bfloat16(name, modes, world):
     flags = {"precision": "bf16", "compile": True}

@@ -1,7 +1,6 @@
 """What fails while several machines train: a rank, a node, a link, a start. Nobody waits for ever, everybody
 says who it was, and the same command goes on. Needs root and iproute2 for the nodes (see lab.py)."""
 
-import contextlib
 import functools
 import itertools
 import json
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, children, finish, run, start
+from conftest import ROOT, children, run, start
 from lab import MASTER, PORT, Lab, Unavailable, ip
 from processes import Group, fork
 from runs import Trainer, assert_same_run, log_of, steps_of, tensors_of

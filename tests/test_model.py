@@ -719,7 +719,7 @@ def check_prompt(ours, theirs, tokenizer, their_tokenizer, text):
     assert their_tokenizer("a", "b")["input_ids"] == pair
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2", "other"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", pytest.param("gpt2", marks=pytest.mark.full), "other"])
 def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, tmp_path, monkeypatch):
     """It adds its first id in transformers alone; what a run and its data keep, and hash, adds none."""
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"

@@ -294,7 +294,7 @@ def test_tags(tmp_path):
 
 @needs_psutil
 @pytest.mark.parametrize("evaluated", [True, False])
-@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("evaluates", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_resumed_run_has_one_point_for_each_step(tmp_path, evaluates, evaluated):
     """Stopped after step 8 without a word, as by kill -9, and again from the checkpoint of step 5, of which
     the evaluation is in TensorBoard already, but perhaps not in the log.

@@ -48,6 +48,7 @@ def test_a_killed_run_resumes_bit_for_bit_in_every_variant(tmp_path, shards, ran
     HRM.check_killed_run(tmp_path, ranks, shards, **changes)
 
 
+@pytest.mark.full
 def test_another_seed_is_another_run(tmp_path, shards):
     """Shows that assert_same_run can fail."""
     for seed in (0, 1):

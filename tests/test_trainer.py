@@ -32,12 +32,9 @@ TRAINERS = {
 
 
 def pytest_generate_tests(metafunc):
-    """A trainer of one's own has all tests; of those here, the first tier kills and resumes the three."""
     if "script" in metafunc.fixturenames:
-        full = {"test_strategies_compute_the_same_and_resume_bit_for_bit": TRAINERS,
-                "test_a_killed_run_resumes_bit_for_bit": [RECURRENT]}.get(metafunc.function.__name__, [])
         metafunc.parametrize("script", metafunc.config.getoption("trainer") or [
-            pytest.param(script, marks=[pytest.mark.full] * (script in full)) for script in TRAINERS])
+            pytest.param(script, marks=[pytest.mark.full] * (script == RECURRENT)) for script in TRAINERS])
 
 
 def trainer_of(script: str, capsys) -> Trainer:
@@ -67,6 +64,7 @@ def test_a_killed_run_resumes_bit_for_bit(script, shards, tmp_path, capsys):
     trainer_of(script, capsys).check_killed_run(tmp_path, 2, shards, **changes)
 
 
+@pytest.mark.full
 def test_strategies_compute_the_same_and_resume_bit_for_bit(script, shards, tmp_path, capsys):
     """A run with gradients that come late has other losses, but resumes, too."""
     trainer = trainer_of(script, capsys)
