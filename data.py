@@ -1611,21 +1611,21 @@ class Loader:
     """The endless training steps of one rank, which a thread reads AHEAD steps ahead.
 
     In each micro-batch, the ranks share batch × world_size positions of the global order. Rank r gets the
-    r-th slice, sorted so that it reads forward through the files. `samples` is the number consumed before.
+    r-th slice, sorted so that it reads forward through the files. `world` has this process's rank, the
+    world_size and the device, see ddp_utils.World. `samples` is the number consumed before.
     """
 
     AHEAD = 2
 
-    def __init__(self, shards: Shards, batch: int, rank: int, world_size: int, seed: int, device,
-                 samples: int = 0, masker: Masker | None = None):
-        import torch
+    def __init__(self, shards: Shards, batch: int, world, seed: int, samples: int = 0,
+                 masker: Masker | None = None):
         self.shards = shards
         self.batch = batch
         self.seed = seed
         self.masker = masker
-        self.position = samples + rank * batch  # of the next step
-        self.stride = batch * world_size
-        self.device = torch.device(device)
+        self.position = samples + world.rank * batch  # of the next step
+        self.stride = batch * world.world_size
+        self.device = world.device
         self._ahead = deque()  # the next steps, as futures
         self._micro_batches = 0  # in each of them
         self._thread = ThreadPoolExecutor(1, "loader")
@@ -1667,19 +1667,19 @@ class Loader:
         self._thread.shutdown(cancel_futures=True)
 
 
-def validation_batches(shards: Shards, batch: int, rank: int, world_size: int, device,
-                       limit: int | None = None, masker: Masker | None = None):
+def validation_batches(shards: Shards, batch: int, world, limit: int | None = None,
+                       masker: Masker | None = None):
     """Yields batches like Loader's: the first `limit` rows (None: all) in order, equally many on each rank.
     Past the last row, labels are −1, which the loss ignores, so each row counts once on any number of ranks.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
-    stride = batch * world_size
-    for begin in range(rank * batch, -(-total // stride) * stride, stride):
+    stride = batch * world.world_size
+    for begin in range(world.rank * batch, -(-total // stride) * stride, stride):
         rows = np.arange(begin, begin + batch)
         arrays = read_rows(shards, np.minimum(rows, total - 1), np.zeros_like(rows), masker)
         arrays[-1][rows >= total] = -1
-        yield tuple(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays)
+        yield tuple(torch.from_numpy(array.astype(np.int64)).to(world.device) for array in arrays)
 
 
 def sources_of(data: str) -> list[str]:

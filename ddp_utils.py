@@ -2153,8 +2153,7 @@ def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, li
     with state.averaged_weights():
         for name, shards in dataset.val.items():
             sums = Counter()
-            for micro_batch in validation_batches(shards, batch, world.rank, world.world_size, world.device,
-                                                  limit, masker):
+            for micro_batch in validation_batches(shards, batch, world, limit, masker):
                 _, found = model(*micro_batch)
                 sums.update({key: value.double() for key, value in found.items()})
                 labels = micro_batch[-1]

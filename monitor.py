@@ -17,6 +17,7 @@ trainers import torch, so the commands start at once.
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -451,6 +452,8 @@ class RunLog:
         while str(int(time.time())) in created:
             time.sleep(0.05)
         self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
+        lines = [f"    {name}: {value}" for name, value in self.settings.items()]
+        self._tensorboard.add_text("settings", "\n".join(lines), step)
         plain = {name: value if isinstance(value, bool | int | float | str) else str(value)
                  for name, value in self.settings.items()}
         for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would create another run
@@ -609,8 +612,8 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
     for key, axes in below.items():
         curve(axes, key)
         axes.set(ylabel=key)
-    for key in sets:
-        curve(below["val_exact"], key, marker="o", markersize=3, label=key.removeprefix("val_exact/"))
+    for key, marker in zip(sets, itertools.cycle("os^DvPX")):  # markers tell them apart in grey too
+        curve(below["val_exact"], key, marker=marker, markersize=3, label=key.removeprefix("val_exact/"))
     if sets:
         below["val_exact"].legend(fontsize=6, ncols=2)
     below["lr"].set(ylabel="learning rate")

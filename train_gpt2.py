@@ -77,8 +77,7 @@ def main() -> None:
         return log.say_complete(step, "--prompt")
     state.warm_up(example, example)
     stop = StopVote(world)
-    loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
-                         samples)
+    loader = data.Loader(dataset.train, micro_batch, world, args.seed, samples)
     eval_rows = args.eval_batches * global_batch  # 0: all
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
     metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)

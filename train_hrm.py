@@ -151,8 +151,7 @@ def main() -> None:
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through the last {graph}")
     state.warm_up(*examples)
     stop = StopVote(world)
-    loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
-                         samples)
+    loader = data.Loader(dataset.train, micro_batch, world, args.seed, samples)
     eval_rows = args.eval_batches * global_batch  # 0: all
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
     metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)

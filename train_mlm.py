@@ -116,8 +116,7 @@ def main() -> None:
     stop = StopVote(world)
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
-    loader = data.Loader(dataset.train, micro_batch, world.rank, world.world_size, args.seed, world.device,
-                         samples, masker)
+    loader = data.Loader(dataset.train, micro_batch, world, args.seed, samples, masker)
     eval_rows = args.eval_batches * global_batch  # 0: all
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
     metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)

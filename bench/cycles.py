@@ -19,10 +19,10 @@ from model import HRM  # noqa: E402
 
 
 @torch.no_grad()
-def by_cycles(model: HRM, shards: data.Shards, most: int, device) -> list[float]:
+def by_cycles(model: HRM, shards: data.Shards, most: int, world) -> list[float]:
     """The share of exact matches after each cycle, from 1 to `most`."""
     exact, samples = torch.zeros(most), 0
-    for x, y in data.validation_batches(shards, 16, 0, 1, device):
+    for x, y in data.validation_batches(shards, 16, world):
         for cycle, z_h in enumerate(model.states(x, most)):
             _, found = model.loss(z_h, x, y)
             exact[cycle] += found["exact"].cpu()
@@ -77,7 +77,7 @@ def main() -> None:
         model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
         model.eval()
         dataset = data.Dataset([args.data], model.config.seq_len)
-        levels = {name: by_cycles(model, shards, max(columns), world.device)
+        levels = {name: by_cycles(model, shards, max(columns), world)
                   for name, shards in dataset.val.items()}
         for prefix in ("trained", "untrained"):
             if any(name.startswith(prefix) for name in dataset.val):

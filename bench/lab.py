@@ -57,7 +57,7 @@ def communicate() -> None:
         def pack(self, gradients):
             return torch.zeros(self.world.world_size, self._share * 65 // 64, dtype=torch.int8)
 
-        def _add_up(self, packed, copied):
+        def _add_up(self, packed):
             import torch.distributed as dist
             received, together = torch.empty_like(packed), torch.empty_like(packed)
             dist.all_to_all_single(received, packed, group=self._group)

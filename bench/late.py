@@ -45,9 +45,7 @@ def imitate(processes: int) -> None:
             self.gradients = [None] * processes
             return packed
 
-        def _add_up(self, packed, copied):
-            if copied:
-                copied.synchronize()
+        def _add_up(self, packed):
             return torch.stack([quantise(sum(map(dequantise, shares))) for shares in packed.unbind(1)])
 
     def add_and_keep(metrics, sums):  # after each micro-batch

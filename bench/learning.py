@@ -51,7 +51,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     import ddp_utils
     import train_gpt2
     import train_hrm
-    from model import GPT2, HRM, num_params, pad_vocab
+    from model import GPT2, HRM, flops_per_token, num_params, pad_vocab
     script, *flags = shlex.split(SETTINGS[setting])
     trainer, kind = (train_hrm, HRM) if script == "train_hrm.py" else (train_gpt2, GPT2)
     parsed = trainer.parse_args([*flags, *args.flags, "--data", args.data])
@@ -59,10 +59,13 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),
                                  **ddp_utils.flags_of_model(kind.Config, parsed)))
+    c = model.config
     if kind is GPT2:
-        return num_params(model), model.flops_per_token()
-    model.config.least_cycles = parsed.least_cycles
-    return num_params(model), model.flops_per_token(trainer.truncation(parsed, model.config)[1])
+        return num_params(model), flops_per_token(GPT2, c)
+    bp_steps = trainer.truncation(parsed, c)[1]
+    drawn = range(parsed.least_cycles or c.cycles, c.cycles + 1)
+    return num_params(model), statistics.fmean(
+        flops_per_token(HRM, c, bp_steps=bp_steps, cycles=cycles) for cycles in drawn)
 
 
 def harder_half(record: dict) -> float:

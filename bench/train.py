@@ -107,19 +107,20 @@ def stage(args, row: dict, device, dense_labels: bool = False) -> list:
 
 
 def ours(args, row, device):
-    """As the trainers do it; the numbers of the last step are read a step late, by StopVote."""
+    """As the trainers do it."""
     import ddp_utils
     import train_gpt2
-    from model import make_optimizers
+    from model import flops_per_token, make_optimizers
     world = ddp_utils.init(device=device.type, fast=args.fast)
     made = make_model(args, row, world.device)
-    model = ddp_utils.build_model(type(made), made.config, world)
+    model_class = type(made)
+    model = ddp_utils.build_model(model_class, made.config, world)
     ddp_utils.copy_weights(model, made.state_dict(), world)
     del made
     flags = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    ddp_utils.set_modes(model, flags, world, {}, print)
+    ddp_utils.set_modes(model, flags, world, print)
     state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), world)
     batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
@@ -131,13 +132,13 @@ def ours(args, row, device):
         labels = ddp_utils.begin_sum(batch[-1].numel(), world)
         objective, sums = state.wrapped(*batch, **extra)
         state.scaler.scale(objective * (state.ranks_averaged / labels())).backward()
-        norm = state.clip_gradients(1.0)
+        norm = state.clip_gradients(1.0, vote)
         state.optimizer_step(LR, norm)
-        vote.vote(state.skipped)
+        vote.vote()
         return sums["loss"] / batch[-1].numel()
 
-    flops = {"gpt2": lambda: model.flops_per_token(), "hrm": lambda: model.flops_per_token(BP_STEPS),
-             "mlm": lambda: model.flops_per_token(MASK_RATE)}[args.model]()
+    example = {"gpt2": {}, "hrm": {"bp_steps": BP_STEPS}, "mlm": {"mask_rate": MASK_RATE}}[args.model]
+    flops = flops_per_token(model_class, model.config, **example)
     return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops}
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,6 +119,12 @@ def finish(process: subprocess.Popen, timeout: float = 240) -> Finished:
         out = kill(process)
         pytest.fail(f"still running after {timeout} s: {process.args}\n{out}")
     return Finished(process.returncode, out)
+
+
+def place(rank: int, world_size: int) -> SimpleNamespace:
+    """What a reader of data needs of a World, on the CPU."""
+    import torch
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
 
 
 def torchrun(ranks: int, script, *args) -> list:

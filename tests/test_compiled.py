@@ -115,7 +115,7 @@ def test_a_block_is_one_graph_under_ddp(world, monkeypatch, cut, graphs):
 def test_compiling_is_counted_and_does_not_frighten(world, monkeypatch, capsys):
     compile_ = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compile_(self, backend="aot_eager"))
-    clock = SimpleNamespace(monotonic=itertools.count(0, 100).__next__)  # a line for each graph
+    clock = SimpleNamespace(monotonic=itertools.count(100, 100).__next__)  # a line for each graph
     monkeypatch.setattr(ddp_utils, "time", clock)
     small = GPT2(GPT2Config(**SMALL | {"n_layer": 2}))
     state = train_state(small, world, compile=True, checkpoint_activations="selective")

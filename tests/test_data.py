@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHARED, finish, run, start, torchrun
+from conftest import ROOT, SHARED, finish, place, run, start, torchrun
 
 import data
 
@@ -359,7 +359,7 @@ def test_a_large_vocabulary_makes_shards_of_32_bits(words):
     tokens = read_like_llmc(words / "train_000000.bin")
     assert tokens.dtype == np.uint32 and tokens[0] == 70_000 and tokens.max() > 65_535
     dataset = data.Dataset([words], 50)
-    (x, _), *_ = data.validation_batches(dataset.train, 32, 0, 1, "cpu")
+    (x, _), *_ = data.validation_batches(dataset.train, 32, place(0, 1))
     assert x.flatten().tolist() == [70_000, *(i * 7 % 70_000 for i in range(32 * 50 - 1))]
     assert dataset.tokenizer.decode(x[1]) == " ".join(f"w{i * 7 % 70_000}" for i in range(49, 99))
 
@@ -762,7 +762,7 @@ def test_stream_text_gives_whole_characters(tokenizer):
 
 def global_batches(shards, world_size, batch, grad_accum, steps, samples=0, seed=7, ranks=None) -> list[list]:
     """For each step the sorted rows of all ranks and micro-batches, with their targets."""
-    loaders = [data.Loader(shards, batch, rank, world_size, seed, "cpu", samples)
+    loaders = [data.Loader(shards, batch, place(rank, world_size), seed, samples)
                for rank in ranks or range(world_size)]
     try:
         return [sorted(row for loader in loaders for micro_batch in loader.step(grad_accum)[1]
@@ -869,7 +869,7 @@ def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
     shards, seconds = data.Dataset([undisturbed], 64).train, []
     for _ in range(7):
         begin = time.perf_counter()
-        loader = data.Loader(shards, 64, 3, 8, 1, "cpu", samples=10**6 * 512)
+        loader = data.Loader(shards, 64, place(3, 8), 1, samples=10**6 * 512)
         count, [(x, _)] = loader.step(1)
         seconds.append(time.perf_counter() - begin)
         loader.close()
@@ -885,12 +885,12 @@ def test_labels_know_the_largest_id_and_what_is_not_learned(tmp_path):
     tokens = np.arange(65_536 - 160, 65_536, dtype=np.uint16)
     data.write_shard(tmp_path / "train_000000.bin", [tokens[:-1], tokens[-1:]], "uint16")
     shards = data.Shards([tmp_path / "train_000000.bin"], 53, lambda x: x % 2 == 0)
-    loader = data.Loader(shards, 3, 0, 1, 0, "cpu")
+    loader = data.Loader(shards, 3, place(0, 1), 0)
     count, [(x, y)] = loader.step(1)
     loader.close()
     assert y.max() == 65_535 and count == (y >= 0).sum() == 3 * 53 - (3 * 53) // 2
     assert torch.equal(y, torch.where(x % 2 == 0, x + 1, -1))
-    (x, y), = data.validation_batches(shards, 3, 0, 1, "cpu")
+    (x, y), = data.validation_batches(shards, 3, place(0, 1))
     assert y.max() == 65_535 and torch.equal(y, torch.where(x % 2 == 0, x + 1, -1))
 
 
@@ -903,7 +903,7 @@ def test_whole_steps_are_read_ahead(dataset, monkeypatch):
         plain(*arguments)
 
     monkeypatch.setattr(data.Shards, "take", take)
-    loader = data.Loader(dataset.train, 2, 0, 1, 0, "cpu")
+    loader = data.Loader(dataset.train, 2, place(0, 1), 0)
     for step in range(3):
         count, batches = loader.step(3)
         assert len(batches) == 3 and count == sum((y >= 0).sum() for _, y in batches)
@@ -916,7 +916,7 @@ def test_whole_steps_are_read_ahead(dataset, monkeypatch):
 
 
 def test_steps_of_another_size_begin_where_the_last_one_ended(dataset):
-    loader, other = (data.Loader(dataset.train, 2, 1, 2, 0, "cpu", 8) for _ in range(2))
+    loader, other = (data.Loader(dataset.train, 2, place(1, 2), 0, 8) for _ in range(2))
     found = [micro_batch for n in (2, 3, 3, 1, 2) for micro_batch in loader.step(n)[1]]
     for (x, y), (_, [(expected_x, expected_y)]) in zip(found, (other.step(1) for _ in found)):
         assert torch.equal(x, expected_x) and torch.equal(y, expected_y)
@@ -925,7 +925,7 @@ def test_steps_of_another_size_begin_where_the_last_one_ended(dataset):
 
 def test_close_ends_the_thread(dataset):
     before = set(threading.enumerate())
-    loader = data.Loader(dataset.train, 2, 0, 1, 0, "cpu")
+    loader = data.Loader(dataset.train, 2, place(0, 1), 0)
     loader.step(1)
     assert len(set(threading.enumerate()) - before) == 1
     loader.close()
@@ -937,7 +937,7 @@ def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(dataset.train, "take", fail)
-    loader = data.Loader(dataset.train, 4, 0, 1, 0, "cpu")
+    loader = data.Loader(dataset.train, 4, place(0, 1), 0)
     with pytest.raises(OSError, match="the disk is gone"):
         loader.step(1)
     loader.close()
@@ -987,7 +987,7 @@ def validated(shards, batch: int, world_size: int, limit=None) -> tuple[Counter,
     """The rows that count, the sum of their targets, and how many batches each rank had."""
     rows, total, lengths = Counter(), 0, set()
     for rank in range(world_size):
-        batches = list(data.validation_batches(shards, batch, rank, world_size, "cpu", limit))
+        batches = list(data.validation_batches(shards, batch, place(rank, world_size), limit))
         lengths.add(len(batches))
         for x, y in batches:
             assert x.shape == y.shape == (batch, shards.seq_len) and x.dtype == y.dtype == torch.int64
@@ -1015,7 +1015,7 @@ def test_without_padding_rows_would_count_twice(dataset):
     """Shows that the check above needs the targets of −1: the inputs alone repeat the last row."""
     shards, seen = dataset.val[""], 0
     for rank in range(3):
-        seen += sum(len(x) for x, _ in data.validation_batches(shards, 7, rank, 3, "cpu"))
+        seen += sum(len(x) for x, _ in data.validation_batches(shards, 7, place(rank, 3)))
     assert seen > shards.rows
 
 

@@ -258,9 +258,9 @@ import data, train_gpt2
 from ddp_utils import launch
 of_text = {}
 class Loader(data.Loader):
-    def __init__(self, shards, batch, rank, world_size, seed, device, samples):
-        super().__init__(shards, batch, rank, world_size, seed, device, samples)
-        self.begin, self.at = samples, samples + rank * batch
+    def __init__(self, shards, batch, world, seed, samples):
+        super().__init__(shards, batch, world, seed, samples)
+        self.begin, self.at = samples, samples + world.rank * batch
         self.file = open(f"rows-{time.time()}.jsonl", "w", buffering=1)
         (_, rows, _), = self.shards.grids  # of the only shard
         of_text.update((row.tobytes(), i) for i, row in enumerate(rows))

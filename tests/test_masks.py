@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import SHARED
+from conftest import SHARED, place
 
 import data
 
@@ -82,13 +82,13 @@ def test_loaders_mask_alike_on_any_number_of_ranks(shards, world_size):
     masker = data.Masker(dataset.tokenizer, T, 0.3, 5)
     seen = []
     for rank in range(world_size):
-        loader = data.Loader(dataset.train, 16 // world_size, rank, world_size, 5, "cpu", 160, masker)
+        loader = data.Loader(dataset.train, 16 // world_size, place(rank, world_size), 5, 160, masker)
         for step in range(3):
             count, [batch] = loader.step(1)
             assert count == (batch[2] >= 0).sum()
             seen += [(step, *row) for row in zip(*(map(tuple, t.tolist()) for t in batch))]
         loader.close()
-    alone = data.Loader(dataset.train, 16, 0, 1, 5, "cpu", 160, masker)
+    alone = data.Loader(dataset.train, 16, place(0, 1), 5, 160, masker)
     expected = [(step, *row) for step, (_, [batch]) in enumerate(alone.step(1) for _ in range(3))
                 for row in zip(*(map(tuple, t.tolist()) for t in batch))]
     alone.close()
@@ -101,7 +101,7 @@ def test_validation_masks_are_frozen_and_count_each_row_once(shards):
     labels = {}
     for world_size in (1, 3):
         batches = [b for rank in range(world_size)
-                   for b in data.validation_batches(shards, 4, rank, world_size, "cpu", masker=masker)]
+                   for b in data.validation_batches(shards, 4, place(rank, world_size), masker=masker)]
         labels[world_size] = sorted(tuple(row) for b in batches for row in b[2].tolist() if max(row) >= 0)
     assert labels[1] == labels[3] and len(labels[1]) == shards.rows
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, finish, kill, run, start
+from conftest import ROOT, finish, kill, place, run, start
 from processes import fork
 from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
@@ -200,7 +200,7 @@ def test_several_directories_are_the_same_on_any_number_of_ranks(pairs, tmp_path
     shards = data.Dataset([pairs, other, other], 128).train
     seen = []
     for ranks in (1, 2, 4):
-        loaders = [data.Loader(shards, 8 // ranks, rank, ranks, 0, "cpu", 16) for rank in range(ranks)]
+        loaders = [data.Loader(shards, 8 // ranks, place(rank, ranks), 0, 16) for rank in range(ranks)]
         steps = [torch.cat([loader.step(1)[1][0][0] for loader in loaders]) for _ in range(5)]
         seen.append([sorted(map(tuple, step.tolist())) for step in steps])
         for loader in loaders:
@@ -216,7 +216,7 @@ def test_each_of_several_directories_is_evaluated_once_and_rows_are_masked_anew(
         assert both.val[directory.name].rows == alone.rows
     masker = data.Masker(both.tokenizer, 128, 0.3, 0)
     twice, masks = data.Dataset([other, other], 128).train, {}
-    loader, plain = (data.Loader(twice, 8, 0, 1, 0, "cpu", 0, some) for some in (masker, None))
+    loader, plain = (data.Loader(twice, 8, place(0, 1), 0, 0, some) for some in (masker, None))
     for _ in range(2 * twice.rows // 8):
         (_, [(_, positions, _)]), (_, [(x, _)]) = loader.step(1), plain.step(1)
         for row, chosen in zip(x, positions):

@@ -104,7 +104,7 @@ def main() -> None:
     begin_log(log, state, dataset, identity, step, saved, lambda _: flops_per_token(Recurrent, model.config))
     state.warm_up(example, example)
     stop = StopVote(world)
-    loader = data.Loader(dataset.train, batch, world.rank, world.world_size, args.seed, world.device, samples)
+    loader = data.Loader(dataset.train, batch, world, args.seed, samples)
     metrics = Metrics(world, 0, 0, saved)  # no loss of each epoch
     log.start_clock(step, samples)
     while True:
