@@ -591,8 +591,8 @@ def add_training_flags(parser: ArgumentParser) -> None:
          "which is prepared if needed (from the hub 20 tokens per parameter); A,B,B reads two directories, "
          "and B twice in each epoch")
     flag("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
-         "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for tasks, else "
-         "gpt2)")
+         "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for task:addition, "
+         "else gpt2)")
     flag("--max-tokens", parse_count, None, "prepare at most this many training tokens: 500k, 20M, 1.5B")
     flag("--max-samples", parse_count, None, "prepare at most this many documents")
     flag("--min-words", positive_int, None, "prepare only documents with at least this many words")
