@@ -1996,8 +1996,8 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
     settings = identity["settings"]
     c = model.config
     blocks = blocks_of(model)
-    shape = [f"{field.name} {getattr(c, field.name)}" for field in flag_fields(type(c))
-             if getattr(c, field.name) is not None]
+    values = {field.name: getattr(c, field.name) for field in flag_fields(type(c))}
+    shape = [f"{name} {value}" for name, value in values.items() if value is not None]
     parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
                   f"{len(blocks)} blocks")
     ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"

@@ -50,8 +50,8 @@ def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> d
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py")))
     report = {"host": platform.node(), "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
               "backend": backend, "python": platform.python_version(), "torch": torch.__version__}
-    report |= {"code": hashlib.sha256(code).hexdigest()[:12], "size": f"{args.model} {args.size}",
-               "nccl": "none", "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
+    report |= {"code": hashlib.sha256(code).hexdigest()[:12], "size": f"{args.model} {args.size}"}
+    report |= {"nccl": "none", "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
     if device.type == "cuda":
         report |= {"gpu": hardware(device), "uuid": str(torch.cuda.get_device_properties(device).uuid)}
         if dist.is_nccl_available():
