@@ -1180,7 +1180,8 @@ def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
             if isinstance(text, tuple):
                 prompt, response, *condition = text
                 parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
-                parts += [[tokenizer.roles["end"]]] * (tokenizer.roles["end"] >= 0)
+                if (end := tokenizer.roles["end"]) >= 0:
+                    parts.append([end])
             else:
                 parts = [[tokenizer.eot][:piece == 0], tokenizer.encode(text)]
         except KeyboardInterrupt:
@@ -1608,14 +1609,14 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray, masker: Mask
 
 
 class Loader:
-    """The endless training steps of one rank, which a thread reads AHEAD steps ahead.
+    """The endless training steps of one rank. A thread reads the next AHEAD.
 
     In each micro-batch, the ranks share batch × world_size positions of the global order. Rank r gets the
     r-th slice, sorted so that it reads forward through the files. `world` has this process's rank, the
     world_size and the device, see ddp_utils.World. `samples` is the number consumed before.
     """
 
-    AHEAD = 2
+    AHEAD = 3
 
     def __init__(self, shards: Shards, batch: int, world, seed: int, samples: int = 0,
                  masker: Masker | None = None):
@@ -1639,7 +1640,7 @@ class Loader:
             self._micro_batches = micro_batches
             while self._ahead:
                 self._ahead.pop().cancel()
-        for n in range(len(self._ahead), self.AHEAD + 1):
+        for n in range(len(self._ahead), self.AHEAD):
             position = self.position + n * micro_batches * self.stride
             self._ahead.append(self._thread.submit(self._read, position, micro_batches))
         parts, labels = self._ahead.popleft().result()
@@ -1740,7 +1741,8 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         settings = manifest["settings"]
     else:
         settings = limits | {"max_tokens": max_tokens or (useful if endless else None)}
-        settings |= {"row": row} if prefix == "task" else {}
+        if prefix == "task":
+            settings["row"] = row
     if manifest and manifest["complete"]:
         check_source(data, out, settings)
     else:

@@ -982,8 +982,7 @@ def config_of(config_class: type, saved: dict, where):
     """The configuration in the checkpoint `where`, with defaults for fields that it lacks. Raises UserError
     if it has fields that `config_class` does not know.
     """
-    known = {field.name for field in fields(config_class)}
-    if unknown := sorted(saved.keys() - known):
+    if unknown := sorted(saved.keys() - {field.name for field in fields(config_class)}):
         raise UserError(f"{where} sets {listed(unknown)}, which {config_class.__name__} does not know: use "
                         "the code that trained it, or train again in another --out.")
     return config_class(**saved)
@@ -1026,8 +1025,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
             new = mean.expand(config["padded_vocab"] - known, *mean.shape[1:])
             weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
-    config_with_changes = config_of(model_class.Config, config | changes, source)
-    model = build_model(model_class, config_with_changes, world, strategy)
+    model = build_model(model_class, config_of(model_class.Config, config | changes, source), world, strategy)
     if saved:
         assert_same_parameters(model, saved)
     assert_context(source, model, config["seq_len"], seq_len)
@@ -2023,17 +2021,17 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
             f"{dataset.loss}")
     log.say(f"data {dataset.name}: {read}; {val_tokens:,} validation tokens of unigram entropy {entropy:.4f}")
 
-    steps = settings["steps"]
     sequences = settings["global_batch"]
-    passes = steps * sequences / rows
+    passes = settings["steps"] * sequences / rows
     batch = f"batch {settings['batch']} x accumulation {settings['grad_accum']} x processes {world.world_size}"
     tokens = f"{sequences * settings['seq_len']:,} tokens a step"
-    log.say(f"{batch} = {sequences} sequences, {tokens}; {steps} steps, {rows / sequences:.1f} an epoch")
+    log.say(f"{batch} = {sequences} sequences, {tokens}; {settings['steps']} steps, "
+            f"{rows / sequences:.1f} an epoch")
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
         log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
-    sync = "shards" if settings["strategy"] in SHARDED else "OK"
-    log.facts = {"rows": rows, "val_tokens": val_tokens, "entropy": entropy, "sync": sync}
+    log.facts = {"rows": rows, "val_tokens": val_tokens, "entropy": entropy,
+                 "sync": "shards" if settings["strategy"] in SHARDED else "OK"}
 
 
 def say_on_other_nodes(world: World, text: str) -> None:

@@ -1227,7 +1227,7 @@ def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
     for ours, tensor in model.state_dict().items():
         theirs = ".".join(family.names.get(part, part) for part in ours.split("."))
         tensor = tensor[:model.config.vocab_size] if ours in VOCAB_TENSORS else tensor
-        tensors[theirs] = tensor.T if family.transposed and ours.endswith(family.transposed) else tensor
+        tensors[theirs] = tensor.T if ours.endswith(family.transposed) else tensor
     return tensors
 
 
