@@ -1595,7 +1595,8 @@ def digest_of(manifest: dict) -> str:
     return digest_json([manifest["tokenizer"]["sha256"], *shards])
 
 
-def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray, masker: Masker | None) -> list[np.ndarray]:
+def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray,
+              masker: Masker | None) -> list[np.ndarray]:
     """x and labels (B, T) of `rows` (B,), ascending; or with a masker masked x (B, T), positions and labels
     (B, K), which also depend on the epochs (B,).
     """

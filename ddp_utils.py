@@ -2023,9 +2023,9 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
 
     sequences = settings["global_batch"]
     passes = settings["steps"] * sequences / rows
-    batch = f"batch {settings['batch']} x accumulation {settings['grad_accum']} x processes {world.world_size}"
+    batch = f"{settings['batch']} x accumulation {settings['grad_accum']} x processes {world.world_size}"
     tokens = f"{sequences * settings['seq_len']:,} tokens a step"
-    log.say(f"{batch} = {sequences} sequences, {tokens}; {settings['steps']} steps, "
+    log.say(f"batch {batch} = {sequences} sequences, {tokens}; {settings['steps']} steps, "
             f"{rows / sequences:.1f} an epoch")
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
         log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "

@@ -1109,7 +1109,9 @@ def test_flops_with_halt_are_those_of_the_cycles_that_run(cycles, expected):
 
 
 def test_flops_are_counted_in_attention_of_any_kind():
-    """Full T x T, also where FlexAttention or a kernel for CPUs computes it, which the counter does not see."""
+    """Full T x T, also where FlexAttention or a kernel for CPUs computes it, which the counter does not
+    see.
+    """
     c = config_of("tiny")
     half = replace(c, seq_len=c.seq_len // 2)
     attention = flops_per_token(HRM, c) - flops_per_token(HRM, half)

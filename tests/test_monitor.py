@@ -1,4 +1,6 @@
-"""monitor.py: readings against what the system says, the command, RunLog's curves, the picture and the summary of a run."""
+"""monitor.py: readings against what the system says, the command, RunLog's curves, the picture and the summary
+of a run.
+"""
 
 import base64
 import contextlib
