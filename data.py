@@ -132,7 +132,8 @@ class Tokenizer:
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         self.specials = specials | {MASK: self.mask}
         self.roles = roles_of(self.specials, self.eot)
-        self._bytes = self.spellings() | {i: s.encode() for s, i in self.specials.items()}
+        self._bytes = {i: token for token, i in ranks.items()}
+        self._bytes |= {i: special.encode() for special, i in self.specials.items()}
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
             import tiktoken
@@ -156,9 +157,9 @@ class Tokenizer:
         """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
-    def spellings(self) -> dict[int, bytes]:
-        """The bytes of each ordinary id."""
-        return {i: token for token, i in self.ranks.items()}
+    def lengths(self) -> dict[int, int]:
+        """The number of bytes of each ordinary id."""
+        return {i: len(token) for token, i in self.ranks.items()}
 
     def to_json(self, with_mask: bool = True) -> str:
         """A Hugging Face `tokenizer.json` that encodes and decodes like this tokenizer."""
@@ -216,22 +217,22 @@ class HuggingFaceTokenizer:
     def to_json(self, with_mask: bool = True) -> str:
         return self._tokenizer.to_str()
 
-    def spellings(self) -> dict[int, bytes]:
-        """The bytes of each ordinary id, with a leading space where a word begins."""
+    def lengths(self) -> dict[int, int]:
+        """The number of bytes of each ordinary id, with a leading space where a word begins."""
         special = set(self.specials.values())
         vocab = self._tokenizer.get_vocab()
         word_piece = any(word.startswith("##") for word in vocab)  # it marks the continuation of a word
         byte_level = "ByteLevel" in str(self._tokenizer.decoder)
 
-        def spell(word: str) -> bytes:
+        def length(word: str) -> int:
             if byte_level and all(c in CHAR_TO_BYTE for c in word):
-                return bytes(CHAR_TO_BYTE[c] for c in word)
-            if byte := re.fullmatch("<0x([0-9A-F]{2})>", word):  # of SentencePiece
-                return bytes.fromhex(byte[1])
+                return len(word)
+            if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
+                return 1
             word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
-            return word.replace("\u2581", " ").encode()  # the space of SentencePiece
+            return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
 
-        return {i: spell(word) for word, i in vocab.items() if i not in special}
+        return {i: length(word) for word, i in vocab.items() if i not in special}
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
@@ -444,12 +445,10 @@ class Source:
         """
         for number in itertools.count():
             some = random.Random(f"addition {number}")
-            if some.random() < UNTRAINED:
-                level = some.randint(LEVELS // 2 + 1, LEVELS)
-                yield (*addition(some, level), f"untrained-{level}"), "val"
-            else:
-                level = some.randint(1, LEVELS // 2)
-                yield (*addition(some, level), f"trained-{level}"), None
+            untrained = some.random() < UNTRAINED
+            level = some.randint(1, LEVELS // 2) + untrained * LEVELS // 2
+            name = f"{'un' * untrained}trained-{level}"
+            yield (*addition(some, level), name), "val" if untrained else None
 
     def _text(self):
         """One document per file; with tail:F, the file that contains the boundary gives two."""
@@ -1025,7 +1024,7 @@ def lock_directory(out: Path):
 
 def row_of(dataset: str) -> int | None:
     """The row length of prepared pairs, or the default row length of task:addition; otherwise None."""
-    if dataset.startswith("task:"):
+    if dataset == "task:addition":
         return TASK_ROW
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(dataset)) or {}).get("row")
@@ -1156,15 +1155,13 @@ def in_order(batches, workers: int, function, *arguments):
     ahead. The function runs in threads, which help because tokenizers release Python's lock.
     """
     pool = ThreadPoolExecutor(workers)
-    ahead = deque()  # batches with their futures
+    begun = ((batch, pool.submit(function, batch, *arguments)) for batch in batches)
     try:
-        for batch in batches:
-            ahead.append((batch, pool.submit(function, batch, *arguments)))
-            if len(ahead) > 2 * workers:
-                first, result = ahead.popleft()
-                yield first, result.result()
-        for first, result in ahead:
-            yield first, result.result()
+        ahead = deque(itertools.islice(begun, 2 * workers))
+        while ahead:
+            ahead.extend(itertools.islice(begun, 1))
+            batch, result = ahead.popleft()
+            yield batch, result.result()
     finally:  # without waiting, so that Ctrl-C ends the process at once
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -1184,7 +1181,7 @@ def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
                     parts.append([end])
             else:
                 parts = [[tokenizer.eot][:piece == 0], tokenizer.encode(text)]
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # a panic of Rust is not an Exception
             reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
@@ -1433,9 +1430,7 @@ def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
     for shards in sets:
         if shards.learned:
             rows = np.arange(min(limit // 8 // shards.seq_len + 1, shards.rows))
-            x = np.empty((len(rows), shards.seq_len), shards.dtype)
-            y = np.empty(x.shape, np.int32)
-            shards.take(rows, x, y)
+            _, y = read_rows(shards, rows)
             found.append(y[y >= 0])
         else:
             found += [tokens[:limit] for tokens in shards.tokens]
@@ -1499,8 +1494,8 @@ class Dataset:
     def token_bytes(self):
         """The number of bytes that each id stands for, int64 (ids,); 0 for special tokens."""
         import torch
-        spellings = self.tokenizer.spellings()
-        return torch.tensor([len(spellings.get(i, b"")) for i in range(self.tokenizer.num_ids)])
+        lengths = self.tokenizer.lengths()
+        return torch.tensor([lengths.get(i, 0) for i in range(self.tokenizer.num_ids)])
 
     def first_pair(self) -> tuple[str, str]:
         """Prompt (with its condition) and response of the first held-out sample. Both are "" if there is
@@ -1595,8 +1590,8 @@ def digest_of(manifest: dict) -> str:
     return digest_json([manifest["tokenizer"]["sha256"], *shards])
 
 
-def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray,
-              masker: Masker | None) -> list[np.ndarray]:
+def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None,
+              masker: Masker | None = None) -> list[np.ndarray]:
     """x and labels (B, T) of `rows` (B,), ascending; or with a masker masked x (B, T), positions and labels
     (B, K), which also depend on the epochs (B,).
     """
@@ -1610,14 +1605,12 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray,
 
 
 class Loader:
-    """The endless training steps of one rank. A thread reads the next AHEAD.
+    """The endless training steps of one rank. A thread reads three ahead.
 
     In each micro-batch, the ranks share batch × world_size positions of the global order. Rank r gets the
     r-th slice, sorted so that it reads forward through the files. `world` has this process's rank, the
     world_size and the device, see ddp_utils.World. `samples` is the number consumed before.
     """
-
-    AHEAD = 3
 
     def __init__(self, shards: Shards, batch: int, world, seed: int, samples: int = 0,
                  masker: Masker | None = None):
@@ -1628,9 +1621,8 @@ class Loader:
         self.position = samples + world.rank * batch  # of the next step
         self.stride = batch * world.world_size
         self.device = world.device
-        self._ahead = deque()  # the next steps, as futures
-        self._micro_batches = 0  # in each of them
-        self._thread = ThreadPoolExecutor(1, "loader")
+        self._micro_batches = 0  # in each step that is read ahead
+        self._steps = None  # see in_order
 
     def step(self, micro_batches: int) -> tuple[int, list[tuple]]:
         """Returns this rank's number of labels in the next step, and its micro-batches on `device`: x and y
@@ -1638,14 +1630,12 @@ class Loader:
         learned. Steps are fastest if `micro_batches` does not change. Raises what reading raised.
         """
         if micro_batches != self._micro_batches:
+            self.close()
+            positions = itertools.count(self.position, micro_batches * self.stride)
+            self._steps = in_order(positions, 1, self._read, micro_batches)
             self._micro_batches = micro_batches
-            while self._ahead:
-                self._ahead.pop().cancel()
-        for n in range(len(self._ahead), self.AHEAD):
-            position = self.position + n * micro_batches * self.stride
-            self._ahead.append(self._thread.submit(self._read, position, micro_batches))
-        parts, labels = self._ahead.popleft().result()
-        self.position += micro_batches * self.stride
+        position, (parts, labels) = next(self._steps)
+        self.position = position + micro_batches * self.stride
         if self.device.type == "cuda":  # torch reuses pinned memory when the copy to the GPU is done
             parts = [part.pin_memory() for part in parts]
         parts = [part.to(self.device, non_blocking=True) for part in parts]
@@ -1666,7 +1656,8 @@ class Loader:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._thread.shutdown(cancel_futures=True)
+        if self._steps:
+            self._steps.close()
 
 
 def validation_batches(shards: Shards, batch: int, world, limit: int | None = None,
@@ -1815,9 +1806,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
         raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
     shards = splits[split]
     picked = np.sort(shards.order(0, min(rows, shards.rows), seed))
-    x = np.empty((len(picked), seq_len), shards.dtype)
-    shards.take(picked, x)
-    for row, tokens in zip(picked, x):
+    for row, tokens in zip(picked, read_rows(shards, picked)[0]):
         print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
 
 

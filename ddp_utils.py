@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -53,7 +54,7 @@ from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directo
                   load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
                   unigram_entropy, validation_batches, without_response, write_atomically)
 from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
-                   fill_masks, from_hf, num_params, pad_vocab, to_hf)
+                   fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -1961,9 +1962,10 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
 
 
 def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict, step: int,
-              saved: dict | None, flops_per_token) -> None:
+              saved: dict | None, examples) -> None:
     """Opens the log of a run after `step` steps, writes config.json and tokenizer.json, and prints the plan.
-    flops_per_token(record) returns the FLOPs per token of a training step.
+    `examples(record)` lists the arguments of `model.example` for steps such as the record's, whose FLOPs are
+    averaged.
     """
     world = state.world
     settings = identity["settings"]
@@ -1982,7 +1984,9 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     if state.late and settings["optimizer"] != "muon":
         say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, and 0.016 with "
             "--optimizer muon")
-    log.facts |= {"peak_flops": monitor.peak_flops(world.device, say), "flops_per_token": flops_per_token}
+    count = functools.cache(functools.partial(flops_per_token, type(state.model), state.model.config))
+    log.facts["peak_flops"] = monitor.peak_flops(world.device, say)
+    log.facts["flops_per_token"] = lambda record: statistics.fmean(count(**kw) for kw in examples(record))
     say_on_other_nodes(world, f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
 
@@ -2131,8 +2135,7 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     memory = largest(monitor.memory_gb(world.device), world)
     machines = shared_curves(world) if world.nodes > 1 and world.is_rank0 else None
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(memory, 3)}
-    numbers |= means
+    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(memory, 3)} | means
     log.step(step, samples, numbers, epoch, metrics.ends_epoch, machines)
 
 

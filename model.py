@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,8 +146,9 @@ class Block(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
         """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, or boolean with True where attention is
-        allowed. torch's CPU kernel computes bfloat16 in float32 unless the CPU has AMX. Up to a few thousand
-        tokens, two bfloat16 products with the scores (B, H, T, T) in between are faster.
+        allowed; without one attention is causal. torch's CPU kernel computes bfloat16 in float32 unless the
+        CPU has AMX. Up to a few thousand tokens, two bfloat16 products with the scores (B, H, T, T) in
+        between are faster.
         """
         is_causal = mask is None and q.size(2) > 1
         dropout = self.dropout if self.drops_attention and self.training else 0.0
@@ -397,9 +398,6 @@ class CausalLM(LanguageModel):
             return F.linear(x, self.head_weight.to(x.dtype))
         return self.loss(x, idx, targets)
 
-    def documents(self, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return documents(idx, self.config.start, self.config.response)
-
     def mask(self, idx: Tensor, cache: KVCache | None, flex: bool = True):
         """The mask for tokens idx (B, T) in Block.attend, or None. With `isolated`, a token sees itself and
         the earlier tokens of its document. With `prefix`, prompt tokens (from the start through <|response|>)
@@ -408,7 +406,7 @@ class CausalLM(LanguageModel):
         c = self.config
         if c.attention == "causal" or cache and cache.length:  # a generated token sees the whole cache
             return None
-        number, _, response = self.documents(idx)
+        number, _, response = documents(idx, c.start, c.response)
         last = response if c.attention == "prefix" else torch.full_like(response, -1)
 
         def sees(b, h, i, j):
@@ -428,7 +426,7 @@ class CausalLM(LanguageModel):
             compiled=self.compile_loss)
         sums = {"loss": loss}
         if hits:
-            number, _, _ = self.documents(idx)
+            number, _, _ = documents(idx, c.start, c.response)
             most = idx.size(1) + 1  # documents in a row
             sample = number + torch.arange(B, device=idx.device)[:, None] * most
 
@@ -477,7 +475,6 @@ class HRMConfig(AttentionConfig):
                             "the most)")
     least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
     max_cycles: int = 4  # the largest number of cycles with `halt`
-    qk_norm: ClassVar[bool] = False  # of a modern GPT-2
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
@@ -486,11 +483,6 @@ class HRMConfig(AttentionConfig):
         super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
-
-    @property
-    def zero_init(self) -> bool:
-        """Whether blocks start by adding zero to the residual stream."""
-        return self.init == "identity"
 
     @property
     def cycles(self) -> int:
@@ -531,16 +523,16 @@ class HRMBlock(Block):
     2010.04245) propose with another scale.
     """
 
-    def __init__(self, c: HRMConfig):
+    def __init__(self, c, zero_init: bool, qk_norm: bool = False):
         super().__init__()
-        self.head_dim, self.eps, self.dropout, self.qk_norm = c.head_dim, c.norm_eps, c.dropout, c.qk_norm
+        self.head_dim, self.eps, self.dropout, self.qk_norm = c.head_dim, c.norm_eps, c.dropout, qk_norm
         self.gqkv = Linear(c.d_model, 4 * c.d_model, bias=False)  # gate, query, key, value
         self.attn_out = Linear(c.d_model, c.d_model, bias=False)
         self.gate_up = Linear(c.d_model, 2 * c.ff, bias=False)
         self.down = Linear(c.ff, c.d_model, bias=False)
         for layer in (self.gqkv, self.attn_out, self.gate_up, self.down):
             init_normal(layer.weight, layer.in_features ** -0.5)  # LeCun normal
-            if c.zero_init and layer in (self.attn_out, self.down):  # which add to the residual stream
+            if zero_init and layer in (self.attn_out, self.down):  # which add to the residual stream
                 nn.init.zeros_(layer.weight)
 
     def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
@@ -557,7 +549,7 @@ class Stack(nn.Module):
     def __init__(self, c: HRMConfig):
         super().__init__()
         self.eps = c.norm_eps
-        self.blocks = nn.ModuleList(HRMBlock(c) for _ in range(c.n_layer))
+        self.blocks = nn.ModuleList(HRMBlock(c, c.init == "identity") for _ in range(c.n_layer))
 
     def forward(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
         for block in self.blocks:
@@ -588,7 +580,7 @@ class HRM(CausalLM):
         init_normal(self.embed.weight, c.d_model ** -0.5)
         self.H, self.L = Stack(c), Stack(c)
         self.head = Linear(c.d_model, c.padded_vocab, bias=False)
-        init_normal(self.head.weight, 0.02 if c.zero_init else c.d_model ** -0.5)
+        init_normal(self.head.weight, 0.02 if c.init == "identity" else c.d_model ** -0.5)
         if c.halt:
             self.halt = Linear(c.d_model, 1)
             nn.init.zeros_(self.halt.weight)
@@ -669,7 +661,7 @@ class HRM(CausalLM):
     def everyone_halted(self, remaining: Tensor) -> bool:
         """Whether no token on any rank needs another cycle. All ranks decide together, because under FSDP a
         rank that runs one cycle more would wait for the others forever. An extra cycle has weight 0, so no
-        effect.
+        effect, but for the rounding of gradients.
         """
         left = remaining.detach().max()
         if dist.is_initialized():
@@ -697,9 +689,7 @@ class GPT2Config(AttentionConfig):
     modern: bool = flag(False, "the block of the HRM with normalized queries and keys: gated attention, "
                         "SwiGLU, RMSNorm, rotary positions, zero-initialised projections; an untied head; "
                         "best with --optimizer muon")
-    qk_norm: ClassVar[bool] = True  # of a modern model
     norm_eps: float = 1e-5
-    zero_init: ClassVar[bool] = True  # of a modern model
 
     @property
     def ff(self) -> int:
@@ -743,8 +733,8 @@ class GPT2(CausalLM):
         self.config = c = config
         self.embed = nn.Embedding(c.padded_vocab, c.d_model)
         nn.init.normal_(self.embed.weight, std=0.02)
-        block = HRMBlock if c.modern else GPT2Block
-        self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(block(c) for _ in range(c.n_layer))})
+        self.transformer = nn.ModuleDict({"blocks": nn.ModuleList(
+            HRMBlock(c, True, True) if c.modern else GPT2Block(c) for _ in range(c.n_layer))})
         if c.modern:
             init_normal(self.embed.weight, c.d_model ** -0.5)
             self.head = Linear(c.d_model, c.padded_vocab, bias=False)
@@ -770,7 +760,8 @@ class GPT2(CausalLM):
         elif mask is None:
             x = x + self.positions.weight[begin:begin + T]
         else:  # positions restart in each document
-            x = x + self.positions(torch.arange(T, device=idx.device) - self.documents(idx)[1])
+            begins = documents(idx, c.start, c.response)[1]
+            x = x + self.positions(torch.arange(T, device=idx.device) - begins)
         x = F.dropout(x.to(self.compute_dtype), c.dropout, self.training)
         for block in self.transformer["blocks"]:
             x = block(x, rope, mask, cache)
@@ -881,7 +872,7 @@ class MLM(LanguageModel):
             return document[b, i] == document[b, j]
 
         def nearby(b, h, i, j):
-            return (document[b, i] == document[b, j]) & ((i - j).abs() <= c.window // 2)
+            return together(b, h, i, j) & ((i - j).abs() <= c.window // 2)
 
         flex = c.uses_flex(idx.device)
         return [mask_of(together, idx, flex), mask_of(nearby, idx, flex)]
@@ -1037,24 +1028,23 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     group's learning rate: vocab_lr for embedding table and head. Raises UserError if Muon gets no matrices.
     """
     named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
-    matrices = {id(p) for p in hidden_matrices(model)} if name == "muon" else set()
-    if name == "muon" and not matrices:
+    hidden = dict.fromkeys(hidden_matrices(model)) if name == "muon" else {}
+    if name == "muon" and not hidden:
         raise UserError("--optimizer muon is for the matrices of blocks, and no layer of "
                         f"{type(model).__name__} inherits Block of model.py: let its layers do so, or use "
                         "--optimizer adamw.")
-    hidden = {key: p for key, p in named if id(p) in matrices}
-    rest = {key: p for key, p in named if key not in hidden}
     groups = {}
-    for key, p in rest.items():
-        decay = weight_decay if p.ndim >= 2 else 0.0
-        scale = vocab_lr if key in VOCAB_TENSORS else 1.0
-        group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
-        group["params"].append(p)
+    for key, p in named:
+        if p not in hidden:
+            decay = weight_decay if p.ndim >= 2 else 0.0
+            scale = vocab_lr if key in VOCAB_TENSORS else 1.0
+            group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
+            group["params"].append(p)
     adam = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
     optimizers = [adam(groups.values(), lr=lr, betas=betas)]
     if hidden:
         # scaled to the size of AdamW's updates, so that one learning rate serves both (arXiv 2502.16982)
-        optimizers.append(torch.optim.Muon(hidden.values(), lr=lr, weight_decay=weight_decay,
+        optimizers.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
     grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for _, p in named), "every parameter has exactly one optimizer"

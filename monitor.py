@@ -382,7 +382,6 @@ class RunLog:
         now = time.perf_counter()
         seq_len = run["seq_len"]
         tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
-        self.restart_clock(samples)
         skipped = int(not math.isfinite(numbers["grad_norm"]))
         record = {"step": step, "loss": numbers["loss"]} | numbers
         record |= {"skipped": skipped, "tokens": samples * seq_len, "mfu": None,
@@ -390,6 +389,7 @@ class RunLog:
         if self.facts["peak_flops"]:
             flops = tokens_per_sec * self.facts["flops_per_token"](record)
             record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
+        self.restart_clock(samples)  # after counting, which is not part of the next steps
         if ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
         self.write(record, machines)
@@ -595,8 +595,7 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
     own = dict.fromkeys(key for record in records for key in own_keys(record))
     sets = dict.fromkeys(key for record in records for key in record if key.startswith("val_exact/"))
     rows = ["lr", "tokens_per_sec", *own]
-    if any("val_exact" in record for record in records):
-        rows.append("val_exact")
+    rows += ["val_exact"] * any("val_exact" in record for record in records)
     figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)))
     loss, *others = figure.subplots(1 + len(rows), 1, sharex=True, height_ratios=(3, *[1] * len(rows)))
     below = dict(zip(rows, others))
@@ -675,7 +674,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command. Returns exit code 2 for a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR",
-                        help="a run: prints a summary as JSON and draws its curves")
+                        help="a run: prints a summary as JSON and draws its curves (without it, readings of "
+                        "this machine)")
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in bytes")

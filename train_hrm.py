@@ -11,10 +11,8 @@ Run the same command again and it resumes where it stopped. Without torchrun it 
 """
 
 import argparse
-import functools
 import random
 import re
-import statistics
 
 import data
 from data import UserError
@@ -22,7 +20,7 @@ from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync
                        end_run, evaluate, flag_group, flags_of_model, identity_of, launch, load_data,
                        log_step, make_parser, new_model, open_run, parse, plan_run, run_directory, sample,
                        seed_step, set_modes, start, use_model)
-from model import HRM, HRMConfig, flops_per_token, learning_rate, make_optimizers
+from model import HRM, HRMConfig, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
 # 4 times its batch. In all trainers, micro-batch and checkpoint_activations are for GPUs of 80 GB.
@@ -135,14 +133,13 @@ def main() -> None:
     identity = identity_of(HRM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps, bp_steps=[low, high])
     step, samples = checkpoints.resume(saved, state, identity)
-    count_flops = functools.cache(functools.partial(flops_per_token, HRM, c))
 
-    def flops(record: dict) -> float:
-        """FLOPs per token of the steps of a record, whose cycles were drawn at random."""
+    def drawn(record: dict) -> list[dict]:
+        """The steps that a record may stand for, whose cycles were drawn at random."""
         drawn = [round(record["cycles"])] if c.halt else range(least_cycles, c.cycles + 1)
-        return statistics.fmean(count_flops(bp_steps=record["bp_steps"], cycles=n) for n in drawn)
+        return [{"bp_steps": record["bp_steps"], "cycles": n} for n in drawn]
 
-    begin_log(log, state, dataset, identity, step, saved, flops)
+    begin_log(log, state, dataset, identity, step, saved, drawn)
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--prompt")
     trained = as_range(1 if c.halt else least_cycles, c.cycles)

@@ -15,14 +15,13 @@ masks the same 15 %.
 """
 
 import argparse
-import functools
 
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
                        end_run, evaluate, flag_group, identity_of, launch, load_data, local_rank, log_step,
                        make_parser, new_model, number, open_run, parse, plan_run, run_directory, seed_step,
                        set_modes, start, use_model)
-from model import MLM, MLMConfig, flops_per_token, learning_rate, make_optimizers
+from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")
@@ -108,8 +107,7 @@ def main() -> None:
     identity = identity_of(MLM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)
     step, samples = checkpoints.resume(saved, state, identity)
-    flops = functools.cache(lambda: flops_per_token(MLM, model.config, mask_rate=args.mask_rate))
-    begin_log(log, state, dataset, identity, step, saved, lambda record: flops())
+    begin_log(log, state, dataset, identity, step, saved, lambda record: [{"mask_rate": args.mask_rate}])
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--fill")
     state.warm_up(example, example)

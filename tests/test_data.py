@@ -929,7 +929,9 @@ def test_close_ends_the_thread(dataset):
     loader.step(1)
     assert len(set(threading.enumerate()) - before) == 1
     loader.close()
-    assert not set(threading.enumerate()) - before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch):

@@ -490,7 +490,7 @@ def test_a_step_waits_for_the_device_once(world, optimizer):
             return plain(*args)
         return method
 
-    names = ("item", "tolist", "__bool__", "__int__", "__float__")
+    names = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
     for step in range(3):
         with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in names}):
             labels = ddp_utils.begin_sum(8, world)

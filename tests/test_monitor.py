@@ -1,5 +1,5 @@
-"""monitor.py: readings against what the system says, the command, RunLog's curves, the picture and the summary
-of a run.
+"""monitor.py: readings against what the system says, the command, RunLog's curves, the picture and the
+summary of a run.
 """
 
 import base64

@@ -358,7 +358,7 @@ def test_packed_samples_are_computed_as_if_alone(build, dtype, plain):
     logits, largest = model(idx).float(), model(idx).float().abs().max()
     compared = 0
     for row, found in zip(idx, logits):
-        number = model.documents(row[None])[0][0]
+        number = data.documents(row[None], START, RESPONSE)[0][0]
         for document in number.unique():
             here = number == document
             alone = model(row[here][None]).float()[0]
@@ -400,15 +400,15 @@ def test_rows_beyond_the_last_do_not_count():
 def test_control_a_label_inside_the_next_prefix(monkeypatch):
     """If the start of the next sample were part of this one, a response would see its own label."""
     idx = torch.tensor([[START, 1, RESPONSE, 4, START, 6, RESPONSE, 7] + [START] * (T - 8)])
-    model, documents = gpt2(), GPT2.documents
+    model, documents = gpt2(), data.documents
     logits = model(idx)
     idx[0, 5] = 9  # a token of the next prompt
     assert torch.equal(model(idx)[0, 3], logits[0, 3])
 
-    def wrong(self, idx):  # a document ends with the start of the next
-        number, first, response = documents(self, idx)
+    def wrong(idx, *ids):  # a document ends with the start of the next
+        number, first, response = documents(idx, *ids)
         return number - (idx == START).long(), first, response
-    monkeypatch.setattr(GPT2, "documents", wrong)
+    monkeypatch.setattr("model.documents", wrong)
     mask = model.mask(idx, None)[0, 0]
     assert mask[4, 3] and not mask[4, 5]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import fork
-from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, module_of
+from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, module_of, steps_of
 from train_recurrent import Recurrent, RecurrentConfig
 
 import ddp_utils
@@ -81,10 +81,15 @@ def test_strategies_compute_the_same_and_resume_bit_for_bit(script, shards, tmp_
         assert_same_run(tmp_path / name, tmp_path / "again" / name)
 
 
-def test_a_run_can_be_used(script, shards, tmp_path, capsys):
-    """The cache gives what all tokens at once give; --prompt answers; --export works or says why not."""
+def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch):
+    """The cache gives what all tokens at once give; --prompt answers; --export works or says why not. Where
+    the peak of the device is known, FLOPs are counted.
+    """
     trainer = trainer_of(script, capsys)
-    done = trainer.train(0, shards, tmp_path / "run", steps=4, eval_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("monitor.peak_flops", lambda device, say: 1e12)
+        done = trainer.train(0, shards, tmp_path / "run", steps=4, eval_every=4)
+    assert all(record["mfu"] > 0 for record in steps_of(tmp_path / "run"))
     assert done.code == 0 and re.search(r"parameters, [1-9][\d,]+ of them in \d+ blocks", done.out), done.out
     saved = torch.load(list_checkpoints(tmp_path / "run")[0], weights_only=True)
     model_class = getattr(module_of(script), saved["family"])

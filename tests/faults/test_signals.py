@@ -207,7 +207,7 @@ def test_training(tmp_path, shards, number):
 
 
 @pytest.mark.parametrize("number", [
-    signal.SIGINT, *(pytest.param(number, marks=pytest.mark.full) for number in STOPS[::2])])
+    signal.SIGHUP, *(pytest.param(number, marks=pytest.mark.full) for number in STOPS)])
 def test_saving(tmp_path, shards, number):
     """The save that is under way is finished, and the newest one is that of the last step."""
     out = tmp_path / "run"
@@ -223,7 +223,8 @@ def test_saving(tmp_path, shards, number):
 
 
 @pytest.mark.parametrize("number", [
-    signal.SIGUSR1, *(pytest.param(number, marks=pytest.mark.full) for number in STOPS[:2])])
+    signal.SIGINT,
+    *(pytest.param(number, marks=pytest.mark.full) for number in (*STOPS[::2], signal.SIGHUP))])
 def test_evaluation(tmp_path, shards, number):
     """It is cut off; the run goes on with this evaluation, and ends like one that was left alone."""
     out, flags = tmp_path / "run", {"steps": 8, "eval_every": 4, "eval_batches": 0, "batch": 4}
