@@ -33,7 +33,7 @@ import time
 import warnings
 import zipfile
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,6 +60,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 # fields of a configuration that a resumed run may change
 CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
+FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # it warns against in-place operations in selectively checkpointed code; blocks have none
@@ -201,8 +202,7 @@ def start(args: argparse.Namespace) -> World:
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
                 "same flags; --precision auto and --device auto need the same type of processor everywhere, "
-                "prepared pairs the same files, and --init-from a directory its config.json and "
-                "tokenizer.json, unless --size, --seq-len and --tokenizer are given")
+                "and prepared pairs the same files")
     return world
 
 
@@ -680,54 +680,34 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
         raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
     if sharded and args.precision == "fp16":
         raise UserError("--precision fp16 needs ddp or zero1: use zero1, or bf16 where the GPU has it.")
+    if given.dry_run is not None and given.init_from and not given.size:
+        raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
     if args.comm != "fp32" and args.strategy != "ddp":
         raise UserError("--comm needs --strategy ddp.")
     if args.comm == "late" and args.precision == "fp16":
         raise UserError("--comm late needs --precision bf16 or fp32.")
 
 
-def config_of_weights(config_class: type, source: str) -> dict:
-    """The configuration fields of --init-from, without reading its weights; empty if none are found."""
-    home = Path(source.removeprefix("hf:"))
-    with contextlib.suppress(OSError, ValueError, KeyError, UserError):
-        if source.startswith("hf:"):
-            classes = {model_class.Config: model_class for model_class in HF_FAMILIES}
-            config, _ = config_from_hf(classes[config_class], source[3:])
-            return asdict(config)
-        home = home.parent.parent if home.is_file() else home
-        found = json.loads((home / "config.json").read_text())["model_config"]
-        if found.keys() <= {field.name for field in fields(config_class)}:  # otherwise it is another model
-            return found
-    return {}
-
-
-def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
-          argv: list[str] | None) -> argparse.Namespace:
-    """Parses the flags. Defaults come from the row of the size, then the model's configuration, then the
-    parser. Raises UserError for flags that exclude each other.
+def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], argv: list[str] | None,
+          saved: dict | None = None, weights: dict | None = None) -> argparse.Namespace:
+    """Parses the flags. Defaults come from `saved`, the checkpoint that is resumed, or else from `weights`,
+    what is known of those of --init-from (see find_run), then from the row of the size, the model's
+    configuration and the parser. Raises UserError for flags that exclude each other, or contradict a record.
     """
     unset = {action.dest: None for action in parser._actions if action.default is not argparse.SUPPRESS}
     given = parser.parse_args(argv, argparse.Namespace(**unset))
-    size = vars(given).get("preset") or given.size
-    weights = {}
-    if given.init_from and Path(given.init_from.removeprefix("hf:")).exists():  # only rank 0 asks the hub
-        weights = config_of_weights(config_class, given.init_from)
-    if given.init_from and not size and not weights:
-        raise UserError(f"--init-from {given.init_from} has no config.json here that says its shape: name a "
-                        "run directory or hf:DIR, or give the --size of the weights as well.")
-
-    def unlike(size: str) -> int:  # number of fields that differ
-        return sum(weights[name] != sizes[size][name] for name in weights.keys() & sizes[size].keys())
-
-    size = size or min(sizes, key=unlike)  # tiny, the first, without --init-from
+    record = saved or weights or {"model_config": {}, "settings": {}}
+    size = vars(given).get("preset") or given.size or nearest_size(sizes, record)
+    began = saved and saved["settings"].get("init_from")
+    if saved and given.init_from and not began:
+        raise UserError(f"{saved['path']} was begun without --init-from: leave it out, or start a new run "
+                        "with another --out.")
+    given.init_from = given.init_from or began
     defaults = {field.name: field.default for field in flag_fields(config_class)}
-    for name in defaults.keys() & weights.keys() - {"seq_len", "attention", "init", *CHANGEABLE}:
-        asked = vars(given)[name]
-        if asked is not None and asked != type(asked)(weights[name]):
-            raise UserError(f"{given.init_from} was trained with {name} {weights[name]}: leave out "
-                            f"--{name.replace('_', '-')}, or start without --init-from.")
     defaults |= {"vocab_size": None} | recipe(given, sizes[size])
     defaults |= {"size": size, "global_batch": None, "batch": None}  # plan_run computes the last two
+    if record["model_config"]:
+        defaults |= shape_of(config_class, record, given, CHANGEABLE if saved else FREE)
     args = argparse.Namespace(**vars(given) | defaults)
     for name, value in vars(given).items():
         if value is not None:
@@ -736,13 +716,39 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
             setattr(args, name, parser.get_default(name))
     refuse_combinations(args, given)
     sources = sources_of(args.data)
-    args.seq_len = given.seq_len or row_of(sources[0]) or weights.get("seq_len") or args.seq_len
-    home = Path((args.init_from or "").removeprefix("hf:"))
-    trained = (home.parent.parent if home.is_file() else home) / "tokenizer.json"
-    prepared = any(Path(source).is_dir() for source in sources)
-    if args.init_from and trained.is_file() and not args.tokenizer and not prepared:
-        args.tokenizer = str(trained)  # the data's ids must be those that the weights were trained with
+    seq_len, tokenizer = record["model_config"].get("seq_len"), record.get("tokenizer_file")
+    if saved:
+        seq_len, tokenizer = saved["seq_len"], saved["tokenizer_flag"]
+    args.seq_len = given.seq_len or row_of(sources[0]) or seq_len or args.seq_len
+    if not any(Path(source).is_dir() for source in sources):
+        args.tokenizer = args.tokenizer or tokenizer  # whose ids the weights know
     return args
+
+
+def nearest_size(sizes: dict[str, dict], record: dict) -> str:
+    """The size that a record names, or the first of those that differ from it in the fewest fields."""
+    def unlike(size: str) -> int:
+        return sum(sizes[size].get(name, value) != value for name, value in record["model_config"].items())
+
+    size = record["settings"].get("size")
+    return size if size in sizes else min(sizes, key=unlike)
+
+
+def shape_of(config_class: type, record: dict, given: argparse.Namespace, free: tuple[str, ...]) -> dict:
+    """The model's flags as in a record, but for those that are `free`. Raises UserError for a flag that is
+    given and contradicts.
+    """
+    known = config_of(config_class, record["model_config"], record["path"])
+    free = ("seq_len", *free)  # rows may be shorter, see check_resumable and assert_context
+    shape = {field.name: getattr(known, field.name) for field in flag_fields(config_class)
+             if field.name not in free}
+    for name, value in shape.items():
+        asked = getattr(given, name)
+        if asked is not None and replace(known, **{name: asked}) != known:
+            raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
+                            f"{asked}: leave out --{name.replace('_', '-')}, or start a new run with another "
+                            "--out and without --init-from.")
+    return shape
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -864,12 +870,8 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens.
     """
-    shape, weights = flags_of_model(model_class.Config, args), {}
-    if args.init_from:
-        weights = on_rank0(world, lambda: config_of_weights(model_class.Config, args.init_from))
     with torch.device("meta"):
-        model = model_class(model_class.Config(**shape | weights))
-    assert_context(args.init_from, model, model.config.seq_len, args.seq_len)
+        model = model_class(model_class.Config(**flags_of_model(model_class.Config, args)))
     parameters = num_params(model)
 
     def read():
@@ -990,13 +992,14 @@ def config_of(config_class: type, saved: dict, where):
 
 
 def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
-               strategy: str = "ddp", ids: int = 0, **changes) -> tuple[nn.Module, dict | None]:
-    """Loads a model, with averaged weights if there are any, from a run directory, a file or hf:DIR_OR_ID.
-    Returns it and its checkpoint (None for hf:). `changes` replaces fields of the configuration that do not
-    affect the parameters. The context is extended to `seq_len`, if the positional encoding allows that, and
-    the vocabulary to `ids`. The embeddings of new ids start as the mean of the existing ones.
+               strategy: str = "ddp", ids: int = 0, saved: dict | None = None,
+               **changes) -> tuple[nn.Module, dict | None]:
+    """Loads a model, with averaged weights if there are any, from a run directory, a file or hf:DIR_OR_ID,
+    or from `saved`, a checkpoint that was loaded before. Returns it and its checkpoint (None for hf:).
+    `changes` replaces fields of the configuration that do not affect the parameters. The context
+    is extended to `seq_len`, if the positional encoding allows that, and the vocabulary to `ids`. The
+    embeddings of new ids start as the mean of the existing ones.
     """
-    saved = None
     weights = {}
 
     def read_hf() -> dict:
@@ -1007,10 +1010,8 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
     if str(source).startswith("hf:"):
         config = on_rank0(world, read_hf)
     else:
-        saved = load_checkpoint(source, world, say)
-        if saved["family"] != model_class.__name__:
-            raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
-                            f"{model_class.__name__}: use its own trainer.")
+        saved = saved or load_checkpoint(source, world, say)
+        assert_family(saved, model_class)
         config = saved["model_config"]
         if world.is_rank0:
             weights = saved["tensors"]["model"] | saved["tensors"]["ema"]
@@ -1034,22 +1035,23 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
     return model, saved
 
 
+def assert_family(saved: dict, model_class: type) -> None:
+    if saved["family"] != model_class.__name__:
+        raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
+                        f"{model_class.__name__}: use its own trainer.")
+
+
 def tokenizer_id(tokenizer) -> str:
     """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
 
 
-def run_directory(args: argparse.Namespace, name: str) -> Path:
-    names = [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
-    return args.out or Path("runs", "-".join([name, *names]))
-
-
-def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path) -> None:
+def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path,
+              saved: dict | None) -> None:
     """--export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of --resume."""
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
-    model, saved = load_model(model_class, resume, world, print, **changes)
-    assert_trained_with(args, model.config, saved["path"])
+    model, saved = load_model(model_class, resume, world, print, saved=saved, **changes)
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.eval()
     if not world.is_rank0:
@@ -1083,16 +1085,6 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
                 print_pieces(answer(input("> ")))
             except UserError as error:  # the prompt is too long
                 print(f"error: {error}")
-
-
-def assert_trained_with(args: argparse.Namespace, config, where) -> None:
-    """Raises UserError for a given switch that the model was not trained with."""
-    for field in flag_fields(type(config)):
-        value = getattr(args, field.name)
-        was = getattr(config, field.name)
-        if field.type is bool and field.name not in CHANGEABLE and was != value != field.default:
-            raise UserError(f"{where} was trained with {field.name} {was}: name the run that has "
-                            f"{field.name} {value}.")
 
 
 def print_pieces(pieces) -> None:
@@ -1539,21 +1531,22 @@ NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "optimizer", "late")  # of tensors in a checkpoint, each a dict by name
 
 
-def read_checkpoint(path: Path) -> dict:
-    """Reads a checkpoint and checks every byte. Raises RunError if it is not what was written.
+def read_checkpoint(path: Path, checked: bool = True) -> dict:
+    """Reads a checkpoint and checks every byte, unless only its plain data are wanted. Raises RunError if it
+    is not what was written.
 
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
     directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
     """
     try:
         with zipfile.ZipFile(path) as file:
-            broken = file.testzip()
+            broken = checked and file.testzip()
         if broken:
             raise ValueError(f"{broken} has a wrong checksum")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if saved["format"] != 1 or bit_sums(saved["tensors"]) != saved["sums"]:
+        if saved["format"] != 1 or checked and bit_sums(saved["tensors"]) != saved["sums"]:
             raise ValueError("its tensors are not those that were saved")
-        if (name := NAME.fullmatch(path.name)) and int(name[1]) != saved["step"]:
+        if NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
             raise ValueError(f"it is that of step {saved['step']}")
         return saved
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
@@ -1564,16 +1557,20 @@ def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
     return {f"{group}/{name}": int(bit_sum(t)) for group in tensors for name, t in tensors[group].items()}
 
 
+def step_of(path: str | Path) -> int:
+    return int(NAME.fullmatch(Path(path).name)[1])
+
+
 def list_checkpoints(run_directory: Path) -> list[Path]:
     """The finished checkpoints of a run, newest first."""
-    found = [(int(match[1]), p) for p in Path(run_directory, "checkpoints").glob("step_*.pt")
-             if (match := NAME.fullmatch(p.name))]
-    return [p for _, p in sorted(found, reverse=True)]
+    paths = Path(run_directory, "checkpoints").glob("step_*.pt")
+    found = [path for path in paths if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False) -> dict | None:
-    """Loads a checkpoint file, or the newest intact one of a run directory. With `resuming`, renames damaged
-    ones, which would otherwise count among the newest to keep, and returns None if there are no checkpoints.
+def load_checkpoint(where: str | Path, world: World, say, checked: bool = True) -> dict:
+    """Loads a checkpoint file, or the newest intact one of a run directory. Adds its path, the paths of newer
+    ones that are damaged, and the tokenizer.json of its run.
 
     All ranks get the plain data. Only rank 0, which reads the file, gets the tensors; the others get meta
     tensors of the same shapes. Raises UserError on all ranks if no checkpoint can be read.
@@ -1583,34 +1580,39 @@ def load_checkpoint(where: str | Path, world: World, say, resuming: bool = False
     def choose():
         nonlocal saved
         candidates = [Path(where)] if Path(where).is_file() else list_checkpoints(where)
-        if not candidates and not resuming:
+        if not candidates:
             fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
             checkpoints = Path(where).parent.glob("*/checkpoints/step_*.pt")
             runs = sorted({str(path.parents[1]) for path in checkpoints})
             such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}, "
                             f"or a model of Hugging Face as hf:{where}.")
+        damaged = []
         for path in candidates:
-            if resuming:
-                say(f"reading {path}, {path.stat().st_size / 1e9:.3g} GB")
             try:
-                saved = read_checkpoint(path)
+                saved = read_checkpoint(path, checked)
                 break
             except RunError as error:
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
-        if candidates and saved is None:
+                damaged.append(str(path))
+        if saved is None:
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
                             "from a copy, or start from scratch in another --out.")
-        for damaged in candidates[:candidates.index(path)] if candidates and resuming else ():
-            damaged.rename(damaged.with_suffix(".damaged"))
-        if saved is None:
-            return None
         shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}
                   for group, named in saved["tensors"].items()}
-        return saved | {"path": str(path), "tensors": shapes}
+        own = tokenizer_in(path.parent.parent)
+        flag = saved["settings"].get("tokenizer")  # may name a file that has been moved since
+        gone = flag and flag.endswith(".json") and not Path(flag).exists()
+        return saved | {"path": str(path), "damaged": damaged, "tensors": shapes, "tokenizer_file": own,
+                        "tokenizer_flag": own if gone else flag}
 
     answer = on_rank0(world, choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer
+
+
+def tokenizer_in(directory: Path) -> str | None:
+    path = directory / "tokenizer.json"
+    return str(path) if path.is_file() else None
 
 
 def check_resumable(saved: dict, now: dict, config_class: type, say) -> None:
@@ -1643,7 +1645,8 @@ class Checkpoints:
     unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
-        self._lock = lock or contextlib.ExitStack()  # of the directory, see lock_run_dir
+        self._lock = lock  # of the directory, a RunLock
+        self.lost = lock.lost if lock else lambda: ""
         self.run_directory = Path(run_directory)
         self.directory = Path(run_directory, "checkpoints")
         self.world = world
@@ -1655,19 +1658,25 @@ class Checkpoints:
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
 
-    def load(self, resume: str) -> dict | None:
-        """The checkpoint of --resume, or None to start from scratch. Raises UserError on all ranks."""
-        world = self.world
+    def load(self, resume: str, saved: dict | None = None) -> dict | None:
+        """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
+        is read again only if there is a newer one. Renames damaged ones, which would otherwise count among
+        the newest to keep. Raises UserError on all ranks.
+        """
         directory = self.run_directory
-        newest = on_rank0(world, lambda: next((path.name for path in list_checkpoints(directory)), None))
-        if resume == "none" and newest:
+        newest = on_rank0(self.world, lambda: next(map(str, list_checkpoints(directory)), None))
+        if not newest:
+            return saved
+        if resume == "none":
             raise UserError(f"{directory} holds checkpoints ({newest}): choose another --out, or delete it.")
-        if resume in ("none", "auto"):
-            return None if resume == "none" else load_checkpoint(directory, world, self.say, resuming=True)
-        saved = load_checkpoint(resume, world, self.say)
-        if newest and int(NAME.fullmatch(newest)[1]) > saved["step"]:
+        if resume != "auto" and step_of(newest) > saved["step"]:
             raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
                             "--out to branch off there, or delete the later ones.")
+        if resume == "auto" and not (saved and newest in (saved["path"], *saved["damaged"])):
+            saved = load_checkpoint(directory, self.world, self.say)
+        if self.world.is_rank0:
+            for damaged in saved["damaged"]:
+                os.rename(damaged, f"{damaged}.damaged")
         return saved
 
     def resume(self, saved: dict | None, state: TrainState, identity: dict) -> tuple[int, int]:
@@ -1680,7 +1689,24 @@ class Checkpoints:
         if Path(saved["path"]).parent == self.directory:
             self.saved_step = saved["step"]
             self._newest = Path(saved["path"])
+        on_rank0(self.world, lambda: self._go_back(saved["step"]))
         return saved["step"], saved["samples"]
+
+    def _go_back(self, step: int) -> None:
+        """Replaces a best.pt of a later step by the best of the checkpoints that there are."""
+        files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
+        best = self.directory / "best.pt"
+        with contextlib.suppress(RunError):
+            marked = read_checkpoint(best, checked=False)["step"]
+            files.setdefault(marked, best)
+            if marked > step:
+                best.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
+            self._lost = losses.keys() - files.keys()
+            left = [at for at in losses if at in files and at <= step]
+            if left and not best.exists():
+                self._link(files[min(left, key=losses.get)], best)
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -1693,9 +1719,12 @@ class Checkpoints:
         self.saved_step = step
         steps = meta["settings"]["steps"]
         say_on_other_nodes(world, f"step {step}/{steps} | in sync, node 0 saves a checkpoint")
+        lost = self.lost()
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
-        while reduce_sum([not all(job.done() for job in self.unwritten)], world)[0]:
+        while (sums := reduce_sum([not all(job.done() for job in self.unwritten), bool(lost)], world))[0]:
             time.sleep(0.02)
+        if sums[1]:
+            raise UserError(on_rank0(world, lambda: lost))
         for group, name, tensor, owner in state.tensors():
             if owner is not None:
                 tensor = transfer(tensor, owner, 0, world)
@@ -1732,11 +1761,15 @@ class Checkpoints:
         if self.world.is_rank0 and self._newest and not self._newest.exists():
             raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
                            "same command resumes from the one before.")
-        self._lock.close()
+        if self._lock:
+            self._lock.close()
 
     def _submit(self, function, path: Path, *args) -> None:
         def job():
             try:
+                if lost := self.lost():
+                    raise RuntimeError(lost)
+                self.directory.mkdir(exist_ok=True)
                 function(path, *args)
             except Exception as error:  # mostly a full disk, which torch.save does not name
                 reason = first_line(error)
@@ -1768,44 +1801,90 @@ class Checkpoints:
         saved = [other for at, other in others.items() if at not in self._lost]
         if not loss < min(saved, default=math.inf):
             return
-        temporary = path.with_name(".tmp-best.pt")
+        self._link(newest, path)
+
+    def _link(self, source: Path, path: Path) -> None:
+        temporary = path.with_name(f".tmp-{path.name}")
         temporary.unlink(missing_ok=True)
         try:
-            os.link(newest, temporary)
+            os.link(source, temporary)
         except OSError:  # a file system without hard links
-            shutil.copyfile(newest, temporary)
+            shutil.copyfile(source, temporary)
         os.replace(temporary, path)
         fsync_directory(self.directory)
 
 
-def lock_run_dir(run_directory: Path, world: World) -> contextlib.ExitStack:
-    """Creates a run directory and locks it until the result is closed or rank 0 ends in any way."""
-    held = contextlib.ExitStack()
+class RunLock:
+    """Creates a run directory and locks it until `close`, or until rank 0, which holds it, ends in any way.
+    Raises UserError on all ranks.
+    """
 
-    def lock():
-        path = run_directory / ".lock"  # never a link, because its content gets replaced
+    def __init__(self, out: Path, world: World):
+        self.out = out
+        self._file = None
+        self._mutex = threading.Lock()  # the thread that writes checkpoints also calls `lost`
+        on_rank0(world, self._acquire)
+
+    def _acquire(self) -> None:
+        path = self.out / ".lock"  # never a link, because its content gets replaced
         try:
-            (run_directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            file = held.enter_context(open(descriptor, "r+"))
         except OSError as error:
             raise (NotNow if error.errno == errno.ENOSPC else UserError)(
-                f"{run_directory} cannot be written ({error.strerror}): choose another --out.")
+                f"{self.out} cannot be written ({error.strerror}): choose another --out.")
+        file = os.fdopen(descriptor, "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise NotNow(f"{run_directory} is in use by {file.read()}: wait, or choose another --out.")
-        except OSError:
-            pass  # a file system without locks
-        owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
+            with file:
+                raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
+        except OSError as error:
+            print(f"WARNING: {self.out} is on a file system without locks ({error.strerror}): make sure that "
+                  "no other run writes there", flush=True)
+        self._file = file
+        self._owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
         with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, owner.encode())
-        for leftover in (run_directory / "checkpoints").glob(".tmp-*"):
+            os.write(descriptor, self._owner.encode())
+        for leftover in (self.out / "checkpoints").glob(".tmp-*"):
             leftover.unlink()
 
-    on_rank0(world, lock)
-    return held
+    def lost(self) -> str:
+        """Why this run may no longer write into its directory, or "". One that was removed is made again."""
+        with self._mutex:
+            if not self._file:
+                return ""
+            held = os.fstat(self._file.fileno())
+            path = self.out / ".lock"
+            try:
+                owner, same = path.read_text(), os.path.samestat(held, path.stat())
+            except FileNotFoundError:
+                return self._find(held)
+            except OSError:  # the disk is away; a save fails as well, and is tried again
+                return ""
+            # some file systems number a file anew; on a full disk the owner was not written
+            if owner == self._owner or same and not owner:
+                return ""
+            return (f"{self.out} was taken by another run ({owner}), so this one ends without a checkpoint: "
+                    "give each run its own --out.")
+
+    def _find(self, held: os.stat_result) -> str:
+        """Says where the directory is, or makes it again."""
+        if held.st_nlink:
+            now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
+            return f"{self.out} was moved to {now}: the same command with --out {now} resumes the run."
+        try:
+            self._acquire()
+        except (UserError, NotNow) as error:
+            return str(error)
+        print(f"WARNING: {self.out} was removed and is made again", flush=True)
+        return ""
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1862,13 +1941,88 @@ class StopVote:
         return values
 
 
-def open_run(out: Path, args: argparse.Namespace,
-             world: World) -> tuple[monitor.RunLog, Checkpoints, dict | None]:
-    """Locks a run directory, opens its log, and reads the checkpoint to resume from, if there is one."""
-    lock = lock_run_dir(out, world)
+def find_run(model_class: type, args: argparse.Namespace, world: World,
+             parse_args) -> tuple[argparse.Namespace, Path, dict | None]:
+    """Returns the flags, the run directory, and the checkpoint to resume from or None. All ranks call this.
+
+    What a flag does not say comes from that checkpoint, else from the weights of --init-from, else from its
+    default: parse_args(saved=…) or parse_args(weights=…) parses the command line again with what they record.
+    Nothing is written or locked. Raises UserError on all ranks.
+    """
+    weights = missing = None
+    if args.init_from:
+        try:
+            weights = record_of_weights(model_class, args.init_from, world)
+        except UserError as error:  # does not matter to a run that has begun
+            missing = error
+        args = parse_args(weights=weights)
+    out = run_directory(args, model_class)
+    saved = find_checkpoint(out, args.resume, world)
+    if saved and saved["family"] == model_class.__name__:
+        args = parse_args(saved=saved)
+    elif missing:
+        raise missing
+    if weights and not saved:
+        with torch.device("meta"):
+            model = model_class(config_of(model_class.Config, weights["model_config"], args.init_from))
+        assert_context(args.init_from, model, model.config.seq_len, args.seq_len)
+    return args, out, saved
+
+
+def run_directory(args: argparse.Namespace, model_class: type) -> Path:
+    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096."""
+    family = model_class.__name__.lower()
+    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
+    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
+    return args.out or Path("runs", "-".join(names))
+
+
+def record_of_weights(model_class: type, source: str, world: World) -> dict:
+    """What is known of the weights of --init-from: their configuration, tokenizer.json and, if they are ours,
+    the settings of their run. Raises UserError on all ranks.
+    """
+    def read_hf() -> dict:
+        config, files = config_from_hf(model_class, source[3:])
+        return {"path": source, "model_config": asdict(config), "settings": {},
+                "tokenizer_file": tokenizer_in(files[0].parent)}
+
+    if source.startswith("hf:"):
+        return on_rank0(world, read_hf)
+    saved = load_checkpoint(source, world, print, checked=False)  # load_model checks it
+    assert_family(saved, model_class)
+    return saved
+
+
+def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
+    """The checkpoint that --resume names, or with `auto` the newest of a run directory, if there is one.
+    Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
+    nodes are numbered anew.
+    """
+    if resume not in ("auto", "none"):
+        return load_checkpoint(resume, world, print)
+    newest = max(map(step_of, list_checkpoints(out)), default=0)
+    latest = int(largest(newest, world))
+    first = on_rank0(world, lambda: newest)
+    if latest > first:
+        holder = int(largest(world.rank if newest == latest else 0, world))
+        where = [f"{world.node} ({os.uname().nodename})"]
+        dist.broadcast_object_list(where, src=holder, device=world.device)
+        raise UserError(f"{where[0]} holds step {latest} of {out}, node0 only step {first}: start that "
+                        f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
+                        "checkpoints.")
+    return load_checkpoint(out, world, print) if resume == "auto" and first else None
+
+
+def open_run(out: Path, args: argparse.Namespace, world: World,
+             saved: dict | None) -> tuple[monitor.RunLog, Checkpoints, dict | None]:
+    """Locks a run directory and opens its log. Returns `saved` of find_run, or what has become the newest
+    checkpoint since.
+    """
+    lock = RunLock(out, world)
     log = monitor.RunLog(out, world.is_rank0, world.prefix)
+    log.lost = lock.lost
     checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
-    return log, checkpoints, checkpoints.load(args.resume)
+    return log, checkpoints, checkpoints.load(args.resume, saved)
 
 
 def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
@@ -1910,11 +2064,7 @@ def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, wor
     changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if args.init_from and not saved:
         return trained_model(model_class, args, dataset, world, say, config.vocab_size, pairs, changes)
-    if saved and not args.init_from and (began := saved["settings"].get("init_from")):
-        raise UserError(f"{saved['path']} was begun with --init-from {began}: give that again, for its shape "
-                        "and its learning rate.")
-    if args.init_from and saved["family"] == model_class.__name__:
-        # as the run began
+    if saved and saved["family"] == model_class.__name__:  # otherwise check_resumable refuses it
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, args.strategy)
     if not saved:
@@ -1932,7 +2082,6 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
     tokenizer = dataset.tokenizer
     model, source = load_model(model_class, args.init_from, world, say, args.seq_len, args.strategy,
                                vocab_size if pairs else 0, **changes)
-    assert_trained_with(args, model.config, args.init_from)
     say(f"starting from {source['path'] if source else args.init_from}")
     digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
     if source and source["tokenizer"].split()[-1] not in digests:
@@ -1953,7 +2102,8 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
     the flags, some of which `settings` replaces.
     """
-    settings = json.loads(json.dumps(vars(args), default=str)) | settings
+    flags = {field.name: getattr(model.config, field.name) for field in flag_fields(type(model.config))}
+    settings = json.loads(json.dumps(vars(args), default=str)) | flags | settings
     settings["world_size"] = world.world_size
     settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
     return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
@@ -1971,11 +2121,9 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     settings = identity["settings"]
     say = log.say
     log.settings = settings
+    log.files = {"config.json": json.dumps(identity, indent=2), "tokenizer.json": dataset.tokenizer.to_json()}
     # only rank 0 reads the existing log
     log.evaluations = on_rank0(world, lambda: log.begin(step, settings))
-    if world.is_rank0:
-        write_atomically(log.out / "config.json", json.dumps(identity, indent=2).encode())
-        write_atomically(log.out / "tokenizer.json", dataset.tokenizer.to_json().encode())
     say_plan(log, state, dataset, identity)
     say(f"run directory {log.out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
     if not blocks_of(state.model):

@@ -12,6 +12,7 @@ MLP, V rows of the embedding table. Two choices shape every layer:
 import functools
 import itertools
 import json
+import re
 import math
 import shutil
 from collections.abc import Callable
@@ -456,6 +457,15 @@ class CausalLM(LanguageModel):
 # HRM: the Hierarchical Reasoning Model for text (arXiv 2605.20613, github sapientinc/HRM-Text)
 
 
+def int_range(flag: str, text, lowest: int) -> tuple[int, int]:
+    """'2:5' → (2, 5), and '5' → (5, 5). Raises UserError."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not lowest <= low <= high:
+        raise UserError(f"{flag} {text} is neither a number from {lowest} on nor a range such as {lowest}:5.")
+    return low, high
+
+
 @dataclass
 class HRMConfig(AttentionConfig):
     n_layer: int = flag(16, "blocks in each of the two stacks")
@@ -463,8 +473,8 @@ class HRMConfig(AttentionConfig):
     d_model: int = flag(1536, "channels")
     dropout: float = flag(0.0, DROPOUT)
     ff: int = flag(4096, "hidden units of the MLP")
-    h_cycles: int = flag(2, "cycles, each of --l-cycles calls of the stack L and one of H; a range such as "
-                         "4:8 draws their number anew for each training step", type=str)
+    h_cycles: int | str = flag(2, "cycles, each of --l-cycles calls of the stack L and one of H; a range "
+                               "such as 4:8 draws their number anew for each training step", type=str)
     l_cycles: int = flag(3, "calls of the fast stack L in each cycle")
     bp_cycles: int = flag(0, "backpropagate through this many whole cycles, the last ones; 0: --bp-steps")
     init: str | None = flag(None, "identity: blocks start by adding zero to the residual stream, and the "
@@ -481,6 +491,9 @@ class HRMConfig(AttentionConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.h_cycles, str):
+            least, self.h_cycles = int_range("--h-cycles", self.h_cycles, 1)
+            self.least_cycles = least if least < self.h_cycles else 0
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
 

@@ -294,6 +294,8 @@ class RunLog:
         self.settings: dict = {}  # of the run, by flag
         self.facts: dict = {}  # about the data and the device, see ddp_utils.begin_log
         self.clock: Clock | None = None  # see start_clock
+        self.files: dict[str, str] = {}  # texts that belong into the directory, by name
+        self.lost = lambda: ""  # why nothing may be written any more, see ddp_utils.RunLock
         self._next_drawing = 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
@@ -328,14 +330,7 @@ class RunLog:
                 failed = "loss" not in record and record.get("val_loss") is None
                 if record["step"] < step or record["step"] == step and not failed:
                     self.records.append(record)
-        self._rewrite_metrics()
-        try:
-            self._open_tensorboard(step)
-        except ImportError:
-            self.say("curves for TensorBoard are not written: pip install tensorboard")
-        except OSError as error:
-            self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
-            self._tensorboard = None
+        self._open_files(step)
         if self._tensorboard or self._wandb:
             try:
                 cpu_and_ram()  # the first record has the mean from now on
@@ -435,6 +430,18 @@ class RunLog:
         self.close()
         self.say(ending)
 
+    def _open_files(self, step: int) -> None:
+        for name, text in self.files.items():
+            write_atomically(self.out / name, text.encode())
+        self._rewrite_metrics()
+        try:
+            self._open_tensorboard(step)
+        except ImportError:
+            self.say("curves for TensorBoard are not written: pip install tensorboard")
+        except OSError as error:
+            self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
+            self._tensorboard = None
+
     def _rewrite_metrics(self) -> None:
         path = self.out / "metrics.jsonl"
         write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
@@ -516,8 +523,12 @@ class RunLog:
         JSON lacks, become null. TensorBoard is first, so a kill can leave it too many points, which `begin`
         drops, but never too few.
         """
-        if not self.active:
+        if not self.active or self.lost():
             return
+        if self._metrics is not None and not (self.out / "metrics.jsonl").exists():
+            self._metrics = None  # the directory was removed and made again
+            with contextlib.suppress(OSError, UserError):  # which is said below
+                self._open_files(record["step"])
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
         values = curve_values(record) | (machine_curves() if machines is None else machines)
@@ -558,7 +569,7 @@ class RunLog:
     def save_history(self, last: bool = False) -> None:
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
         start = time.perf_counter()
-        if not self.records or not last and start < self._next_drawing:
+        if not self.records or not last and start < self._next_drawing or self.lost():
             return
         keys = dict.fromkeys(key for record in self.records for key in record)
         history = {key: [record.get(key) for record in self.records] for key in keys}

@@ -16,12 +16,12 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 """
 
 import argparse
+import functools
 
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, identity_of, launch, load_data, log_step, make_parser, new_model,
-                       open_run, parse, plan_run, run_directory, sample, seed_step, set_modes, start,
-                       use_model)
+                       end_run, evaluate, find_run, identity_of, launch, load_data, log_step, make_parser,
+                       new_model, open_run, parse, plan_run, sample, seed_step, set_modes, start, use_model)
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
@@ -42,8 +42,9 @@ SIZES = {
 BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    return parse(make_parser(__doc__, GPT2Config, SIZES), GPT2Config, SIZES, argv)
+def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
+    """`records`: `saved` or `weights`, see ddp_utils.find_run."""
+    return parse(make_parser(__doc__, GPT2Config, SIZES), GPT2Config, SIZES, argv, **records)
 
 
 def main() -> None:
@@ -52,13 +53,13 @@ def main() -> None:
         from test_ddp import dry_run
         return dry_run(GPT2, args, SIZES[args.size])
     world = start(args)
-    out = run_directory(args, "gpt2-tiny" if args.size == "tiny" else args.size)
+    args, out, saved = find_run(GPT2, args, world, functools.partial(parse_args, None))
     if args.export or args.chat or args.prompt is not None:
-        return use_model(GPT2, args, world, out)
+        return use_model(GPT2, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
     dataset = load_data(GPT2, args, world)
-    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    log, checkpoints, saved = open_run(out, args, world, saved)  # saved is None for a new run
     global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
         args, SIZES[args.size], dataset, world, saved, log.say)
     model = new_model(GPT2, args, dataset, world, saved, log.say,

@@ -11,16 +11,16 @@ Run the same command again and it resumes where it stopped. Without torchrun it 
 """
 
 import argparse
+import functools
 import random
-import re
 
 import data
 from data import UserError
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, flag_group, flags_of_model, identity_of, launch, load_data,
-                       log_step, make_parser, new_model, open_run, parse, plan_run, run_directory, sample,
+                       end_run, evaluate, find_run, flag_group, flags_of_model, identity_of, launch,
+                       load_data, log_step, make_parser, new_model, open_run, parse, plan_run, sample,
                        seed_step, set_modes, start, use_model)
-from model import HRM, HRMConfig, learning_rate, make_optimizers
+from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
 # 4 times its batch. In all trainers, micro-batch and checkpoint_activations are for GPUs of 80 GB.
@@ -53,34 +53,28 @@ PONDER_COST = 0.01  # of each further cycle, with --halt
 RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
 
 
-def int_range(flag: str, text, lowest: int) -> tuple[int, int]:
-    """'2:5' → (2, 5), and '5' → (5, 5). Raises UserError."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
-    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not lowest <= low <= high:
-        raise UserError(f"{flag} {text} is neither a number from {lowest} on nor a range such as {lowest}:5.")
-    return low, high
-
-
 def as_range(low: int, high: int) -> str:
     return f"{low} to {high}" if low < high else f"{high}"
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
+    """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, HRMConfig, SIZES)
     flag = flag_group(parser, "recurrence")
     flag("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
          "if given, --bp-cycles does not count")
-    args = parse(parser, HRMConfig, SIZES, argv)
-    least, args.h_cycles = int_range("--h-cycles", args.h_cycles, 1)
-    args.least_cycles = least if least < args.h_cycles else 0
+    args = parse(parser, HRMConfig, SIZES, argv, **records)
+    record = records.get("saved") or records.get("weights")
+    least = record["model_config"].get("least_cycles", 0) if record else 0
+    c = HRMConfig(least_cycles=least, **flags_of_model(HRMConfig, args))
+    args.h_cycles, args.least_cycles = c.h_cycles, c.least_cycles
     if args.halt and args.least_cycles:
         raise UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one number.")
     if args.bp_steps:
         args.bp_cycles = 0
-    if not args.init_from:  # whose weights say how many cycles there are
-        truncation(args, HRMConfig(**flags_of_model(HRMConfig, args)))
+    if not args.init_from or records:  # otherwise the weights say how many cycles there are
+        truncation(args, c)
     return args
 
 
@@ -107,13 +101,13 @@ def main() -> None:
         _, high = truncation(args, HRMConfig(**flags_of_model(HRMConfig, args)))
         return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
     world = start(args)
-    out = run_directory(args, f"hrm-{args.size}")
+    args, out, saved = find_run(HRM, args, world, functools.partial(parse_args, None))
     if args.export or args.chat or args.prompt is not None:
-        return use_model(HRM, args, world, out)
+        return use_model(HRM, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
     dataset = load_data(HRM, args, world)
-    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    log, checkpoints, saved = open_run(out, args, world, saved)  # saved is None for a new run
     global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
         args, SIZES[args.size], dataset, world, saved, log.say)
     model = new_model(HRM, args, dataset, world, saved, log.say, least_cycles=args.least_cycles,

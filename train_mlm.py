@@ -15,11 +15,12 @@ masks the same 15 %.
 """
 
 import argparse
+import functools
 
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, flag_group, identity_of, launch, load_data, local_rank, log_step,
-                       make_parser, new_model, number, open_run, parse, plan_run, run_directory, seed_step,
+                       end_run, evaluate, find_run, flag_group, identity_of, launch, load_data, local_rank,
+                       log_step, make_parser, new_model, number, open_run, parse, plan_run, seed_step,
                        set_modes, start, use_model)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 
@@ -71,13 +72,14 @@ def list_presets() -> None:
     print(*commands, sep="\n")
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
+    """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     flag = flag_group(parser, "masked language model")
     flag("--list-presets", bool, None, "print all presets with their commands")
     flag("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored")
     flag("--fill", str, None, "print the likeliest tokens for each [MASK] in this text")
-    return parse(parser, MLMConfig, RECIPES, argv)
+    return parse(parser, MLMConfig, RECIPES, argv, **records)
 
 
 def main() -> None:
@@ -88,14 +90,14 @@ def main() -> None:
         from test_ddp import dry_run
         return dry_run(MLM, args, RECIPES[args.size], mask_rate=args.mask_rate)
     world = start(args)
-    out = run_directory(args, f"mlm-{args.size}")
+    args, out, saved = find_run(MLM, args, world, functools.partial(parse_args, None))
     if args.export or args.fill is not None:
-        return use_model(MLM, args, world, out)
+        return use_model(MLM, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
     dataset = load_data(MLM, args, world)
     tokenizer = dataset.tokenizer
-    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    log, checkpoints, saved = open_run(out, args, world, saved)  # saved is None for a new run
     global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
         args, RECIPES[args.size], dataset, world, saved, log.say)
     model = new_model(MLM, args, dataset, world, saved, log.say, vocab_size=tokenizer.num_ids,

@@ -1,19 +1,31 @@
 """train_gpt2.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
+import argparse
+import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of, steps_of
 
 import data
+import ddp_utils
 import train_gpt2
+from data import UserError
 from ddp_utils import list_checkpoints
+from model import GPT2 as GPT2Model
 from model import GPT2Block
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
+
+
+@pytest.fixture
+def world():
+    yield ddp_utils.init("gloo", "cpu")
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.long
@@ -62,10 +74,8 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
         shorter = GPT2.train(0, shards, tmp_path / "short", size="tiny", init_from=out, seq_len=16,
                              steps=steps)
         assert shorter.code == 0, shorter.out
-    for changes, words in (({"seq_len": 16}, "was begun with --init-from"),
-                           ({"size": "tiny", "init_from": out}, "seq_len was 16, now 32")):
-        other = GPT2.train(0, shards, tmp_path / "short", steps=8, **changes)
-        assert other.code == 2 and words in other.out, other.out
+    other = GPT2.train(0, shards, tmp_path / "short", steps=8, size="tiny", init_from=out)
+    assert other.code == 2 and "seq_len was 16, now 32" in other.out, other.out
     gentle = GPT2.train(0, shards, tmp_path / "gentle", size="tiny", init_from=out, epochs=0.01, steps=None,
                         lr=None, warmup=None, global_batch=None)
     assert gentle.code == 0 and "= 16 sequences" in gentle.out, gentle.out
@@ -77,46 +87,51 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     assert longer.code == 2 and "learned positions" in longer.out
 
 
-def test_new_text_gets_the_tokenizer_of_the_weights(tmp_path, monkeypatch):
-    """Of a run directory, of a checkpoint in it, of hf:; but prepared data and --tokenizer decide first."""
-    monkeypatch.chdir(tmp_path)
-    for directory in ("runs/a/checkpoints", "runs/a/hf", "shards"):
-        Path(directory).mkdir(parents=True)
-    for file in ("runs/a/tokenizer.json", "runs/a/hf/tokenizer.json", "runs/a/checkpoints/step_1.pt"):
-        Path(file).touch()
-
-    def chosen(source: str, *flags: str) -> str | None:
-        return train_gpt2.parse_args(["--size", "tiny", "--init-from", source, *flags]).tokenizer
-
-    assert chosen("runs/a", "--data", "text:a.txt") == "runs/a/tokenizer.json"
-    assert chosen("runs/a/checkpoints/step_1.pt") == "runs/a/tokenizer.json"
-    assert chosen("hf:runs/a/hf") == "runs/a/hf/tokenizer.json"
-    assert chosen("hf:gpt2") is chosen("runs/a", "--data", "shards") is None
-    assert chosen("runs/a", "--tokenizer", "bytes") == "bytes"
+def found(world, *flags: str) -> argparse.Namespace:
+    """The flags that a run would have."""
+    parse_args = functools.partial(train_gpt2.parse_args, [str(flag) for flag in flags])
+    return ddp_utils.find_run(GPT2Model, parse_args(), world, parse_args)[0]
 
 
-def test_shape_and_context_come_from_the_weights(tmp_path, shards, corpus, monkeypatch):
-    """Without --size, and before any data are prepared."""
+def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, corpus, monkeypatch, world):
+    """Of a run directory, of a checkpoint in it, of hf:. Without --size, and before any data are prepared;
+    prepared data and --tokenizer decide first.
+    """
     monkeypatch.chdir(tmp_path)
     text = f"text:{corpus}"
-    assert GPT2.train(0, shards, "run", seq_len=48, steps=1, eval_every=1).code == 0
-    assert GPT2.here("--out", "run", "--export").code == 0
-    for source in ("run", list_checkpoints("run")[0], "hf:run/hf"):
-        args = train_gpt2.parse_args(["--init-from", str(source), "--data", text])
-        assert (args.size, args.seq_len) == ("tiny", 48)
-        done = GPT2.here("--init-from", source, "--data", text, "--seq-len", "64", "--out", "new")
-        assert done.code == 2 and "learned positions for 48 tokens: lower --seq-len" in done.out, done.out
-    assert not Path("shards").exists()
-    (tmp_path / "medium").mkdir()
-    saved = json.loads(Path("run/config.json").read_text())
-    saved["model_config"] |= {"n_layer": 24, "n_head": 16, "d_model": 1024, "seq_len": 1024}
-    Path("medium/config.json").write_text(json.dumps(saved))
-    assert train_gpt2.parse_args(["--init-from", "medium", "--data", text]).size == "gpt2-medium"
-    tuned = GPT2.here("--init-from", "run", "--data", shards, "--steps", "2", "--out", "tuned")
+    flags = GPT2.flags(shards, "run", seq_len=48, steps=1, eval_every=1)
+    assert fork(0, "train_gpt2.py", *flags, cwd=tmp_path).code == 0
+    assert fork(0, "train_gpt2.py", "--out", "run", "--export", cwd=tmp_path).code == 0
+    newest = list_checkpoints("run")[0]
+    for source, own in (("run", "run"), (newest, "run"), ("hf:run/hf", "run/hf")):
+        args = found(world, "--init-from", source, "--data", text)
+        assert (args.size, args.seq_len, args.n_layer, args.lr) == ("tiny", 48, 1, 3e-5)
+        assert args.tokenizer == f"{own}/tokenizer.json"
+        with pytest.raises(UserError, match="learned positions for 48 tokens: lower --seq-len"):
+            found(world, "--init-from", source, "--data", text, "--seq-len", "64")
+        with pytest.raises(UserError, match="was trained with n_layer 1, but the flags say n_layer 2"):
+            found(world, "--init-from", source, "--n-layer", "2")
+    assert found(world, "--init-from", "run", "--n-layer", "1", "--data", shards).tokenizer is None
+    assert found(world, "--init-from", "run", "--tokenizer", "bytes").tokenizer == "bytes"
+    with pytest.raises(UserError, match="nowhere does not exist: train first, or name another run directory"):
+        found(world, "--init-from", "nowhere")
+    Path("run/hf/config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UserError, match="holds a model of type 'llama'; GPT2 reads 'gpt2'"):
+        found(world, "--init-from", "hf:run/hf")
+    tuned = fork(0, "train_gpt2.py", "--init-from", "run", "--data", shards, "--steps", "2", "--out", "tuned",
+                 cwd=tmp_path)
     assert tuned.code == 0 and "seq_len 48" in tuned.out, tuned.out
     assert "starting from run/checkpoints/step_" in tuned.out
-    other = Trainer("train_hrm.py").here("--init-from", "run", "--data", text)
-    assert other.code == 2 and "has no config.json here" in other.out, other.out
+    other = fork(0, "train_hrm.py", "--init-from", "run", "--data", text, cwd=tmp_path)
+    assert other.code == 2 and "holds a model of the family GPT2, not HRM: use its own" in other.out, other.out
+    assert not Path("shards").exists()
+
+
+def test_the_size_of_weights_is_the_nearest():
+    config = {"n_layer": 24, "n_head": 16, "d_model": 1024, "seq_len": 1024}
+    record = {"model_config": config, "settings": {}}
+    assert ddp_utils.nearest_size(train_gpt2.SIZES, record) == "gpt2-medium"
+    assert ddp_utils.nearest_size(train_gpt2.SIZES, record | {"settings": {"size": "gpt2"}}) == "gpt2"
 
 
 def test_refusals(tmp_path, shards):
@@ -125,8 +140,12 @@ def test_refusals(tmp_path, shards):
     assert done.code == 2 and "Hugging Face counterpart" in done.out
     done = Trainer("train_hrm.py").here("--out", tmp_path / "modern", "--prompt", "x")
     assert done.code == 2 and "family GPT2" in done.out
-    done = GPT2.train(0, shards, tmp_path / "modern", steps=4)
-    assert done.code == 2 and "modern was True, now False" in done.out
+    for changes, words in (({"modern": None, "n_layer": 2}, "say n_layer 2: leave out --n-layer, or"),
+                           ({"init_from": tmp_path / "modern"}, "was begun without --init-from: leave it out")):
+        done = GPT2.train(0, shards, tmp_path / "modern", **changes)
+        assert done.code == 2 and words in done.out, done.out
+    done = GPT2.here(*GPT2.flags(shards, tmp_path / "modern", steps=4), "--no-modern")
+    assert done.code == 2 and "the flags say modern False: leave out --modern, or" in done.out, done.out
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path, shards, monkeypatch):

@@ -3,6 +3,8 @@
     torchrun --nproc_per_node=2 tests/train_recurrent.py --data shards/stdlib-bpe4096
 """
 
+import argparse
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import data
-from ddp_utils import (Metrics, StopVote, TrainState, begin_log, begin_sum, end_run, evaluate, identity_of,
-                       launch, load_data, log_step, make_parser, new_model, open_run, parse, plan_run,
-                       run_directory, seed_step, set_modes, start, use_model)
+from ddp_utils import (Metrics, StopVote, TrainState, begin_log, begin_sum, end_run, evaluate, find_run,
+                       identity_of, launch, load_data, log_step, make_parser, new_model, open_run, parse,
+                       plan_run, seed_step, set_modes, start, use_model)
 from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate,
                    make_optimizers, rms_norm)
 
@@ -79,17 +81,21 @@ SIZES = {"tiny": dict(seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
                       save_every=100, eval_batches=0, data="stdlib")}
 
 
+def parse_args(argv=None, **records) -> argparse.Namespace:
+    return parse(make_parser(__doc__, RecurrentConfig, SIZES), RecurrentConfig, SIZES, argv, **records)
+
+
 def main() -> None:
-    args = parse(make_parser(__doc__, RecurrentConfig, SIZES), RecurrentConfig, SIZES, None)
+    args = parse_args()
     if args.dry_run is not None:
         from test_ddp import dry_run
         return dry_run(Recurrent, args, SIZES[args.size])
     world = start(args)
-    out = run_directory(args, f"recurrent-{args.size}")
+    args, out, saved = find_run(Recurrent, args, world, functools.partial(parse_args, None))
     if args.export or args.chat or args.prompt is not None:
-        return use_model(Recurrent, args, world, out)
+        return use_model(Recurrent, args, world, out, saved)
     dataset = load_data(Recurrent, args, world)
-    log, checkpoints, saved = open_run(out, args, world)  # saved is None for a new run
+    log, checkpoints, saved = open_run(out, args, world, saved)  # saved is None for a new run
     global_batch, batch, accumulation, total_steps = plan_run(args, SIZES[args.size], dataset, world, saved,
                                                               log.say)
     model = new_model(Recurrent, args, dataset, world, saved, log.say,

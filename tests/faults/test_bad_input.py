@@ -179,7 +179,7 @@ MISTAKES = {
     "train_hrm.py --size tiny --init-from nowhere": "nowhere & hf:nowhere",
     "train_gpt2.py --modern --export --out run-gpt2": "run-gpt2 & modern False & modern True",
     "train_hrm.py --data text:ready": "file & 'ready' & 'text:ready/*'",
-    "train_hrm.py --init-from nowhere": "nowhere & config.json & hf:DIR & --size",
+    "train_hrm.py --init-from nowhere": "nowhere & does not exist & hf:nowhere",
     "train_hrm.py --size tiny --init-from hf:/nowhere": "hf:/nowhere & directory & repository",
     "train_hrm.py --size tiny --init-from run-gpt2": "run-gpt2 & family & GPT2 & HRM & trainer",
     "train_hrm.py --learning-rate 1": "--learning-rate 1",
@@ -455,7 +455,7 @@ def check(done: Finished, command: str) -> str:
     return last
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def before(scene) -> dict[str, bytes]:
     return untouched(scene)
 

@@ -1,0 +1,298 @@
+"""Which run a directory holds: it is found on every node, is not taken from a run that lives, outlives what is
+done to its directory, and goes back. What a resumed run does not say, its checkpoint says.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import Group
+from runs import (PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of,
+                  steps_of)
+
+import ddp_utils
+from ddp_utils import list_checkpoints, read_checkpoint
+
+GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
+ENDLESS = {"steps": 1_000_000, "save_every": 20, "eval_every": 1_000_000, "log_every": 20}
+
+
+@pytest.fixture
+def world():
+    yield ddp_utils.init("gloo", "cpu")
+    torch.distributed.destroy_process_group()
+
+
+def wait_for(condition, group: Group, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert group.all_alive and time.monotonic() < deadline, group.text
+        time.sleep(0.01)
+
+
+def saved_beyond(out: Path, step: int) -> bool:
+    return any(ddp_utils.step_of(path) > step for path in list_checkpoints(out))
+
+
+# --------------------------------------------------------------------------- another node holds a later step
+
+
+def two_nodes(directories: list[Path], **changes) -> tuple:
+    """A run on two nodes, each with a working directory of its own; the first is node 0."""
+    flags = GPT2.flags(changes.pop("shards"), "run", **changes)
+    group = Group("tests/on_node.py", "train_gpt2.py", json.dumps([str(path) for path in directories]), *flags,
+                  ranks=2)
+    return group.finish(120)
+
+
+def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path, shards):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir(), b.mkdir()
+    common = {"shards": shards, "eval_every": 100, "save_every": 4}
+    assert two_nodes([a, b], steps=4, **common).code == 0
+    assert two_nodes([a, b], steps=8, **common).code == 0  # nothing is newer on node 1
+    assert not list_checkpoints(b / "run")
+    swapped = two_nodes([b, a], steps=12, **common)
+    host = os.uname().nodename
+    assert swapped.code == 2 and swapped.out.count(
+        f"error: node1 ({host}) holds step 8 of run, node0 only step 0: start that machine as node 0, copy its "
+        "run to node 0, or, to go back, delete its later checkpoints.") == 2, swapped.out
+    assert not (b / "run").exists()  # nothing was written
+    shutil.copytree(a / "run", b / "run")  # as the sentence says
+    assert "resuming after step 8" in two_nodes([b, a], steps=12, **common).out
+    back = two_nodes([a, b], steps=16, **common)
+    assert back.code == 2 and "holds step 12 of run, node0 only step 8" in back.out, back.out
+    for path in list_checkpoints(b / "run"):
+        path.unlink()
+    assert "resuming after step 8" in two_nodes([a, b], steps=16, **common).out
+    assert "resuming after step 16" in two_nodes([a, a], steps=20, **common).out  # a shared disk
+    named = two_nodes([b, a], steps=24, resume=list_checkpoints(a / "run")[-1], **common)
+    assert "resuming after step" in named.out, named.out  # a file that is named is taken
+
+
+# ------------------------------------------------------------------------------------- a run that is still alive
+
+
+def test_a_run_whose_directory_another_has_taken_ends_without_writing(tmp_path, shards):
+    """Removed in another terminal, and begun again there while the old run lives."""
+    out = tmp_path / "run"
+    old = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS), ranks=2)
+    wait_for(lambda: saved_beyond(out, 20), old)
+    old.send(signal.SIGSTOP, 0)  # as a slow step would
+    shutil.rmtree(out)
+    new = GPT2.fork(0, shards, out, steps=8, save_every=4, eval_every=8, seed=1)
+    assert new.code == 0, new.out
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    old.send(signal.SIGCONT, 0)
+    done = old.finish(60)
+    assert done.code == 2 and done.out.count(f"{out} was taken by another run (process ") == 2, done.out
+    assert "Traceback" not in done.out and "give each run its own --out" in done.out
+    assert files == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_runs_in_two_directories_do_not_meet(tmp_path, shards):
+    first = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "a", steps=200, save_every=50))
+    second = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "b", steps=200, save_every=50))
+    assert first.finish().code == second.finish().code == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "all"])
+def test_a_directory_that_was_removed_is_made_again(tmp_path, shards, what):
+    out = tmp_path / "run"
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS))
+    wait_for(lambda: saved_beyond(out, 20), group)
+    shutil.rmtree(out / what if what != "all" else out)
+    last = 0
+    wait_for(lambda: saved_beyond(out, last) and (out / "metrics.jsonl").exists(), group)
+    group.send(signal.SIGTERM)
+    done = group.finish(60)
+    assert done.code == 0 and "Traceback" not in done.out, done.out
+    assert ("was removed and is made again" in done.out) == (what == "all")
+    step = read_checkpoint(list_checkpoints(out)[0])["step"]
+    assert f"with a checkpoint of step {step}" in done.out and steps_of(out)[0]["step"] == 1
+    again = GPT2.fork(0, shards, out, **ENDLESS | {"steps": step + 1})
+    assert again.code == 0 and f"resuming after step {step}" in again.out, again.out
+    assert GPT2.here("--out", out, "--prompt", "a").code == 0
+
+
+def test_a_directory_that_was_moved_ends_the_run(tmp_path, shards):
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS), ranks=2)
+    wait_for(lambda: saved_beyond(out, 20), group)
+    out.rename(moved)
+    done = group.finish(60)
+    advice = f"{out} was moved to {moved}: the same command with --out {moved} resumes the run."
+    assert done.code == 2 and done.out.count(f"error: {advice}") == 2 and not out.exists(), done.out
+    step = ddp_utils.step_of(list_checkpoints(moved)[0])
+    assert f"resuming after step {step}" in GPT2.fork(0, shards, moved, **ENDLESS | {"steps": step + 1}).out
+
+
+def without_locks() -> None:
+    """As NFS without a lock daemon, Lustre without -o flock, and some FUSE."""
+    import errno
+    import fcntl
+
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    fcntl.flock = flock
+
+
+def test_a_file_system_without_locks_is_said_and_the_first_run_gives_way(tmp_path, shards):
+    out = tmp_path / "run"
+    first = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS), fault=without_locks)
+    warning = f"WARNING: {out} is on a file system without locks (No locks available): make sure that no other"
+    wait_for(lambda: saved_beyond(out, 20), first)
+    assert warning in first.text
+    second = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS), fault=without_locks)
+    done = first.finish(60)
+    assert done.code == 2 and "was taken by another run" in done.out, done.out
+    assert second.all_alive
+    second.kill()
+
+
+def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
+    """On a full disk, where nothing names the owner; where a file gets another number; while a disk is away."""
+    lock = ddp_utils.RunLock(tmp_path / "run", world)
+    assert lock.lost() == ""
+    owner = (tmp_path / "run" / ".lock").read_text()
+    os.truncate(tmp_path / "run" / ".lock", 0)
+    assert lock.lost() == ""
+    (tmp_path / "copy").write_text(owner)
+    os.replace(tmp_path / "copy", tmp_path / "run" / ".lock")
+    assert lock.lost() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path: open(tmp_path / "run"))  # raises an OSError
+        assert lock.lost() == ""
+    (tmp_path / "copy").touch()
+    os.replace(tmp_path / "copy", tmp_path / "run" / ".lock")
+    assert "was taken by another run" in lock.lost()
+    lock.close()
+    assert lock.lost() == ""
+
+
+# --------------------------------------------------------------------------------------------------- going back
+
+
+def best_of(out: Path) -> int:
+    return read_checkpoint(out / "checkpoints" / "best.pt")["step"]
+
+
+def test_the_best_after_going_back_is_of_the_same_branch(tmp_path, shards):
+    """As README says: delete the later checkpoints, resume with another learning rate."""
+    out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 5}
+    assert GPT2.train(0, shards, out, steps=20, **flags).code == 0 and best_of(out) == 20
+    assert GPT2.train(0, shards, out, steps=20, **flags).code == 0 and best_of(out) == 20  # nobody went back
+    for path in list_checkpoints(out)[:2]:
+        path.unlink()
+    assert GPT2.train(0, shards, out, steps=20, **flags | {"lr": 5.0}).code == 0
+    losses = {record["step"]: record["val_loss"] for record in evaluations_of(out)}
+    assert losses[16] > losses[12] < losses[8] and best_of(out) == 12
+    saved = read_checkpoint(out / "checkpoints" / "best.pt")
+    assert torch.equal(saved["tensors"]["model"]["embed.weight"],
+                       read_checkpoint(list_checkpoints(out)[2])["tensors"]["model"]["embed.weight"])
+
+
+def test_an_evaluation_without_a_checkpoint_is_not_the_best(tmp_path, shards):
+    """Of the steps before only one has a file; a lower loss without a file counts no more."""
+    out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 5}
+    assert GPT2.train(0, shards, out, steps=12, **flags).code == 0
+    newest, _, oldest = list_checkpoints(out)
+    for path in (newest, out / "checkpoints" / "best.pt"):
+        path.unlink()
+    records = log_of(out)
+    for record in records:
+        if "val_loss" in record:
+            record["val_loss"] = {4: 1.0, 8: 5.0, 12: 6.0}[record["step"]]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    oldest.unlink()  # step 4, the lowest
+    assert GPT2.train(0, shards, out, steps=9, **flags).code == 0
+    assert best_of(out) == 9 or evaluations_of(out)[-1]["val_loss"] > 5.0
+
+
+def test_the_file_that_is_resumed_from_stays(tmp_path, shards):
+    out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 5}
+    assert GPT2.train(0, shards, out, steps=8, **flags).code == 0
+    best = out / "checkpoints" / "best.pt"
+    for path in list_checkpoints(out):
+        path.unlink()
+    done = GPT2.train(0, shards, out, steps=12, resume=best, **flags)
+    assert done.code == 0 and "resuming after step 8" in done.out, done.out
+    assert list_checkpoints(out) and best.exists()
+
+
+# ------------------------------------------------------- what a resumed run does not say, its checkpoint says
+
+
+@pytest.mark.parametrize("script, shape", [
+    ("train_gpt2.py", {"modern": True, "max_new_tokens": 5}),
+    pytest.param("train_hrm.py", {"ff": 64, "h_cycles": "2:3", "l_cycles": 1, "max_new_tokens": 5},
+                 marks=pytest.mark.full),
+    pytest.param("train_mlm.py", {"ff": 48, "window": 16}, marks=pytest.mark.full)])
+def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards, script, shape):
+    """With --init-from, though its weights are gone, and without: both give the bits of an undisturbed run. And
+    without any flag of the shape.
+    """
+    trainer = Trainer(script, batch=2, **shape)
+    base = tmp_path / "base"
+    assert trainer.train(0, shards, base, steps=2, eval_every=2).code == 0
+    plain = {key: None for key in ("seq_len", "d_model", "n_head", "n_layer", "lr", "warmup", *shape)}
+    flags = plain | {"steps": 8, "save_every": 4, "eval_every": 4}
+    whole = tmp_path / "whole"
+    assert trainer.train(0, shards, whole, init_from=base, **flags).code == 0
+    assert steps_of(whole)[0]["lr"] == 3e-5 and read_checkpoint(list_checkpoints(whole)[0])["seq_len"] == 32
+    base.rename(tmp_path / "elsewhere")
+    for name, given in (("with", {"init_from": base}), ("without", {})):
+        copy_of_the_first_half(whole, tmp_path / name)
+        done = trainer.train(0, shards, tmp_path / name, **flags | given)
+        assert done.code == 0 and "resuming after step 4" in done.out, done.out
+        assert_same_run(whole, tmp_path / name)
+    new = trainer.train(0, shards, tmp_path / "new", **flags | {"init_from": base})
+    assert new.code == 2 and f"{base} does not exist: train first, or name another run" in new.out, new.out
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_resumes_with_its_own_shape(tmp_path, shards):
+    """Without a flag of it. A flag that says the same is not refused, one that says otherwise is, by name."""
+    hrm = Trainer("train_hrm.py", ff=64, h_cycles="2:3", l_cycles=1, batch=2, **PUBLISHED | {"bp_steps": 4})
+    out = tmp_path / "run"
+    assert hrm.train(0, shards, out, steps=2, eval_every=2).code == 0
+    shape = ("seq_len", "d_model", "n_head", "n_layer", "ff", "h_cycles", "l_cycles", "init")
+    bare = hrm.train(0, shards, out, steps=4, eval_every=2, **dict.fromkeys(shape))
+    assert bare.code == 0 and "cycles: 2 to 3 in training" in bare.out, bare.out
+    assert "resuming with steps 4 (was 2)" in bare.out and bare.out.count("resuming with") == 1, bare.out
+    same = hrm.train(0, shards, out, steps=6, eval_every=2)
+    assert same.code == 0 and same.out.count("resuming with") == 1, same.out
+    for name, value in (("d_model", 64), ("h_cycles", "1:3"), ("h_cycles", 3), ("inject_input", True),
+                        ("init", "identity"), ("n_layer", 2)):
+        other = hrm.train(0, shards, out, steps=8, **{name: value})
+        words = f"was trained with {name} "
+        advice = f"leave out --{name.replace('_', '-')}, or"
+        assert other.code == 2 and words in other.out and advice in other.out, other.out
+    used = hrm.here("--out", out, "--prompt", "a", "--max-new-tokens", "2", "--d-model", "64")
+    assert used.code == 2 and "was trained with d_model 32, but the flags say d_model 64: leave out" in used.out, used.out
+
+
+def test_a_field_that_the_code_does_not_know_is_refused_before_anything_is_made(tmp_path, shards):
+    """In the weights to start from as in the checkpoint to resume."""
+    out = tmp_path / "run"
+    assert GPT2.train(0, shards, out, steps=1, eval_every=1).code == 0
+    path = list_checkpoints(out)[0]
+    saved = torch.load(path, weights_only=True)
+    saved["model_config"]["sparse"] = True
+    torch.save(saved, path)
+    for changes in ({"out": out}, {"out": tmp_path / "new", "init_from": out}):
+        done = GPT2.train(0, shards, **changes)
+        assert done.code == 2 and "sets sparse, which GPT2Config does not know: use the" in done.out, done.out
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_needs_the_size_of_the_weights(tmp_path):
+    done = GPT2.here("--dry-run", "1x8", "--init-from", tmp_path, "--data", "stdlib")
+    assert done.code == 2 and "give their --size as well" in done.out
+    assert GPT2.here("--dry-run", "1x8", "--init-from", tmp_path, "--data", "stdlib", "--size", "tiny").code == 0
