@@ -62,6 +62,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+        for stream in (sys.stdin, sys.stdout, sys.stderr):  # terminals that cannot show every character
+            if hasattr(stream, "reconfigure"):  # that of a notebook can
+                stream.reconfigure(errors="replace")
 
     def error(self, message):
         raise UserError(f"{message}; --help lists all flags.")

@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
                   load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
-                  unigram_entropy, validation_batches, without_response, write_atomically)
+                  unigram_entropy, validation_batches, without_response, without_surrogates, write_atomically)
 from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
 
@@ -154,12 +154,35 @@ def launch(main) -> None:
     # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
     concurrent.futures.wait(unwritten, timeout=15)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
-        gc.unfreeze()
-        gc.collect()  # the models and optimizers that main() left behind keep the process group alive
         dist.destroy_process_group()
     with contextlib.suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()  # stderr is line-buffered
     os._exit(code)
+
+
+def with_cleanup(main):
+    """Makes a main() that can be called again, as in a notebook. At its end signals are handled as before,
+    frozen garbage is thawed, locks are released and the process group is gone; but not where one of several
+    processes has failed, because destroying the group can hang.
+    """
+    @functools.wraps(main)
+    def run(argv: list[str] | None = None) -> None:
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        try:
+            main(argv)
+        finally:
+            if not heartbeat or sys.exc_info()[0] is None:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+                RunLock.release()
+                if heartbeat:
+                    heartbeat.stop("")
+                gc.unfreeze()
+                gc.collect()  # the models and optimizers that main() left behind keep the process group alive
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+
+    return run
 
 
 def leave_at_once(number, frame) -> None:
@@ -310,6 +333,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 # Heartbeats: which ranks are missing at the start, and which rank made a collective fail
 
 
+_joins = itertools.count()  # in this process, which may call main() again
 heartbeat: "Heartbeat | None" = None  # of this process; None if it is the only one
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
@@ -336,7 +360,8 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
                        if "EADDRINUSE" in str(error) else
                        f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
                        "if nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
-    store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    attempt = f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}"
+    store = dist.PrefixStore(attempt, store)
     if world_size > 1:
         if store.add(f"rank {rank}", 1) > 1:
             raise UserError(f"RANK={rank} was given to two processes: give each its own.")
@@ -611,6 +636,7 @@ def add_training_flags(parser: ArgumentParser) -> None:
     flag("--lr", number(0), None, "peak learning rate")
     flag("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd: the rate falls in the last fifth only")
     flag("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run")
+    flag("--weight-decay", number(0), 0.1, "weight decay of matrices")
     flag("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping")
     flag("--ema", fraction, 0.0, "decay of averaged weights for evaluation, --prompt and --export; 0: off")
 
@@ -652,10 +678,10 @@ def add_running_flags(parser: ArgumentParser) -> None:
 def add_text_flags(parser: ArgumentParser) -> None:
     flag = flag_group(parser, "prompts and responses")
     flag("--loss", ("response", "all"), None, "tokens to learn (default: response with pairs, else all)")
-    flag("--prompt", str, None, "continue or answer a text with the newest checkpoint, without training")
+    flag("--prompt", without_surrogates, None, "continue or answer a text with the newest checkpoint, without training")
     flag("--chat", bool, None, "answer prompts that are typed in, one after another")
-    flag("--condition", str, "", "text, or name of a special token, to put in front of a prompt")
-    flag("--sample-prompt", str, "", "prompt of the samples (default with pairs: a held-out one)")
+    flag("--condition", without_surrogates, "", "text, or name of a special token, to put in front of a prompt")
+    flag("--sample-prompt", without_surrogates, "", "prompt of the samples (default with pairs: a held-out one)")
     flag("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end")
     flag("--max-new-tokens", positive_int, 200, "length of a sample")
     flag("--temperature", number(0), 0.8, "0: always the likeliest token")
@@ -673,13 +699,10 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
 
 def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> None:
     """Raises UserError for flags that exclude each other; in `given` a flag left at its default is None."""
-    sharded = args.strategy in SHARDED
     if given.steps and given.epochs:
         raise UserError("--epochs is not allowed with --steps: leave one of them out.")
-    if sharded and args.optimizer == "muon":
+    if args.strategy in SHARDED and args.optimizer == "muon":
         raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
-    if sharded and args.precision == "fp16":
-        raise UserError("--precision fp16 needs ddp or zero1: use zero1, or bf16 where the GPU has it.")
     if given.dry_run is not None and given.init_from and not given.size:
         raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
     if args.comm != "fp32" and args.strategy != "ddp":
@@ -696,6 +719,10 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     """
     unset = {action.dest: None for action in parser._actions if action.default is not argparse.SUPPRESS}
     given = parser.parse_args(argv, argparse.Namespace(**unset))
+    for name, row in sizes.items():
+        if unknown := sorted(row.keys() - vars(given).keys() - {"vocab_size"}):
+            raise UserError(f"the row {name!r} of the sizes sets {listed(unknown)}, which no flag of this trainer "
+                            "is called: correct the name, or add the flag.")
     record = saved or weights or {"model_config": {}, "settings": {}}
     size = vars(given).get("preset") or given.size or nearest_size(sizes, record)
     began = saved and saved["settings"].get("init_from")
@@ -1654,7 +1681,7 @@ class Checkpoints:
         self.say = say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
-        self._lost: set[int] = set()  # steps with an evaluation, but without a checkpoint
+        self._unsaved: set[int] = set()  # steps with an evaluation, but without a checkpoint
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
 
@@ -1703,8 +1730,9 @@ class Checkpoints:
                 best.unlink()
         with contextlib.suppress(FileNotFoundError):
             losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
-            self._lost = losses.keys() - files.keys()
-            left = [at for at in losses if at in files and at <= step]
+            losses = {at: loss for at, loss in losses.items() if at <= step}
+            self._unsaved = losses.keys() - files.keys()
+            left = losses.keys() & files.keys()
             if left and not best.exists():
                 self._link(files[min(left, key=losses.get)], best)
 
@@ -1751,7 +1779,7 @@ class Checkpoints:
         all `others`, which are given by step.
         """
         if self.saved_step != step:  # the update was skipped
-            self._lost.add(step)
+            self._unsaved.add(step)
         elif self.world.is_rank0:
             self._submit(self._link_best, self.directory / "best.pt", self._newest, step, loss, dict(others))
 
@@ -1796,9 +1824,9 @@ class Checkpoints:
 
     def _link_best(self, path: Path, newest: Path, step: int, loss: float, others: dict) -> None:
         if not newest.exists():  # its save failed, and said so
-            self._lost.add(step)
+            self._unsaved.add(step)
             return
-        saved = [other for at, other in others.items() if at not in self._lost]
+        saved = [other for at, other in others.items() if at not in self._unsaved]
         if not loss < min(saved, default=math.inf):
             return
         self._link(newest, path)
@@ -1818,6 +1846,8 @@ class RunLock:
     """Creates a run directory and locks it until `close`, or until rank 0, which holds it, ends in any way.
     Raises UserError on all ranks.
     """
+
+    held: list["RunLock"] = []  # of this process
 
     def __init__(self, out: Path, world: World):
         self.out = out
@@ -1843,6 +1873,7 @@ class RunLock:
             print(f"WARNING: {self.out} is on a file system without locks ({error.strerror}): make sure that "
                   "no other run writes there", flush=True)
         self._file = file
+        self.held.append(self)
         self._owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
         with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
@@ -1885,6 +1916,12 @@ class RunLock:
         if self._file:
             self._file.close()
             self._file = None
+
+    @classmethod
+    def release(cls) -> None:
+        """Closes all locks of this process."""
+        while cls.held:
+            cls.held.pop().close()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -2028,7 +2065,7 @@ def open_run(out: Path, args: argparse.Namespace, world: World,
 def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
              say) -> tuple[int, int, int, int]:
     """Returns sequences per step and per micro-batch, micro-batches per step, and steps of the run. A resumed
-    run keeps its global batch, unless the flags name another.
+    run keeps its global batch, unless the flags name another; then --epochs counts what is left with that.
     """
     size = recipe(args, size)
     wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
@@ -2041,8 +2078,12 @@ def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: Worl
         if abs(global_batch / wanted - 1) > 0.05:
             say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
                 "--global-batch chooses another number")
-    steps = args.epochs and math.ceil(args.epochs * dataset.train.rows / global_batch)
-    return global_batch, micro_batch, grad_accum_steps, steps or args.steps
+    steps = args.steps
+    if args.epochs:
+        done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
+        left = math.ceil(args.epochs * dataset.train.rows) - samples
+        steps = done + max(0, math.ceil(left / global_batch))
+    return global_batch, micro_batch, grad_accum_steps, steps
 
 
 def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, world: World,
@@ -2103,7 +2144,8 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
     the flags, some of which `settings` replaces.
     """
     flags = {field.name: getattr(model.config, field.name) for field in flag_fields(type(model.config))}
-    settings = json.loads(json.dumps(vars(args), default=str)) | flags | settings
+    text = json.dumps(vars(args), default=str, ensure_ascii=False)
+    settings = json.loads(without_surrogates(text)) | flags | settings
     settings["world_size"] = world.world_size
     settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
     return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,

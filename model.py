@@ -310,7 +310,17 @@ class ModelConfig:
     padded_vocab: int = 50304
     seq_len: int = flag(1024, "context of the model: tokens in a row")
 
+    DEEPEST = 100_000  # blocks; a step of so many takes half a minute of Python alone
+
+    @property
+    def depth(self) -> int:
+        """Blocks that a token passes through, one after another."""
+        return vars(self).get("n_layer", 0)
+
     def __post_init__(self):
+        if self.depth > self.DEEPEST:
+            raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours a step on any "
+                            f"machine: lower --n-layer, or the cycles, to at most {self.DEEPEST:,} in all.")
         if self.padded_vocab < self.vocab_size:
             raise UserError(f"a table of {self.padded_vocab} rows is too small for the {self.vocab_size} ids "
                             "of the tokenizer: take another --tokenizer or --size.")
@@ -490,12 +500,16 @@ class HRMConfig(AttentionConfig):
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
 
     def __post_init__(self):
-        super().__post_init__()
         if isinstance(self.h_cycles, str):
             least, self.h_cycles = int_range("--h-cycles", self.h_cycles, 1)
             self.least_cycles = least if least < self.h_cycles else 0
+        super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
+
+    @property
+    def depth(self) -> int:
+        return self.n_layer * (self.l_cycles + 1) * max(self.cycles, self.used_cycles)
 
     @property
     def cycles(self) -> int:

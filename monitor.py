@@ -30,8 +30,10 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-from data import ArgumentParser, UserError, write_atomically
+from data import ArgumentParser, UserError, without_surrogates, write_atomically
 
 GB = 2**30
 MB = 2**20
@@ -215,15 +217,19 @@ EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:
               "val_bits_per_byte": "{:.4f} bits per byte"}
 
 
-def read_metrics(run_directory: Path) -> list[dict]:
-    """The records of a run up to the first broken line, which a kill can leave. Raises OSError."""
+def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
+    """The records of a run. Says how many lines are broken, as a kill or a crash can leave them. Raises
+    OSError.
+    """
     records = []
-    text = Path(run_directory, "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        for line in text.splitlines():
+    lines = Path(run_directory, "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            record["step"]
+            record["step"] + 0
             records.append(record)
+    if records and (broken := len(lines) - len(records)):
+        say(f"WARNING: {broken} of {len(lines)} lines of {run_directory}/metrics.jsonl are broken and left out")
     return records
 
 
@@ -299,7 +305,9 @@ class RunLog:
         self._next_drawing = 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
-        self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8") if active else None
+        self._text = None
+        if active:
+            self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")
 
     def say(self, text: str = "", on_screen: bool = True) -> None:
         """Prints a text and appends it to train.log."""
@@ -325,7 +333,7 @@ class RunLog:
         if settings.get("wandb"):
             self._open_wandb()
         with contextlib.suppress(FileNotFoundError):
-            for record in read_metrics(self.out):
+            for record in read_metrics(self.out, self.say):
                 # an evaluation of this step without a finite loss is repeated
                 failed = "loss" not in record and record.get("val_loss") is None
                 if record["step"] < step or record["step"] == step and not failed:
@@ -421,8 +429,13 @@ class RunLog:
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * seq_len / seconds
         took = f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included"
-        files = [path.lstat() for path in self.out.rglob("*")]
-        size = sum({file.st_ino: file.st_size for file in files}.values())  # a link counts once
+        sizes = {}  # a link counts once
+        for directory, _, names in os.walk(self.out):
+            for name in names:
+                with contextlib.suppress(OSError):  # it may vanish meanwhile
+                    file = os.lstat(os.path.join(directory, name))
+                    sizes[file.st_ino] = file.st_size
+        size = sum(sizes.values())
         losses = [(loss, at) for at, loss in self.evaluations.items()]
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
         self.say(f"{took}: {human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
@@ -438,7 +451,7 @@ class RunLog:
             self._open_tensorboard(step)
         except ImportError:
             self.say("curves for TensorBoard are not written: pip install tensorboard")
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # or a path that is not UTF-8
             self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
 
@@ -452,13 +465,14 @@ class RunLog:
         evaluation of `step`, also drops the points of `step` and writes them again.
         """
         again = step + (step in evaluations_of(self.records))
+        from tensorboard.summary.writer import event_file_writer
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
         # TensorBoard reads files in the order of their names, which sort by the second of creation
-        created = {path.name.split(".")[3] for path in (self.out / "tb").glob("events.out.tfevents.*")}
-        while str(int(time.time())) in created:
-            time.sleep(0.05)
-        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
+        created = [int(path.name.split(".")[3]) for path in (self.out / "tb").glob("events.out.tfevents.*")]
+        stamp = max([int(time.time()), *(second + 1 for second in created)])  # the clock may have gone back
+        with mock.patch.object(event_file_writer, "time", SimpleNamespace(time=lambda: stamp)):
+            self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
         lines = [f"    {name}: {value}" for name, value in self.settings.items()]
         self._tensorboard.add_text("settings", "\n".join(lines), step)
         plain = {name: value if isinstance(value, bool | int | float | str) else str(value)
@@ -617,7 +631,7 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
 
     curve(loss, "loss", label="training loss", linewidth=1, alpha=0.6)
     curve(loss, "val_loss", label="validation loss", marker="o", markersize=5)
-    loss.set(title=name, ylabel="loss (nats per token)")
+    loss.set(title=without_surrogates(name), ylabel="loss (nats per token)")
     loss.legend()
     for key, axes in below.items():
         curve(axes, key)
@@ -665,7 +679,7 @@ def watch_machine(args: argparse.Namespace) -> None:
 
 def show_run(run: Path) -> None:
     try:
-        records = read_metrics(run)
+        records = read_metrics(run, lambda text: print(text, file=sys.stderr))
     except OSError as error:
         raise UserError(f"{run} has no metrics.jsonl that can be read ({error.strerror}): name the "
                         "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None

@@ -21,7 +21,8 @@ import functools
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
                        end_run, evaluate, find_run, identity_of, launch, load_data, log_step, make_parser,
-                       new_model, open_run, parse, plan_run, sample, seed_step, set_modes, start, use_model)
+                       new_model, open_run, parse, plan_run, sample, seed_step, set_modes, start, use_model,
+                       with_cleanup)
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
@@ -44,16 +45,19 @@ BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final lea
 
 def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
-    return parse(make_parser(__doc__, GPT2Config, SIZES), GPT2Config, SIZES, argv, **records)
+    parser = make_parser(__doc__, GPT2Config, SIZES)
+    parser.set_defaults(weight_decay=WEIGHT_DECAY)
+    return parse(parser, GPT2Config, SIZES, argv, **records)
 
 
-def main() -> None:
-    args = parse_args()
+@with_cleanup
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
         return dry_run(GPT2, args, SIZES[args.size])
     world = start(args)
-    args, out, saved = find_run(GPT2, args, world, functools.partial(parse_args, None))
+    args, out, saved = find_run(GPT2, args, world, functools.partial(parse_args, argv))
     if args.export or args.chat or args.prompt is not None:
         return use_model(GPT2, args, world, out, saved)
 
@@ -66,7 +70,7 @@ def main() -> None:
                       vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(micro_batch, world.device)
     set_modes(model, args, world, log.say)  # precision, recomputing, compiling
-    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
+    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
     identity = identity_of(GPT2, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)

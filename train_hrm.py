@@ -19,7 +19,7 @@ from data import UserError
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
                        end_run, evaluate, find_run, flag_group, flags_of_model, identity_of, launch,
                        load_data, log_step, make_parser, new_model, open_run, parse, plan_run, sample,
-                       seed_step, set_modes, start, use_model)
+                       seed_step, set_modes, start, use_model, with_cleanup)
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
@@ -60,6 +60,7 @@ def as_range(low: int, high: int) -> str:
 def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, HRMConfig, SIZES)
+    parser.set_defaults(weight_decay=WEIGHT_DECAY)
     flag = flag_group(parser, "recurrence")
     flag("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
@@ -94,14 +95,15 @@ def truncation(args: argparse.Namespace, c: HRMConfig) -> tuple[int, int]:
     return low, high
 
 
-def main() -> None:
-    args = parse_args()
+@with_cleanup
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
         _, high = truncation(args, HRMConfig(**flags_of_model(HRMConfig, args)))
         return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
     world = start(args)
-    args, out, saved = find_run(HRM, args, world, functools.partial(parse_args, None))
+    args, out, saved = find_run(HRM, args, world, functools.partial(parse_args, argv))
     if args.export or args.chat or args.prompt is not None:
         return use_model(HRM, args, world, out, saved)
 
@@ -121,7 +123,7 @@ def main() -> None:
     examples = [model.example(micro_batch, world.device, n) for n in (low, high)]
     set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
-    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY,
+    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
     identity = identity_of(HRM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,

@@ -21,7 +21,7 @@ import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
                        end_run, evaluate, find_run, flag_group, identity_of, launch, load_data, local_rank,
                        log_step, make_parser, new_model, number, open_run, parse, plan_run, seed_step,
-                       set_modes, start, use_model)
+                       set_modes, start, use_model, with_cleanup)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -75,22 +75,24 @@ def list_presets() -> None:
 def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
+    parser.set_defaults(weight_decay=WEIGHT_DECAY)
     flag = flag_group(parser, "masked language model")
     flag("--list-presets", bool, None, "print all presets with their commands")
     flag("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored")
-    flag("--fill", str, None, "print the likeliest tokens for each [MASK] in this text")
+    flag("--fill", data.without_surrogates, None, "print the likeliest tokens for each [MASK] in this text")
     return parse(parser, MLMConfig, RECIPES, argv, **records)
 
 
-def main() -> None:
-    args = parse_args()
+@with_cleanup
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     if args.list_presets:
         return list_presets() if local_rank() == 0 else None
     if args.dry_run is not None:
         from test_ddp import dry_run
         return dry_run(MLM, args, RECIPES[args.size], mask_rate=args.mask_rate)
     world = start(args)
-    args, out, saved = find_run(MLM, args, world, functools.partial(parse_args, None))
+    args, out, saved = find_run(MLM, args, world, functools.partial(parse_args, argv))
     if args.export or args.fill is not None:
         return use_model(MLM, args, world, out, saved)
 
@@ -104,7 +106,7 @@ def main() -> None:
                       eot=tokenizer.eot)
     example = model.example(micro_batch, world.device, args.mask_rate)
     set_modes(model, args, world, log.say)  # precision, recomputing, compiling
-    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, WEIGHT_DECAY)
+    optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
     identity = identity_of(MLM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
                            batch=micro_batch, grad_accum=grad_accum_steps)

@@ -524,6 +524,23 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, monkeypatch, loss,
                        "3.8 an epoch")
 
 
+def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, world):
+    """After going back to step 1, the new step 2 is the best, though the log has an old one without a file."""
+    state = make_state(world)
+    save(tmp_path, world, state, (1,))
+    old = [{"step": step, "val_loss": 0.5} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
+    checkpoints = Checkpoints(tmp_path, world, 9, print)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
+        checkpoints.resume(checkpoints.load("auto"), state, {})
+    for step, loss, others in ((2, 0.4, {1: 0.5}), (3, 0.45, {1: 0.5, 2: 0.4})):
+        checkpoints.save(step, state, META | {"samples": step})
+        checkpoints.mark_best(step, loss, others)
+    checkpoints.close()
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
+
+
 def identity(**config) -> dict:
     return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "loss_on": "all",
             "model_config": asdict(GPT2Config(**config)), "settings": {"lr": 1.0}, "path": "old.pt"}

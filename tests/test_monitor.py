@@ -492,6 +492,46 @@ def test_peaks(monkeypatch, name, tflops):
 # A run as a picture and as a line
 
 
+@needs_psutil
+@pytest.mark.parametrize("shifts", [(0, 0), (0, -3600), (365 * 86400, 0), (0, -3600, 60)])
+def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeypatch, shifts):
+    """As with a dual boot or without a battery: TensorBoard reads files in the order of their names."""
+    now = time.time
+    for start, shift in enumerate(shifts):
+        monkeypatch.setattr(time, "time", lambda: now() + shift)
+        log = begun(tmp_path, 5 * start)
+        for step in range(5 * start + 1, 5 * start + 8):  # the last two are made again
+            log.write(record(step, loss=start))
+        log._tensorboard.close()
+    found = curves(tmp_path)["Loss/train_step"]
+    assert [step for step, _ in found] == list(range(1, 5 * len(shifts) + 3))
+    assert [value for _, value in found[5:10]] == [1] * 5
+
+
+@pytest.mark.parametrize("broken", [b'{"step": 3, "lo', b"\0" * 40, b"[1]", b"5", b'"step"', b"{}", b'{"step": "x"}'])
+@pytest.mark.parametrize("place", [0, 4, 10])
+def test_a_broken_line_loses_no_other(tmp_path, capsys, broken, place):
+    lines = [json.dumps(record(step)).encode() for step in range(1, 11)]
+    lines.insert(place, broken)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b""]))
+    log = begun(tmp_path, 10)
+    assert [r["step"] for r in log.records] == list(range(1, 11))
+    warning = f"WARNING: 1 of 11 lines of {tmp_path}/metrics.jsonl are broken and left out"
+    assert warning in capsys.readouterr().out
+    log.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 10
+    assert begun(tmp_path, 10).records == log.records and "WARNING" not in capsys.readouterr().out
+
+
+def test_files_that_vanish_do_not_end_a_finished_run(tmp_path, monkeypatch):
+    """Such as those of wandb's service, while the size of the run is added up."""
+    log = begun(tmp_path, seq_len=8)
+    log.start_clock(0, 0)
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: [*walk(top), (str(tmp_path), [], ["gone"])])
+    log.finish(1, 1, 0.1, "training complete")
+
+
 def png_size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")

@@ -1,5 +1,5 @@
-"""Which run a directory holds: it is found on every node, is not taken from a run that lives, outlives what is
-done to its directory, and goes back. What a resumed run does not say, its checkpoint says.
+"""Which run a directory holds: it is found on every node, is not taken from a run that lives, outlives what
+is done to its directory, and goes back. What a resumed run does not say, its checkpoint says.
 """
 
 import json
@@ -45,8 +45,8 @@ def saved_beyond(out: Path, step: int) -> bool:
 def two_nodes(directories: list[Path], **changes) -> tuple:
     """A run on two nodes, each with a working directory of its own; the first is node 0."""
     flags = GPT2.flags(changes.pop("shards"), "run", **changes)
-    group = Group("tests/on_node.py", "train_gpt2.py", json.dumps([str(path) for path in directories]), *flags,
-                  ranks=2)
+    there = json.dumps([str(path) for path in directories])
+    group = Group("tests/on_node.py", "train_gpt2.py", there, *flags, ranks=2)
     return group.finish(120)
 
 
@@ -60,8 +60,8 @@ def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path, shards):
     swapped = two_nodes([b, a], steps=12, **common)
     host = os.uname().nodename
     assert swapped.code == 2 and swapped.out.count(
-        f"error: node1 ({host}) holds step 8 of run, node0 only step 0: start that machine as node 0, copy its "
-        "run to node 0, or, to go back, delete its later checkpoints.") == 2, swapped.out
+        f"error: node1 ({host}) holds step 8 of run, node0 only step 0: start that machine as node 0, copy its"
+        " run to node 0, or, to go back, delete its later checkpoints.") == 2, swapped.out
     assert not (b / "run").exists()  # nothing was written
     shutil.copytree(a / "run", b / "run")  # as the sentence says
     assert "resuming after step 8" in two_nodes([b, a], steps=12, **common).out
@@ -75,7 +75,7 @@ def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path, shards):
     assert "resuming after step" in named.out, named.out  # a file that is named is taken
 
 
-# ------------------------------------------------------------------------------------- a run that is still alive
+# ---------------------------------------------------------------------------------- a run that is still alive
 
 
 def test_a_run_whose_directory_another_has_taken_ends_without_writing(tmp_path, shards):
@@ -146,7 +146,7 @@ def without_locks() -> None:
 def test_a_file_system_without_locks_is_said_and_the_first_run_gives_way(tmp_path, shards):
     out = tmp_path / "run"
     first = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS), fault=without_locks)
-    warning = f"WARNING: {out} is on a file system without locks (No locks available): make sure that no other"
+    warning = f"WARNING: {out} is on a file system without locks (No locks available): make sure that no"
     wait_for(lambda: saved_beyond(out, 20), first)
     assert warning in first.text
     second = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS), fault=without_locks)
@@ -157,7 +157,7 @@ def test_a_file_system_without_locks_is_said_and_the_first_run_gives_way(tmp_pat
 
 
 def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
-    """On a full disk, where nothing names the owner; where a file gets another number; while a disk is away."""
+    """On a full disk, where nothing names the owner; where a file is numbered anew; while a disk is away."""
     lock = ddp_utils.RunLock(tmp_path / "run", world)
     assert lock.lost() == ""
     owner = (tmp_path / "run" / ".lock").read_text()
@@ -176,7 +176,7 @@ def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
     assert lock.lost() == ""
 
 
-# --------------------------------------------------------------------------------------------------- going back
+# ------------------------------------------------------------------------------------------------- going back
 
 
 def best_of(out: Path) -> int:
@@ -198,21 +198,27 @@ def test_the_best_after_going_back_is_of_the_same_branch(tmp_path, shards):
                        read_checkpoint(list_checkpoints(out)[2])["tensors"]["model"]["embed.weight"])
 
 
-def test_an_evaluation_without_a_checkpoint_is_not_the_best(tmp_path, shards):
-    """Of the steps before only one has a file; a lower loss without a file counts no more."""
-    out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 5}
-    assert GPT2.train(0, shards, out, steps=12, **flags).code == 0
-    newest, _, oldest = list_checkpoints(out)
-    for path in (newest, out / "checkpoints" / "best.pt"):
+def test_what_has_no_file_is_not_the_best(tmp_path, shards):
+    """A lower loss whose checkpoint is gone counts no more, one of the new branch does."""
+    out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 9}
+    assert GPT2.train(0, shards, out, steps=16, **flags).code == 0
+    fourth, third, second, _ = list_checkpoints(out)
+    for path in (fourth, third, out / "checkpoints" / "best.pt"):
         path.unlink()
     records = log_of(out)
     for record in records:
         if "val_loss" in record:
-            record["val_loss"] = {4: 1.0, 8: 5.0, 12: 6.0}[record["step"]]
+            record["val_loss"] = {4: 2.0, 8: 1.0, 12: 0.5, 16: 0.5}[record["step"]]
     (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    oldest.unlink()  # step 4, the lowest
-    assert GPT2.train(0, shards, out, steps=9, **flags).code == 0
-    assert best_of(out) == 9 or evaluations_of(out)[-1]["val_loss"] > 5.0
+    second.rename(tmp_path / second.name)
+    done = GPT2.train(0, shards, out, steps=20, resume=tmp_path / second.name, **flags)
+    assert done.code == 0 and "resuming after step 8" in done.out, done.out
+    assert best_of(out) == 4  # 8, 12 and 16 were lower
+    for path in (*list_checkpoints(out)[-2:], out / "checkpoints" / "best.pt"):
+        path.unlink()
+    assert GPT2.train(0, shards, out, steps=24, **flags).code == 0
+    losses = {record["step"]: record["val_loss"] for record in evaluations_of(out) if record["step"] > 8}
+    assert best_of(out) == min(losses, key=losses.get)
 
 
 def test_the_file_that_is_resumed_from_stays(tmp_path, shards):
@@ -235,8 +241,8 @@ def test_the_file_that_is_resumed_from_stays(tmp_path, shards):
                  marks=pytest.mark.full),
     pytest.param("train_mlm.py", {"ff": 48, "window": 16}, marks=pytest.mark.full)])
 def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards, script, shape):
-    """With --init-from, though its weights are gone, and without: both give the bits of an undisturbed run. And
-    without any flag of the shape.
+    """With --init-from, though its weights are gone, and without: both give the bits of an undisturbed run.
+    And without any flag of the shape.
     """
     trainer = Trainer(script, batch=2, **shape)
     base = tmp_path / "base"
@@ -275,7 +281,8 @@ def test_a_run_resumes_with_its_own_shape(tmp_path, shards):
         advice = f"leave out --{name.replace('_', '-')}, or"
         assert other.code == 2 and words in other.out and advice in other.out, other.out
     used = hrm.here("--out", out, "--prompt", "a", "--max-new-tokens", "2", "--d-model", "64")
-    assert used.code == 2 and "was trained with d_model 32, but the flags say d_model 64: leave out" in used.out, used.out
+    words = "was trained with d_model 32, but the flags say d_model 64: leave out"
+    assert used.code == 2 and words in used.out, used.out
 
 
 def test_a_field_that_the_code_does_not_know_is_refused_before_anything_is_made(tmp_path, shards):
@@ -293,6 +300,7 @@ def test_a_field_that_the_code_does_not_know_is_refused_before_anything_is_made(
 
 
 def test_a_dry_run_needs_the_size_of_the_weights(tmp_path):
-    done = GPT2.here("--dry-run", "1x8", "--init-from", tmp_path, "--data", "stdlib")
+    flags = ("--dry-run", "1x8", "--init-from", tmp_path, "--data", "stdlib")
+    done = GPT2.here(*flags)
     assert done.code == 2 and "give their --size as well" in done.out
-    assert GPT2.here("--dry-run", "1x8", "--init-from", tmp_path, "--data", "stdlib", "--size", "tiny").code == 0
+    assert GPT2.here(*flags, "--size", "tiny").code == 0

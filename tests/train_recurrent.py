@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import data
 from ddp_utils import (Metrics, StopVote, TrainState, begin_log, begin_sum, end_run, evaluate, find_run,
                        identity_of, launch, load_data, log_step, make_parser, new_model, open_run, parse,
-                       plan_run, seed_step, set_modes, start, use_model)
+                       plan_run, seed_step, set_modes, start, use_model, with_cleanup)
 from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate,
                    make_optimizers, rms_norm)
 
@@ -85,13 +85,14 @@ def parse_args(argv=None, **records) -> argparse.Namespace:
     return parse(make_parser(__doc__, RecurrentConfig, SIZES), RecurrentConfig, SIZES, argv, **records)
 
 
-def main() -> None:
-    args = parse_args()
+@with_cleanup
+def main(argv=None) -> None:
+    args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
         return dry_run(Recurrent, args, SIZES[args.size])
     world = start(args)
-    args, out, saved = find_run(Recurrent, args, world, functools.partial(parse_args, None))
+    args, out, saved = find_run(Recurrent, args, world, functools.partial(parse_args, argv))
     if args.export or args.chat or args.prompt is not None:
         return use_model(Recurrent, args, world, out, saved)
     dataset = load_data(Recurrent, args, world)
