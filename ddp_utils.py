@@ -540,6 +540,13 @@ nonnegative_int = number(0, number_type=int)
 fraction = number(0, 1, open_end=True)
 
 
+def utf8_path(text: str) -> Path:
+    """A type for argparse: a path that torch can open."""
+    if text != without_surrogates(text):
+        raise argparse.ArgumentTypeError(f"{text} is not UTF-8, which torch needs in a path")
+    return Path(text)
+
+
 def steps_or_fraction(text: str) -> int | float:
     """A type for argparse: a number of steps, or below 1 a fraction of the run."""
     value = number(0)(text)
@@ -661,7 +668,7 @@ def add_running_flags(parser: ArgumentParser) -> None:
     flag("--comm", ("fp32", "bf16", "late"), "fp32", "type of the sent gradients; late: int8, sent while "
          "the next step is computed, and applied one step late; best with --optimizer muon")
     flag = flag_group(parser, "output")
-    flag("--out", Path, None, "directory of the run (default: runs/MODEL-SIZE-DATA)")
+    flag("--out", utf8_path, None, "directory of the run (default: runs/MODEL-SIZE-DATA)")
     flag("--log-every", positive_int, 10, "steps between log lines")
     flag("--wandb", bool, None, "send the curves to Weights & Biases as well")
     flag("--eval-every", positive_int, None, "steps between evaluations; a longer epoch also ends with one")

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from data import ArgumentParser, UserError, without_surrogates, write_atomically
+from data import ArgumentParser, UserError, write_atomically
 
 GB = 2**30
 MB = 2**20
@@ -451,7 +451,7 @@ class RunLog:
             self._open_tensorboard(step)
         except ImportError:
             self.say("curves for TensorBoard are not written: pip install tensorboard")
-        except (OSError, UnicodeError) as error:  # or a path that is not UTF-8
+        except OSError as error:
             self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
 
@@ -631,7 +631,7 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
 
     curve(loss, "loss", label="training loss", linewidth=1, alpha=0.6)
     curve(loss, "val_loss", label="validation loss", marker="o", markersize=5)
-    loss.set(title=without_surrogates(name), ylabel="loss (nats per token)")
+    loss.set(title=name, ylabel="loss (nats per token)")
     loss.legend()
     for key, axes in below.items():
         curve(axes, key)

@@ -111,7 +111,7 @@ def test_output_that_is_not_utf_8(tmp_path):
     """Characters that a terminal cannot show are replaced, in each command; so is a stray byte of a prompt."""
     text = "ñandú cigüeña façade 日本語のテキスト Привет — “quoted” …\n" * 400
     (tmp_path / "uni.txt").write_text(text, encoding="utf-8")
-    shards, out = tmp_path / "shards", tmp_path / os.fsdecode(b"l\xe4uft")
+    shards, out = tmp_path / "shards", tmp_path / "läuft"
     done = in_terminal("ascii", "data.py", "prepare", "--dataset", f"text:{tmp_path}/uni.txt", "--tokenizer", "bytes",
                        "--out", shards)
     assert done.returncode == 0, done.stdout
@@ -119,6 +119,8 @@ def test_output_that_is_not_utf_8(tmp_path):
     done = in_terminal("ascii", "train_gpt2.py", *map(os.fsencode, flags))
     assert done.returncode == 0 and b"training complete" in done.stdout, done.stdout
     assert len(list_checkpoints(out)) == 1
+    stray = in_terminal("ascii", "train_gpt2.py", "--out", b"l\xe4uft")
+    assert stray.returncode == 2 and b"l?uft is not UTF-8, which torch needs in a path" in stray.stdout, stray.stdout
     used = in_terminal("latin-1", "train_gpt2.py", "--out", os.fsencode(out), "--prompt", b"caf\xe9 \xe6\x97\xa5",
                        "--max-new-tokens", "3")
     assert used.returncode == 0 and b"caf? ?" in used.stdout, used.stdout
