@@ -61,8 +61,15 @@ SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 # fields of a configuration that a resumed run may change
 CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
 FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
+# what started several processes, by the variable in which it tells each their number
+STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+sys.path.append(str(Path(__file__).resolve().with_name("cluster")))
+try:
+    import roll_call
+except ImportError:  # the trainers alone were copied
+    roll_call = None
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
@@ -270,11 +277,33 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    dist.init_process_group(backend, store=dist.PrefixStore("process group", store), rank=rank,
-                            world_size=world_size, timeout=timedelta(seconds=timeout),
-                            device_id=where if where.type == "cuda" else None)
+
+    def connect():
+        dist.init_process_group(backend, store=dist.PrefixStore("process group", store), rank=rank,
+                                world_size=world_size, timeout=timedelta(seconds=timeout),
+                                device_id=where if where.type == "cuda" else None)
+        dist.all_reduce(torch.zeros((), device=where))
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+
+    try:
+        watched(connect)
+    except RuntimeError as error:
+        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {WHEN_CUT_OFF[backend]}"
+                       ) from None
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason, timeout)
+
+
+def watched(function):
+    """Returns function(), which waits for all ranks. RunError as soon as one of them has failed."""
+    if not heartbeat:
+        return function()
+    running = concurrent.futures.ThreadPoolExecutor(1).submit(function)
+    while not running.done():
+        heartbeat.raise_if_lost()
+        time.sleep(0.05)
+    return running.result()
 
 
 def use_libdevice_of_triton() -> None:
@@ -287,6 +316,18 @@ def use_libdevice_of_triton() -> None:
             os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(path))
 
 
+def refuse_lone_tasks() -> None:
+    """UserError in one of several processes that know nothing of each other: each would train alone."""
+    for name, starter in STARTERS.items():
+        tasks = os.environ.get(name, "1")
+        if "RANK" not in os.environ and tasks != "1":
+            raise UserError(
+                f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "
+                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {sys.argv[0]} …` "
+                f"instead of {starter}, on several with `sbatch cluster/slurm.sbatch {sys.argv[0]} …` or, on "
+                "each, cluster/ddp_launch.sh.")
+
+
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
     """This process's device, the backend and the reason for it. UserError if the machine lacks either."""
     host = os.uname().nodename
@@ -297,10 +338,18 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     if device == "cuda" and local_world_size > gpus:
         raise UserError(f"{local_world_size} processes on {host} with {gpus} GPUs: start torchrun with "
                         f"--nproc_per_node={gpus}, or use --device cpu.")
-    built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list())) if device == "cuda" else []
-    if built_for:
-        major, minor = torch.cuda.get_device_capability(local_rank())
-        if 10 * major + minor < min(map(int, built_for)):
+    if device == "cuda":
+        try:  # the first use of a GPU
+            major, minor = torch.cuda.get_device_capability(local_rank())
+        except Exception as error:  # torch has several for a driver
+            raise UserError(
+                f"torch cannot use the GPU of {host} ({first_line(error)}): update its driver to 580 or newer "
+                "and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 and a GPU "
+                "up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 --index-url "
+                "https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of drivers); or use "
+                "--device cpu.") from None
+        built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
+        if built_for and 10 * major + minor < min(map(int, built_for)):
             raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {host} is too old for this build "
                             "of torch: install the one that the table of drivers in cluster/README.md names, "
                             "or use --device cpu.")
@@ -335,6 +384,11 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 _joins = itertools.count()  # in this process, which may call main() again
 heartbeat: "Heartbeat | None" = None  # of this process; None if it is the only one
+CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open the firewall between them"
+WHEN_CUT_OFF = {
+    "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
+    "nccl": f"NCCL_DEBUG=INFO says more; set NCCL_SOCKET_IFNAME on each node to {CARD}, or use --backend gloo, "
+            "which is slower but needs neither NCCL nor its access to the GPUs."}
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
 
@@ -364,10 +418,38 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
     store = dist.PrefixStore(attempt, store)
     if world_size > 1:
         if store.add(f"rank {rank}", 1) > 1:
-            raise UserError(f"RANK={rank} was given to two processes: give each its own.")
+            raise UserError(f"RANK={rank} was given to two processes: give each its own."
+                            if "TORCHELASTIC_RUN_ID" not in env else
+                            "torchrun has started the processes again after a node came or went, and its store "
+                            "still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every "
+                            "node before torchrun, and start again; a run resumes from its newest checkpoint.")
+        own = address_towards(env["MASTER_ADDR"])
+        if own:
+            store.compare_set("a node's address", "", own)
         heartbeat = Heartbeat(store, rank, world_size, where, timeout, hosts_store)
         heartbeat.wait_for_all()
+        if world_size > int(env.get("LOCAL_WORLD_SIZE", 1)):  # several nodes
+            choose_interface(own, store)
     return rank, world_size, store
+
+
+def address_towards(address: str) -> str:
+    """This machine's IPv4 address on the way to that one, "" if it is not known or no other machine's way."""
+    own = ""
+    if roll_call:
+        with contextlib.suppress(roll_call.Problem):  # as with IPv6
+            own = roll_call.address_towards(address)
+    return "" if own.startswith("127.") else own
+
+
+def choose_interface(own: str, store: dist.Store) -> None:
+    """Makes gloo use the network interface of the address `own`. By default it takes that of this machine's
+    name, which is 127.0.1.1 on Debian and Ubuntu.
+    """
+    if not own and store.check(["a node's address"]):  # here MASTER_ADDR is this machine's name
+        own = address_towards(store.get("a node's address").decode())
+    if interface := own and roll_call.interface_of(own):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def first_line(error: BaseException) -> str:
@@ -478,8 +560,14 @@ class Heartbeat:
             self._own_cause = f"{self.name} failed first: {reason}"
         with contextlib.suppress(RunError):
             self.call(self._beat, 2 * self.BEAT)
-        if self.cause and self._leaves_last:
-            time.sleep(2 * self.BEAT)
+        deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
+        with contextlib.suppress(RunError):  # it hosts the store of those that still wait in `on_all`
+            while self._leaves_last and time.monotonic() < deadline and not self._all_ended():
+                time.sleep(self.BEAT / 20)
+
+    def _all_ended(self) -> bool:
+        beats = self.call(lambda: self.store.multi_get(self.keys), self.PATIENCE)
+        return all(beat.endswith(b"|ended") for beat in beats)
 
     def _beat_on(self) -> None:
         with contextlib.suppress(Exception):  # the store is gone
@@ -904,6 +992,7 @@ def load_data(model_class: type, args: argparse.Namespace, world: World) -> Data
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens.
     """
+    refuse_lone_tasks()
     with torch.device("meta"):
         model = model_class(model_class.Config(**flags_of_model(model_class.Config, args)))
     parameters = num_params(model)
@@ -2428,12 +2517,18 @@ def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step:
     stopping = stop.agreed
     memory = largest(monitor.memory_gb(world.device), world)
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
-    checkpoints.close()  # after all collectives, because rank 0 may write for longer than --timeout
     in_sync = "are in shards" if settings["strategy"] in SHARDED else "of all ranks were in sync"
     ending = (f"training complete: {step} steps, {samples * settings['seq_len']:,} tokens, the parameters "
               f"{in_sync}; the run is in {log.out}")
     if stopping:
         ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
                   f"step {checkpoints.saved_step}: the same command resumes it")
-    log.finish(step, samples, memory, ending)
+
+    def finish():
+        checkpoints.close()
+        log.finish(step, samples, memory, ending)
+
+    # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
+    # torchrun whose processes have ended waits for the others only for a while.
+    on_all("end", finish)
     say_on_other_nodes(world, f"{ending} on node 0")

@@ -9,6 +9,7 @@
 # PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable or a flag is wrong. 1: the nodes did not meet, or
 # the run has failed; the same line resumes from the newest checkpoint, so a loop around it brings a node back
 # (trainer@.service, README).
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -euo pipefail
 
 fail() {
@@ -37,7 +38,8 @@ number PREFLIGHT_TIMEOUT 1 86400
 [[ -f $1 ]] || fail "$1 does not exist in $PWD: go to the directory of the trainers first."
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH: activate the virtual environment."
 
-interface=$(python3 "$(dirname "${BASH_SOURCE[0]}")/roll_call.py" "$MASTER_ADDR" "$((10#$MASTER_PORT))" \
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")") # also where this is a symbolic link
+interface=$(python3 "$here/roll_call.py" "$MASTER_ADDR" "$((10#$MASTER_PORT))" \
     "$((10#$NNODES))" "$((10#$NODE_RANK))" "$((10#$GPUS_PER_NODE))" "$((10#$PREFLIGHT_TIMEOUT))")
 if ((10#$NNODES > 1)) && [[ -n $interface ]]; then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}

@@ -5,8 +5,9 @@
 Node 0 listens at ADDR:PORT until every NODE_RANK has connected once; the other nodes connect to it.
 torchrun's static rendezvous notices neither a missing nor a repeated node; both end in a time-out that names
 nobody. Prints the network interface that leads to the other nodes, for gloo and NCCL, which guess wrongly
-where /etc/hosts gives this machine the address 127.0.1.1. Exits with code 1 and one sentence if something
-is wrong. Ends within SECONDS on node 0, and within about twice that elsewhere. Needs nothing but Python.
+where /etc/hosts gives this machine the address 127.0.1.1. If something is wrong, exits with one sentence and
+code 1, or 2 if no later try can go well. Ends within SECONDS on node 0, and within about twice that elsewhere.
+Needs nothing but Python; ddp_utils.py uses it, too, where torchrun is started without the launcher.
 """
 
 import contextlib
@@ -39,19 +40,24 @@ def is_ours(address: str) -> bool:
     return True
 
 
-def interface_towards(address: str) -> str:
-    """The interface through which packets to this IPv4 address leave, '' if it is not known."""
+def address_towards(address: str) -> str:
+    """This machine's IPv4 address from which packets to that address or name leave."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
         except OSError as error:
             raise Problem(f"this machine has no way to MASTER_ADDR {address} ({error.strerror}): give it an "
                           "address in the same network, see `ip addr`.") from None
-        ours = probe.getsockname()[0]
+        return probe.getsockname()[0]
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this IPv4 address of this machine, '' if it is not known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(answer[20:24]) == ours:
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
 
@@ -63,8 +69,10 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
-    """Node 0: waits until every NODE_RANK has connected, then sends all nodes "go" or the problem."""
+def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds: float) -> None:
+    """Node 0: waits until every NODE_RANK has connected, then sends all nodes "go" or the problem. `name` is
+    MASTER_ADDR as it was given.
+    """
     try:
         server = socket.create_server(("", port))
     except OSError as error:
@@ -87,6 +95,9 @@ def call_roll(port: int, nodes: int, gpus: int, seconds: float) -> None:
             bad = f"NODE_RANK={rank} was given to both {here[rank][0]} and {host}: give each node its own."
         elif hello["nodes"] != nodes:
             bad = f"NNODES is {nodes} on node 0 and {hello['nodes']} on node {rank}, {host}: make them equal."
+        elif address.startswith("127.") and not peer[0].startswith("127."):
+            bad = (f"MASTER_ADDR is {name} on node 0, which only that machine itself can reach, not node {rank}, "
+                   f"{host}: give node 0 too the address of its network card, see `ip -4 addr` there.")
         else:
             keep_alive(connection)
             here[rank] = (host, hello["gpus"], connection)
@@ -164,15 +175,19 @@ def main() -> None:
     except OSError as error:
         raise Problem(f"MASTER_ADDR {name} is not known here ({error.strerror}): give the IPv4 address of "
                       "node 0.") from None
+    if nodes > 1 and address == "0.0.0.0":
+        say(f"MASTER_ADDR {name} leads to no machine: give the address of node 0's network card, the same on "
+            "all nodes, see `ip -4 addr` there.")
+        sys.exit(2)  # no later try can go well
     if rank == 0 and not is_ours(address):
         raise Problem(f"MASTER_ADDR {address} is not an address of this machine, though NODE_RANK=0 says "
                       "that it is node 0: see `ip -4 addr`, or correct NODE_RANK.")
-    interface = interface_towards(address)
+    interface = interface_of(address_towards(address))
     if nodes > 1 and address.startswith("127.") and name not in (address, "localhost"):
         raise Problem(f"MASTER_ADDR {name} is {address} on this machine, which no other can reach: give the "
                       "address of its network card instead, see `ip -4 addr`.")
     if rank == 0:
-        call_roll(port, nodes, gpus, seconds)
+        call_roll(name, address, port, nodes, gpus, seconds)
     else:
         hello = {"node_rank": rank, "nodes": nodes, "gpus": gpus, "host": socket.gethostname()}
         answer(address, port, hello, seconds)
