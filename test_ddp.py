@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, sources_of
 from ddp_utils import (SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
-                       hardware, init, largest, launch, number, on_all, recipe)
+                       hardware, init, largest, launch, number, on_all, recipe,
+                       refuse_lone_tasks)
 from model import GPT2, HRM, LOSS_ROWS, MLM, blocks_of, hidden_matrices, num_params, pad_vocab
 
 MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
@@ -380,6 +381,7 @@ def main() -> None:
     if args.size and args.size not in sizes:
         raise UserError(f"train_{args.model}.py has no --size {args.size}, but {', '.join(sizes)}.")
 
+    refuse_lone_tasks()
     world = step("the start of the process group", init, args.backend, args.device, args.timeout,
                  lambda *device: compare(report_of(args, *device)))
 

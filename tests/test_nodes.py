@@ -1,0 +1,199 @@
+"""Starting on several machines: who starts the processes, over which network, in which order nodes are numbered,
+and how they leave. Needs root and iproute2 where there are namespaces (see lab.py).
+"""
+
+import os
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+from lab import MASTER, PORT, Lab, Unavailable
+from processes import Group
+from runs import Trainer, log_of
+from test_monitor import curves
+
+import ddp_utils
+import test_ddp
+from data import UserError
+from ddp_utils import RunError, list_checkpoints
+
+GPT2 = Trainer("train_gpt2.py", timeout=20, max_new_tokens=5, global_batch=15, batch=None, steps=60)
+
+
+@pytest.fixture
+def lab(request):
+    try:
+        with Lab(request.param) as lab:
+            yield lab
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+# ------------------------------------------------------------------------------------- who starts the processes
+
+@pytest.mark.parametrize("env, refused", [
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 processes"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
+    ({"PMI_SIZE": "2"}, "mpiexec has started 2 processes"),
+    ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, None),  # a batch script, a shell of salloc
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"}, None), ({"OMPI_COMM_WORLD_SIZE": "1"}, None)])
+def test_tasks_that_would_train_alone_are_refused(env, refused, tmp_path, shards, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    done = GPT2.train(0, shards, tmp_path / "run", steps=1)
+    if not refused:
+        assert done.code == 0, done.out
+        return
+    assert done.code == 2 and refused in done.out and "torchrun --nproc_per_node=" in done.out, done.out
+    assert "cluster/slurm.sbatch" in done.out and not (tmp_path / "run").exists()
+    assert GPT2.here("--dry-run", "1x8", "--data", shards).code == 0  # nothing else trains
+    assert "holds no checkpoint" in GPT2.here("--out", tmp_path, "--prompt", "a").out
+    monkeypatch.setattr(sys, "argv", ["test_ddp.py", "--device", "cpu"])
+    with pytest.raises(UserError, match=refused):
+        test_ddp.main()
+
+
+def test_the_launcher_under_srun_is_not_refused(tmp_path, shards):
+    group = Group("train_gpt2.py", *GPT2.flags(shards, tmp_path / "run", steps=1, batch=1, global_batch=16), ranks=2,
+                  SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
+    done = group.finish()
+    assert done.code == 0 and "processes 2" in done.out, done.out
+
+
+# ----------------------------------------------------------------------------------------------- devices, drivers
+
+def test_an_outdated_driver_is_one_sentence(monkeypatch):
+    def old(*arguments):
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", old)
+    with pytest.raises(UserError) as found:
+        ddp_utils.choose_device("auto", "auto", 1)
+    assert "driver on your system is too old" in str(found.value) and "\n" not in str(found.value)
+    for word in ("580", "wsl --update", "cu126", "cluster/README.md", "--device cpu"):
+        assert word in str(found.value)
+    assert ddp_utils.choose_device("auto", "cpu", 1)[0].type == "cpu"
+
+
+def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("NCCL error: unhandled system error, details")
+    monkeypatch.setattr(torch.distributed, "all_reduce", fail)
+    try:
+        with pytest.raises(RunError, match="gloo fails in its first collective .RuntimeError: NCCL error: unhandled"):
+            ddp_utils.init("gloo", "cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "--backend gloo" in ddp_utils.WHEN_CUT_OFF["nccl"]
+
+
+# ---------------------------------------------------------------------------------------------- how they leave
+
+class SlowSave:
+    """The last checkpoint takes some seconds longer than the rest of the run."""
+
+    def __call__(self):
+        write = ddp_utils.Checkpoints._write
+
+        def slow(self, path, content, begun):
+            time.sleep(4 * (content["step"] == 2))
+            write(self, path, content, begun)
+        ddp_utils.Checkpoints._write = slow
+
+
+def test_other_nodes_wait_for_the_last_checkpoint(tmp_path, shards):
+    """Longer than --timeout, too; so no torchrun waits at its exit barrier."""
+    group = Group("tests/on_node.py", "train_gpt2.py", f'["{tmp_path}", "{tmp_path}"]', *GPT2.flags(
+        shards, tmp_path / "run", steps=2, global_batch=16, batch=8, timeout=2), ranks=2, fault=SlowSave())
+    deadline = time.monotonic() + 60
+    while "sample after step 2" not in group.text:
+        assert time.monotonic() < deadline and group.all_alive, group.text
+        time.sleep(0.02)
+    time.sleep(2)
+    assert group.all_alive and "training complete" not in group.text, group.text
+    done = group.finish(60)
+    assert done.code == 0 and done.out.count("training complete: 2 steps") == 2, done.out
+    assert done.out.index("saved step 2") < done.out.index("[Rank 1/2 | Node node1 | Device cpu] training complete")
+
+
+# ------------------------------------------------------------------------------------------------- namespaces
+
+def torchrun(rank: int, master: str, count: int = 2) -> list:
+    return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", f"--node-rank={rank}",
+            "--nproc-per-node=1", f"--master-addr={master}", f"--master-port={PORT}", ROOT / "train_gpt2.py"]
+
+
+def named(host: str, hosts: str, command: list) -> list:
+    """A command on a machine of that name with that /etc/hosts."""
+    script = f'hostname {host}; mount --bind {hosts} /etc/hosts; unset GLOO_SOCKET_IFNAME; exec "$@"'
+    return ["unshare", "-um", "bash", "-c", script, "bash", *command]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lab", [2], indirect=True)
+@pytest.mark.parametrize("master", [MASTER, "pc0"])
+def test_bare_torchrun_where_the_own_name_is_127_0_1_1(lab, shards, master):
+    """As on Debian and Ubuntu. Where MASTER_ADDR is node 0's name, node 0 itself takes it for 127.0.1.1."""
+    files = []
+    for node in range(2):
+        file = lab.directory / f"hosts{node}"
+        others = f"192.168.50.{21 - node} pc{1 - node}\n"
+        file.write_text(f"127.0.0.1 localhost\n127.0.1.1 pc{node}\n{others}")
+        files.append(file)
+    flags = GPT2.flags(shards, "run", steps=4, global_batch=16)
+    processes = [lab.start(node, named(f"pc{node}", files[node], [*torchrun(node, master), *flags]))
+                 for node in range(2)]
+    for code, text in [lab.wait(process, 90) for process in processes]:
+        assert code == 0 and "training complete: 4 steps" in text, text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lab", [2], indirect=True)
+@pytest.mark.parametrize("address, code, sentence", [
+    ("0.0.0.0", 2, "MASTER_ADDR 0.0.0.0 leads to no machine: give the address of node 0's network card"),
+    ("localhost", 1, "MASTER_ADDR is localhost on node 0, which only that machine itself can reach, not node 1"),
+    ("127.0.0.1", 1, "MASTER_ADDR is 127.0.0.1 on node 0, which only that machine itself can reach, not node 1")])
+def test_the_launcher_refuses_an_address_that_leads_nowhere(lab, shards, address, code, sentence):
+    """On node 0, while the other node has the right one."""
+    launcher = [ROOT / "cluster" / "ddp_launch.sh", ROOT / "train_gpt2.py", *GPT2.flags(shards, "run", steps=1)]
+    env = {"MASTER_PORT": PORT, "NNODES": 2, "GPUS_PER_NODE": 1, "PREFLIGHT_TIMEOUT": 15}
+    first = lab.start(0, launcher, **env, NODE_RANK=0, MASTER_ADDR=address)
+    second = lab.start(1, launcher, **env, NODE_RANK=1, MASTER_ADDR=MASTER)
+    (found, text), (_, other) = (lab.wait(process, 60) for process in (first, second))
+    assert found == code and sentence in text, text
+    assert code == 2 or sentence in other, other
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lab", [5], indirect=True)
+def test_five_nodes_renumbered_emptied_and_with_a_clock_set_back(lab, shards):
+    flags = {"save_every": 4, "eval_every": 100}
+
+    def run(order: list[int], steps: int, **env) -> list[tuple[int, str]]:
+        """On these machines; the first is node 0."""
+        processes = [lab.start(machine, [sys.executable, ROOT / "train_gpt2.py",
+                                         *GPT2.flags(shards, "run", **flags, steps=steps)], **{
+            "RANK": rank, "WORLD_SIZE": 5, "MASTER_ADDR": f"192.168.50.{20 + order[0]}", "MASTER_PORT": PORT + steps,
+            "GROUP_RANK": rank, "GROUP_WORLD_SIZE": 5} | env) for rank, machine in enumerate(order)]
+        return [lab.wait(process, 120) for process in processes]
+
+    assert all(code == 0 for code, _ in run([0, 1, 2, 3, 4], 8))
+    for code, text in run([3, 1, 2, 0, 4], 12):
+        assert code == 2 and f"node3 ({os.uname().nodename}) holds step 8 of run, node0 only step 0" in text, text
+    assert not (lab.home(3) / "run").exists()
+    shutil.copytree(lab.home(0) / "run", lab.home(3) / "run")
+    done = run([3, 1, 2, 0, 4], 12)
+    assert all(code == 0 for code, _ in done) and "resuming after step 8" in done[0][1], done
+    shutil.rmtree(lab.home(0) / "run")  # the machine that was node 0 before is emptied
+    shutil.copytree(lab.home(3) / "run", lab.home(0) / "run")
+    site = lab.directory / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() - 86400\n")
+    done = run([0, 1, 2, 3, 4], 16, PYTHONPATH=f"{site}:{ROOT}")
+    assert all(code == 0 for code, _ in done) and "resuming after step 12" in done[0][1], done
+    assert list_checkpoints(lab.home(0) / "run")[0].name.startswith("step_00000016")
+    steps = [step for step, _ in curves(lab.home(0) / "run")["Loss/train_step"]]
+    assert steps == [record["step"] for record in log_of(lab.home(0) / "run") if "loss" in record]
