@@ -175,6 +175,7 @@ def with_cleanup(main):
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> None:
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        joined_before = dist.is_initialized()
         try:
             main(argv)
         finally:
@@ -182,11 +183,11 @@ def with_cleanup(main):
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
                 RunLock.release()
-                if heartbeat:
-                    heartbeat.stop("")
                 gc.unfreeze()
-                gc.collect()  # the models and optimizers that main() left behind keep the process group alive
-                if dist.is_initialized():
+                if dist.is_initialized() and not joined_before:
+                    if heartbeat:
+                        heartbeat.stop("")
+                    gc.collect()  # models and optimizers that main() left behind keep the process group alive
                     dist.destroy_process_group()
 
     return run
@@ -230,9 +231,10 @@ def start(args: argparse.Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
-    assert_same(world, "the command line", json.dumps(resolved, default=str), "start every node with the "
-                "same flags; --precision auto and --device auto need the same type of processor everywhere, "
-                "and prepared pairs the same files")
+    connect(world.backend, functools.partial(
+        assert_same, world, "the command line", json.dumps(resolved, default=str), "start every node with the "
+        "same flags; --precision auto and --device auto need the same type of processor everywhere, and "
+        "prepared pairs the same files"))
     return world
 
 
@@ -277,33 +279,29 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-
-    def connect():
-        dist.init_process_group(backend, store=dist.PrefixStore("process group", store), rank=rank,
-                                world_size=world_size, timeout=timedelta(seconds=timeout),
-                                device_id=where if where.type == "cuda" else None)
-        dist.all_reduce(torch.zeros((), device=where))
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-
-    try:
-        watched(connect)
-    except RuntimeError as error:
-        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {WHEN_CUT_OFF[backend]}"
-                       ) from None
+    connect(backend, functools.partial(
+        dist.init_process_group, backend, store=dist.PrefixStore("process group", store), rank=rank,
+        world_size=world_size, timeout=timedelta(seconds=timeout),
+        device_id=where if where.type == "cuda" else None))
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason, timeout)
 
 
-def watched(function):
-    """Returns function(), which waits for all ranks. RunError as soon as one of them has failed."""
-    if not heartbeat:
-        return function()
-    running = concurrent.futures.ThreadPoolExecutor(1).submit(function)
-    while not running.done():
-        heartbeat.raise_if_lost()
-        time.sleep(0.05)
-    return running.result()
+def connect(backend: str, function) -> None:
+    """Calls function(), in which the ranks first reach each other. RunError if that fails on this rank, or as
+    soon as it has failed on another.
+    """
+    try:
+        if backend != "gloo" or not heartbeat:  # NCCL needs the thread that has chosen the GPU
+            return function()
+        running = concurrent.futures.ThreadPoolExecutor(1).submit(function)
+        while not running.done():
+            heartbeat.raise_if_lost()
+            time.sleep(0.05)
+        running.result()
+    except RuntimeError as error:
+        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): "
+                       f"{WHEN_CUT_OFF[backend]}") from None
 
 
 def use_libdevice_of_triton() -> None:
@@ -323,9 +321,9 @@ def refuse_lone_tasks() -> None:
         if "RANK" not in os.environ and tasks != "1":
             raise UserError(
                 f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "
-                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {sys.argv[0]} …` "
-                f"instead of {starter}, on several with `sbatch cluster/slurm.sbatch {sys.argv[0]} …` or, on "
-                "each, cluster/ddp_launch.sh.")
+                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {sys.argv[0]} "
+                f"…` instead of {starter}, on several with `sbatch cluster/slurm.sbatch {sys.argv[0]} …` or, "
+                "on each, cluster/ddp_launch.sh.")
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
@@ -343,9 +341,9 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
             major, minor = torch.cuda.get_device_capability(local_rank())
         except Exception as error:  # torch has several for a driver
             raise UserError(
-                f"torch cannot use the GPU of {host} ({first_line(error)}): update its driver to 580 or newer "
-                "and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 and a GPU "
-                "up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 --index-url "
+                f"torch cannot use the GPU of {host} ({first_line(error)}): update its driver to 580 or "
+                "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
+                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 --index-url "
                 "https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of drivers); or use "
                 "--device cpu.") from None
         built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
@@ -387,8 +385,8 @@ heartbeat: "Heartbeat | None" = None  # of this process; None if it is the only 
 CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open the firewall between them"
 WHEN_CUT_OFF = {
     "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
-    "nccl": f"NCCL_DEBUG=INFO says more; set NCCL_SOCKET_IFNAME on each node to {CARD}, or use --backend gloo, "
-            "which is slower but needs neither NCCL nor its access to the GPUs."}
+    "nccl": f"NCCL_DEBUG=INFO says more; set NCCL_SOCKET_IFNAME on each node to {CARD}, or use --backend "
+            "gloo, which is slower but needs neither NCCL nor its access to the GPUs."}
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
 
@@ -420,9 +418,10 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
         if store.add(f"rank {rank}", 1) > 1:
             raise UserError(f"RANK={rank} was given to two processes: give each its own."
                             if "TORCHELASTIC_RUN_ID" not in env else
-                            "torchrun has started the processes again after a node came or went, and its store "
-                            "still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every "
-                            "node before torchrun, and start again; a run resumes from its newest checkpoint.")
+                            "torchrun has started the processes again after a node came or went, and its "
+                            "store still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+                            "on every node before torchrun, and start again; a run resumes from its newest "
+                            "checkpoint.")
         own = address_towards(env["MASTER_ADDR"])
         if own:
             store.compare_set("a node's address", "", own)
@@ -773,10 +772,11 @@ def add_running_flags(parser: ArgumentParser) -> None:
 def add_text_flags(parser: ArgumentParser) -> None:
     flag = flag_group(parser, "prompts and responses")
     flag("--loss", ("response", "all"), None, "tokens to learn (default: response with pairs, else all)")
-    flag("--prompt", without_surrogates, None, "continue or answer a text with the newest checkpoint, without training")
+    text = without_surrogates
+    flag("--prompt", text, None, "continue or answer a text with the newest checkpoint, without training")
     flag("--chat", bool, None, "answer prompts that are typed in, one after another")
-    flag("--condition", without_surrogates, "", "text, or name of a special token, to put in front of a prompt")
-    flag("--sample-prompt", without_surrogates, "", "prompt of the samples (default with pairs: a held-out one)")
+    flag("--condition", text, "", "text, or name of a special token, to put in front of a prompt")
+    flag("--sample-prompt", text, "", "prompt of the samples (default with pairs: a held-out one)")
     flag("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end")
     flag("--max-new-tokens", positive_int, 200, "length of a sample")
     flag("--temperature", number(0), 0.8, "0: always the likeliest token")
@@ -816,8 +816,8 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     given = parser.parse_args(argv, argparse.Namespace(**unset))
     for name, row in sizes.items():
         if unknown := sorted(row.keys() - vars(given).keys() - {"vocab_size"}):
-            raise UserError(f"the row {name!r} of the sizes sets {listed(unknown)}, which no flag of this trainer "
-                            "is called: correct the name, or add the flag.")
+            raise UserError(f"the row {name!r} of the sizes sets {listed(unknown)}, which no flag of this "
+                            "trainer is called: correct the name, or add the flag.")
     record = saved or weights or {"model_config": {}, "settings": {}}
     size = vars(given).get("preset") or given.size or nearest_size(sizes, record)
     began = saved and saved["settings"].get("init_from")

@@ -319,8 +319,8 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.depth > self.DEEPEST:
-            raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours a step on any "
-                            f"machine: lower --n-layer, or the cycles, to at most {self.DEEPEST:,} in all.")
+            raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours a step on "
+                            f"any machine: lower --n-layer or the cycles, to {self.DEEPEST:,} at most in all.")
         if self.padded_vocab < self.vocab_size:
             raise UserError(f"a table of {self.padded_vocab} rows is too small for the {self.vocab_size} ids "
                             "of the tokenizer: take another --tokenizer or --size.")

@@ -229,7 +229,8 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
             record["step"] + 0
             records.append(record)
     if records and (broken := len(lines) - len(records)):
-        say(f"WARNING: {broken} of {len(lines)} lines of {run_directory}/metrics.jsonl are broken and left out")
+        say(f"WARNING: {broken} of {len(lines)} lines of {run_directory}/metrics.jsonl are broken and left "
+            "out")
     return records
 
 

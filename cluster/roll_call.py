@@ -6,8 +6,8 @@ Node 0 listens at ADDR:PORT until every NODE_RANK has connected once; the other 
 torchrun's static rendezvous notices neither a missing nor a repeated node; both end in a time-out that names
 nobody. Prints the network interface that leads to the other nodes, for gloo and NCCL, which guess wrongly
 where /etc/hosts gives this machine the address 127.0.1.1. If something is wrong, exits with one sentence and
-code 1, or 2 if no later try can go well. Ends within SECONDS on node 0, and within about twice that elsewhere.
-Needs nothing but Python; ddp_utils.py uses it, too, where torchrun is started without the launcher.
+code 1, or 2 if no later try can go well. Ends within SECONDS on node 0, and within about twice that
+elsewhere. Needs nothing but Python; ddp_utils.py uses it too, for torchrun without the launcher.
 """
 
 import contextlib
@@ -96,8 +96,9 @@ def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds
         elif hello["nodes"] != nodes:
             bad = f"NNODES is {nodes} on node 0 and {hello['nodes']} on node {rank}, {host}: make them equal."
         elif address.startswith("127.") and not peer[0].startswith("127."):
-            bad = (f"MASTER_ADDR is {name} on node 0, which only that machine itself can reach, not node {rank}, "
-                   f"{host}: give node 0 too the address of its network card, see `ip -4 addr` there.")
+            bad = (f"MASTER_ADDR is {name} on node 0, which only that machine itself can reach, not node "
+                   f"{rank}, {host}: give node 0, too, the address of its network card, see `ip -4 addr` "
+                   "there.")
         else:
             keep_alive(connection)
             here[rank] = (host, hello["gpus"], connection)

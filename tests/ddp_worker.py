@@ -148,6 +148,35 @@ def check_skipped_updates(world: World) -> None:
         ddp_utils.assert_in_sync(model.state_dict())
 
 
+def check_fp16_shards(world: World) -> None:
+    """An infinite gradient in the shard of one rank is skipped by all, and halves the scale of all."""
+    for strategy in ("zero2", "zero3", "zero3-offload"):
+        config = HRMConfig(**TINY)
+        model = ddp_utils.build_model(HRM, config, world, strategy)
+        ddp_utils.copy_weights(model, make().state_dict(), world)
+        model.compute_dtype = torch.float16
+        state = train_state(model, world, strategy=strategy, precision="fp16")
+
+        def step(poison: bool, state=state) -> float:
+            objective, _ = state.wrapped(*batch(world.rank))
+            state.scaler.scale(objective / 32).backward()
+            free_gathered_params(state.model)
+            if poison and world.rank == 1:
+                gradient = next(p.grad for p in state.model.parameters() if p.grad is not None)
+                local_shard(gradient).view(-1)[0] = float("inf")
+            state.optimizer_step(1e-2, state.clip_gradients(1.0))
+            scale = state.scaler.get_scale()
+            assert ddp_utils.find_mismatch(torch.tensor([int(scale)], device=world.device)) is None
+            return scale
+
+        scale = step(False)
+        before = {name: local_shard(p).clone() for name, p in model.state_dict().items()}
+        assert step(True) == scale / 2 > 0
+        assert all(torch.equal(local_shard(p), before[name]) for name, p in model.state_dict().items())
+        assert step(False) == scale / 2
+        assert not torch.equal(local_shard(model.embed.weight), before["embed.weight"])
+
+
 def check_bf16_gradients(world: World) -> None:
     """They are the mean of what the ranks have computed, to the precision of bfloat16."""
     model = make()

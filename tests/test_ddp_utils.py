@@ -26,7 +26,7 @@ from ddp_utils import (Checkpoints, RunError, World, list_checkpoints, load_chec
                        load_model, read_checkpoint)
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig
 
-CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
+CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "fp16_shards",
           "bf16_gradients", "memory", "gathering", "owners",
           "samples_have_one_prompt",
           "who_writes_samples", "stop"]
@@ -525,7 +525,7 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, monkeypatch, loss,
 
 
 def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, world):
-    """After going back to step 1, the new step 2 is the best, though the log has an old one without a file."""
+    """After going back to step 1, the new step 2 is the best, though the log has one without a file."""
     state = make_state(world)
     save(tmp_path, world, state, (1,))
     old = [{"step": step, "val_loss": 0.5} for step in (1, 2)]

@@ -508,7 +508,8 @@ def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeyp
     assert [value for _, value in found[5:10]] == [1] * 5
 
 
-@pytest.mark.parametrize("broken", [b'{"step": 3, "lo', b"\0" * 40, b"[1]", b"5", b'"step"', b"{}", b'{"step": "x"}'])
+@pytest.mark.parametrize("broken", [
+    b'{"step": 3, "lo', b"\0" * 40, b"[1]", b"5", b'"step"', b"{}", b'{"step": "x"}'])
 @pytest.mark.parametrize("place", [0, 4, 10])
 def test_a_broken_line_loses_no_other(tmp_path, capsys, broken, place):
     lines = [json.dumps(record(step)).encode() for step in range(1, 11)]

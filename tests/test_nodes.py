@@ -1,5 +1,5 @@
-"""Starting on several machines: who starts the processes, over which network, in which order nodes are numbered,
-and how they leave. Needs root and iproute2 where there are namespaces (see lab.py).
+"""Starting on several machines: who starts the processes, over which network, in which order nodes are
+numbered, and how they leave. Needs root and iproute2 where there are namespaces (see lab.py).
 """
 
 import os
@@ -17,6 +17,7 @@ from test_monitor import curves
 
 import ddp_utils
 import test_ddp
+import train_gpt2
 from data import UserError
 from ddp_utils import RunError, list_checkpoints
 
@@ -32,13 +33,13 @@ def lab(request):
         pytest.skip(str(reason))
 
 
-# ------------------------------------------------------------------------------------- who starts the processes
+# ----------------------------------------------------------------------------------- who starts the processes
 
 @pytest.mark.parametrize("env, refused", [
     ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 processes"),
     ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
     ({"PMI_SIZE": "2"}, "mpiexec has started 2 processes"),
-    ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, None),  # a batch script, a shell of salloc
+    ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, None),  # as in a batch script
     ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"}, None), ({"OMPI_COMM_WORLD_SIZE": "1"}, None)])
 def test_tasks_that_would_train_alone_are_refused(env, refused, tmp_path, shards, monkeypatch):
     for name, value in env.items():
@@ -57,17 +58,17 @@ def test_tasks_that_would_train_alone_are_refused(env, refused, tmp_path, shards
 
 
 def test_the_launcher_under_srun_is_not_refused(tmp_path, shards):
-    group = Group("train_gpt2.py", *GPT2.flags(shards, tmp_path / "run", steps=1, batch=1, global_batch=16), ranks=2,
-                  SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
+    flags = GPT2.flags(shards, tmp_path / "run", steps=1, batch=1, global_batch=16)
+    group = Group("train_gpt2.py", *flags, ranks=2, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0")
     done = group.finish()
     assert done.code == 0 and "processes 2" in done.out, done.out
 
 
-# ----------------------------------------------------------------------------------------------- devices, drivers
+# ------------------------------------------------------------------------------------------- devices, drivers
 
 def test_an_outdated_driver_is_one_sentence(monkeypatch):
     def old(*arguments):
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+        raise RuntimeError("The NVIDIA driver on your system is too old (found 11040).\nPlease update")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", old)
     with pytest.raises(UserError) as found:
@@ -83,14 +84,15 @@ def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypa
         raise RuntimeError("NCCL error: unhandled system error, details")
     monkeypatch.setattr(torch.distributed, "all_reduce", fail)
     try:
-        with pytest.raises(RunError, match="gloo fails in its first collective .RuntimeError: NCCL error: unhandled"):
-            ddp_utils.init("gloo", "cpu")
+        words = "gloo fails in its first collective .RuntimeError: NCCL error: unhandled"
+        with pytest.raises(RunError, match=words):
+            ddp_utils.start(train_gpt2.parse_args(["--device", "cpu"]))
     finally:
         torch.distributed.destroy_process_group()
     assert "--backend gloo" in ddp_utils.WHEN_CUT_OFF["nccl"]
 
 
-# ---------------------------------------------------------------------------------------------- how they leave
+# --------------------------------------------------------------------------------------------- how they leave
 
 class SlowSave:
     """The last checkpoint takes some seconds longer than the rest of the run."""
@@ -116,7 +118,8 @@ def test_other_nodes_wait_for_the_last_checkpoint(tmp_path, shards):
     assert group.all_alive and "training complete" not in group.text, group.text
     done = group.finish(60)
     assert done.code == 0 and done.out.count("training complete: 2 steps") == 2, done.out
-    assert done.out.index("saved step 2") < done.out.index("[Rank 1/2 | Node node1 | Device cpu] training complete")
+    last = done.out.index("[Rank 1/2 | Node node1 | Device cpu] training complete")
+    assert done.out.index("saved step 2") < last
 
 
 # ------------------------------------------------------------------------------------------------- namespaces
@@ -154,11 +157,12 @@ def test_bare_torchrun_where_the_own_name_is_127_0_1_1(lab, shards, master):
 @pytest.mark.parametrize("lab", [2], indirect=True)
 @pytest.mark.parametrize("address, code, sentence", [
     ("0.0.0.0", 2, "MASTER_ADDR 0.0.0.0 leads to no machine: give the address of node 0's network card"),
-    ("localhost", 1, "MASTER_ADDR is localhost on node 0, which only that machine itself can reach, not node 1"),
-    ("127.0.0.1", 1, "MASTER_ADDR is 127.0.0.1 on node 0, which only that machine itself can reach, not node 1")])
+    ("localhost", 1, "MASTER_ADDR is localhost on node 0, which only that machine itself can reach"),
+    ("127.0.0.1", 1, "MASTER_ADDR is 127.0.0.1 on node 0, which only that machine itself can reach")])
 def test_the_launcher_refuses_an_address_that_leads_nowhere(lab, shards, address, code, sentence):
     """On node 0, while the other node has the right one."""
-    launcher = [ROOT / "cluster" / "ddp_launch.sh", ROOT / "train_gpt2.py", *GPT2.flags(shards, "run", steps=1)]
+    flags = GPT2.flags(shards, "run", steps=1)
+    launcher = [ROOT / "cluster" / "ddp_launch.sh", ROOT / "train_gpt2.py", *flags]
     env = {"MASTER_PORT": PORT, "NNODES": 2, "GPUS_PER_NODE": 1, "PREFLIGHT_TIMEOUT": 15}
     first = lab.start(0, launcher, **env, NODE_RANK=0, MASTER_ADDR=address)
     second = lab.start(1, launcher, **env, NODE_RANK=1, MASTER_ADDR=MASTER)
@@ -176,13 +180,15 @@ def test_five_nodes_renumbered_emptied_and_with_a_clock_set_back(lab, shards):
         """On these machines; the first is node 0."""
         processes = [lab.start(machine, [sys.executable, ROOT / "train_gpt2.py",
                                          *GPT2.flags(shards, "run", **flags, steps=steps)], **{
-            "RANK": rank, "WORLD_SIZE": 5, "MASTER_ADDR": f"192.168.50.{20 + order[0]}", "MASTER_PORT": PORT + steps,
-            "GROUP_RANK": rank, "GROUP_WORLD_SIZE": 5} | env) for rank, machine in enumerate(order)]
+            "RANK": rank, "WORLD_SIZE": 5, "MASTER_ADDR": f"192.168.50.{20 + order[0]}",
+            "MASTER_PORT": PORT + steps, "GROUP_RANK": rank,
+            "GROUP_WORLD_SIZE": 5} | env) for rank, machine in enumerate(order)]
         return [lab.wait(process, 120) for process in processes]
 
     assert all(code == 0 for code, _ in run([0, 1, 2, 3, 4], 8))
     for code, text in run([3, 1, 2, 0, 4], 12):
-        assert code == 2 and f"node3 ({os.uname().nodename}) holds step 8 of run, node0 only step 0" in text, text
+        words = f"node3 ({os.uname().nodename}) holds step 8 of run, node0 only step 0"
+        assert code == 2 and words in text, text
     assert not (lab.home(3) / "run").exists()
     shutil.copytree(lab.home(0) / "run", lab.home(3) / "run")
     done = run([3, 1, 2, 0, 4], 12)
@@ -191,7 +197,8 @@ def test_five_nodes_renumbered_emptied_and_with_a_clock_set_back(lab, shards):
     shutil.copytree(lab.home(3) / "run", lab.home(0) / "run")
     site = lab.directory / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() - 86400\n")
+    yesterday = "import time\nnow = time.time\ntime.time = lambda: now() - 86400\n"
+    (site / "sitecustomize.py").write_text(yesterday)
     done = run([0, 1, 2, 3, 4], 16, PYTHONPATH=f"{site}:{ROOT}")
     assert all(code == 0 for code, _ in done) and "resuming after step 12" in done[0][1], done
     assert list_checkpoints(lab.home(0) / "run")[0].name.startswith("step_00000016")

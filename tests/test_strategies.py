@@ -310,7 +310,6 @@ def test_samples_after_a_resume_under_zero3(tmp_path, shards):
 
 @pytest.mark.parametrize("flags, sentence", (
     ({"strategy": "zero2", "optimizer": "muon"}, "full matrices"),
-    ({"strategy": "zero3", "precision": "fp16"}, "use zero1, or bf16"),
     ({"strategy": "zero1", "comm": "bf16"}, "--comm needs"),
     ({"strategy": "zero2", "comm": "late"}, "--comm needs"),
     ({"comm": "late", "precision": "fp16"}, "--precision bf16"),

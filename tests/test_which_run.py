@@ -60,8 +60,8 @@ def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path, shards):
     swapped = two_nodes([b, a], steps=12, **common)
     host = os.uname().nodename
     assert swapped.code == 2 and swapped.out.count(
-        f"error: node1 ({host}) holds step 8 of run, node0 only step 0: start that machine as node 0, copy its"
-        " run to node 0, or, to go back, delete its later checkpoints.") == 2, swapped.out
+        f"error: node1 ({host}) holds step 8 of run, node0 only step 0: start that machine as node 0, copy "
+        "its run to node 0, or, to go back, delete its later checkpoints.") == 2, swapped.out
     assert not (b / "run").exists()  # nothing was written
     shutil.copytree(a / "run", b / "run")  # as the sentence says
     assert "resuming after step 8" in two_nodes([b, a], steps=12, **common).out
