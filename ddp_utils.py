@@ -232,8 +232,8 @@ def start(args: argparse.Namespace) -> World:
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     connect(world.backend, functools.partial(
-        assert_same, world, "the command line", json.dumps(resolved, default=str), "start every node with the "
-        "same flags; --precision auto and --device auto need the same type of processor everywhere, and "
+        assert_same, world, "the command line", json.dumps(resolved, default=str), "start every node with "
+        "the same flags; --precision auto and --device auto need the same type of processor everywhere, and "
         "prepared pairs the same files"))
     return world
 
@@ -343,8 +343,8 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
             raise UserError(
                 f"torch cannot use the GPU of {host} ({first_line(error)}): update its driver to 580 or "
                 "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
-                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 --index-url "
-                "https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of drivers); or use "
+                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
+                "--index-url https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of drivers); or use "
                 "--device cpu.") from None
         built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
         if built_for and 10 * major + minor < min(map(int, built_for)):
@@ -665,7 +665,7 @@ def flag_fields(config_class: type) -> list:
     return [field for field in fields(config_class) if field.metadata]
 
 
-def flags_of_model(config_class: type, args: argparse.Namespace) -> dict:
+def flags_of_model(config_class: type, args) -> dict:
     return {field.name: getattr(args, field.name) for field in flag_fields(config_class)}
 
 
@@ -849,11 +849,16 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
     """The size that a record names, or the first of those that differ from it in the fewest fields."""
-    def unlike(size: str) -> int:
-        return sum(sizes[size].get(name, value) != value for name, value in record["model_config"].items())
-
+    config = record["model_config"]
     size = record["settings"].get("size")
-    return size if size in sizes else min(sizes, key=unlike)
+    if size in sizes:
+        return size
+
+
+    def unlike(name: str) -> int:
+        return sum(sizes[name].get(key, config[key]) != config[key] for key in config)
+
+    return min(sizes, key=unlike)
 
 
 def shape_of(config_class: type, record: dict, given: argparse.Namespace, free: tuple[str, ...]) -> dict:
@@ -1768,8 +1773,7 @@ class Checkpoints:
     unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
-        self._lock = lock  # of the directory, a RunLock
-        self.lost = lock.lost if lock else lambda: ""
+        self.lost = lock.lost if lock else lambda: ""  # a RunLock's
         self.run_directory = Path(run_directory)
         self.directory = Path(run_directory, "checkpoints")
         self.world = world
@@ -1885,8 +1889,7 @@ class Checkpoints:
         if self.world.is_rank0 and self._newest and not self._newest.exists():
             raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
                            "same command resumes from the one before.")
-        if self._lock:
-            self._lock.close()
+        RunLock.release()
 
     def _submit(self, function, path: Path, *args) -> None:
         def job():
@@ -1939,11 +1942,11 @@ class Checkpoints:
 
 
 class RunLock:
-    """Creates a run directory and locks it until `close`, or until rank 0, which holds it, ends in any way.
+    """Creates a run directory and locks it until `release`, or until rank 0, which holds it, ends in any way.
     Raises UserError on all ranks.
     """
 
-    held: list["RunLock"] = []  # of this process
+    held: list = []  # the locked files of this process
 
     def __init__(self, out: Path, world: World):
         self.out = out
@@ -1969,7 +1972,7 @@ class RunLock:
             print(f"WARNING: {self.out} is on a file system without locks ({error.strerror}): make sure that "
                   "no other run writes there", flush=True)
         self._file = file
-        self.held.append(self)
+        self.held.append(file)
         self._owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
         with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
@@ -1980,7 +1983,7 @@ class RunLock:
     def lost(self) -> str:
         """Why this run may no longer write into its directory, or "". One that was removed is made again."""
         with self._mutex:
-            if not self._file:
+            if not self._file or self._file.closed:
                 return ""
             held = os.fstat(self._file.fileno())
             path = self.out / ".lock"
@@ -2008,14 +2011,9 @@ class RunLock:
         print(f"WARNING: {self.out} was removed and is made again", flush=True)
         return ""
 
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
-
     @classmethod
     def release(cls) -> None:
-        """Closes all locks of this process."""
+        """Gives back all locks of this process."""
         while cls.held:
             cls.held.pop().close()
 
@@ -2239,7 +2237,7 @@ def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, d
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
     the flags, some of which `settings` replaces.
     """
-    flags = {field.name: getattr(model.config, field.name) for field in flag_fields(type(model.config))}
+    flags = flags_of_model(model_class.Config, model.config)
     text = json.dumps(vars(args), default=str, ensure_ascii=False)
     settings = json.loads(without_surrogates(text)) | flags | settings
     settings["world_size"] = world.world_size
