@@ -854,7 +854,6 @@ def nearest_size(sizes: dict[str, dict], record: dict) -> str:
     if size in sizes:
         return size
 
-
     def unlike(name: str) -> int:
         return sum(sizes[name].get(key, config[key]) != config[key] for key in config)
 

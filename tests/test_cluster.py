@@ -205,6 +205,17 @@ def test_launcher_names_what_is_wrong_with_node_0():
         assert ended.code == 1 and "cannot be used on node 0 (Address already in use)" in ended.out, ended.out
 
 
+def test_launcher_is_started_by_sh_or_through_a_link(tmp_path):
+    (tmp_path / "launch").symlink_to(ROOT / "cluster" / "ddp_launch.sh")
+    env = os.environ | {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500", "NNODES": "2", "NODE_RANK": "0",
+                        "GPUS_PER_NODE": "1"}
+    link = tmp_path / "launch"
+    for command in (["sh", ROOT / "cluster" / "ddp_launch.sh"], [link], ["sh", link]):
+        done = subprocess.run([*command, "test_ddp.py"], cwd=ROOT, env=env, timeout=60, capture_output=True,
+                              text=True)
+        assert done.returncode == 1 and "192.0.2.1 is not an address of this machine" in done.stderr, done
+
+
 def test_a_name_that_means_this_machine_only(monkeypatch):
     """Debian's /etc/hosts gives a machine's own name the address 127.0.1.1."""
     roll_call = runpy.run_path(str(ROOT / "cluster" / "roll_call.py"))
