@@ -174,6 +174,7 @@ def with_cleanup(main):
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> None:
+        global heartbeat
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         joined_before = dist.is_initialized()
         try:
@@ -187,6 +188,7 @@ def with_cleanup(main):
                 if dist.is_initialized() and not joined_before:
                     if heartbeat:
                         heartbeat.stop("")
+                        heartbeat = None
                     gc.collect()  # models and optimizers that main() left behind keep the process group alive
                     dist.destroy_process_group()
 
