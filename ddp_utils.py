@@ -2166,6 +2166,9 @@ def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: Worl
     wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
     global_batch, micro_batch, grad_accum_steps = plan_batch(
         world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, size["batch"])
+    if global_batch * args.seq_len > 1e9:
+        raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
+                        "--global-batch, or --batch and --grad-accum.")
     chosen = args.global_batch or args.batch and args.grad_accum
     if not chosen and global_batch != wanted:
         say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "

@@ -310,17 +310,15 @@ class ModelConfig:
     padded_vocab: int = 50304
     seq_len: int = flag(1024, "context of the model: tokens in a row")
 
-    DEEPEST = 100_000  # blocks; a step of so many takes half a minute of Python alone
-
     @property
     def depth(self) -> int:
         """Blocks that a token passes through, one after another."""
         return vars(self).get("n_layer", 0)
 
     def __post_init__(self):
-        if self.depth > self.DEEPEST:
+        if self.depth > 100_000:  # of which a step takes half a minute of Python alone
             raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours a step on "
-                            f"any machine: lower --n-layer or the cycles, to {self.DEEPEST:,} at most in all.")
+                            "any machine: lower --n-layer or the cycles, to 100,000 at most in all.")
         if self.padded_vocab < self.vocab_size:
             raise UserError(f"a table of {self.padded_vocab} rows is too small for the {self.vocab_size} ids "
                             "of the tokenizer: take another --tokenizer or --size.")

@@ -219,3 +219,10 @@ def test_a_depth_that_takes_hours_is_refused_at_once(module, flags, shards, tmp_
     with pytest.raises(UserError, match="a token would pass through [0-9,]+ blocks, which takes hours"):
         module.main([*flags, "--data", str(shards), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("changes", [{"global_batch": 10**8}, {"global_batch": None, "batch": 4, "grad_accum": 10**8},
+                                     {"global_batch": 10**12, "batch": 10**12}])
+def test_a_step_that_takes_hours_is_refused_at_once(changes, shards, tmp_path):
+    done = GPT2.train(0, shards, tmp_path / "run", **changes)
+    assert done.code == 2 and "sequences of 32 tokens takes hours: lower" in done.out, done.out
