@@ -321,11 +321,12 @@ def refuse_lone_tasks() -> None:
     for name, starter in STARTERS.items():
         tasks = os.environ.get(name, "1")
         if "RANK" not in os.environ and tasks != "1":
+            script = sys.argv[0]
             raise UserError(
                 f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "
-                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {sys.argv[0]} "
-                f"…` instead of {starter}, on several with `sbatch cluster/slurm.sbatch {sys.argv[0]} …` or, "
-                "on each, cluster/ddp_launch.sh.")
+                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {script} …` "
+                f"instead, on several with `sbatch cluster/slurm.sbatch {script} …` or, on each, "
+                "cluster/ddp_launch.sh.")
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
