@@ -52,8 +52,8 @@ from torch.nn.parallel import DistributedDataParallel
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
                   load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
-                  unigram_entropy, validation_batches, without_response, without_surrogates, write_atomically)
-from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
+                  unigram_entropy, validation_batches, without_response, without_surrogates)
+from model import (GPT2, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
@@ -631,10 +631,8 @@ fraction = number(0, 1, open_end=True)
 
 
 def utf8_path(text: str) -> Path:
-    """A type for argparse: a path that torch can open."""
-    if text != without_surrogates(text):
-        raise argparse.ArgumentTypeError(f"{text} is not UTF-8, which torch needs in a path")
-    return Path(text)
+    """A type for argparse. ValueError if a path is not UTF-8, which torch needs."""
+    return Path(text.encode().decode())
 
 
 def steps_or_fraction(text: str) -> int | float:
@@ -841,12 +839,9 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
             setattr(args, name, parser.get_default(name))
     refuse_combinations(args, given)
     sources = sources_of(args.data)
-    seq_len, tokenizer = record["model_config"].get("seq_len"), record.get("tokenizer_file")
-    if saved:
-        seq_len, tokenizer = saved["seq_len"], saved["tokenizer_flag"]
-    args.seq_len = given.seq_len or row_of(sources[0]) or seq_len or args.seq_len
+    args.seq_len = given.seq_len or row_of(sources[0]) or record.get("seq_len") or args.seq_len
     if not any(Path(source).is_dir() for source in sources):
-        args.tokenizer = args.tokenizer or tokenizer  # whose ids the weights know
+        args.tokenizer = args.tokenizer or record.get("tokenizer_flag")  # whose ids the weights know
     return args
 
 
@@ -2116,14 +2111,15 @@ def record_of_weights(model_class: type, source: str, world: World) -> dict:
     """
     def read_hf() -> dict:
         config, files = config_from_hf(model_class, source[3:])
-        return {"path": source, "model_config": asdict(config), "settings": {},
-                "tokenizer_file": tokenizer_in(files[0].parent)}
+        return {"path": source, "model_config": asdict(config), "settings": {}, "seq_len": config.seq_len,
+                "tokenizer_flag": tokenizer_in(files[0].parent)}
 
     if source.startswith("hf:"):
         return on_rank0(world, read_hf)
     saved = load_checkpoint(source, world, print, checked=False)  # load_model checks it
     assert_family(saved, model_class)
-    return saved
+    # a new run may have longer rows than that one, and always has its tokenizer
+    return saved | {"seq_len": saved["model_config"]["seq_len"], "tokenizer_flag": saved["tokenizer_file"]}
 
 
 def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:

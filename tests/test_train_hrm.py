@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import time
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import ddp_utils
 import test_ddp
 import train_hrm
 from ddp_utils import RunError, list_checkpoints
-from model import flops_per_token
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
