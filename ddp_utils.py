@@ -281,10 +281,10 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+    gpu = where if where.type == "cuda" else None
     connect(backend, functools.partial(
         dist.init_process_group, backend, store=dist.PrefixStore("process group", store), rank=rank,
-        world_size=world_size, timeout=timedelta(seconds=timeout),
-        device_id=where if where.type == "cuda" else None))
+        world_size=world_size, timeout=timedelta(seconds=timeout), device_id=gpu))
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason, timeout)
 
@@ -347,8 +347,8 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
                 f"torch cannot use the GPU of {host} ({first_line(error)}): update its driver to 580 or "
                 "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
                 "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
-                "--index-url https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of drivers); or use "
-                "--device cpu.") from None
+                "--index-url https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of "
+                "drivers); or use --device cpu.") from None
         built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
         if built_for and 10 * major + minor < min(map(int, built_for)):
             raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {host} is too old for this build "
@@ -1582,10 +1582,10 @@ class TrainState:
         ranks. If `owner` is None, all ranks have the tensor or a shard of it (DTensor). Otherwise only rank
         `owner` has it, and the other ranks yield a meta tensor of its shape.
         """
-        groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
-                  "late": self.late.tensors() if self.late else {}, "optimizer": self.optimizer_tensors()}
         zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has a part of the state
-        held = groups.pop("optimizer") if zero1 else None
+        held = self.optimizer_tensors()
+        groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
+                  "late": self.late.tensors() if self.late else {}, "optimizer": {} if zero1 else held}
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
         if zero1:
@@ -2283,8 +2283,7 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
     settings = identity["settings"]
     c = model.config
     blocks = blocks_of(model)
-    values = {field.name: getattr(c, field.name) for field in flag_fields(type(c))}
-    shape = [f"{name} {value}" for name, value in values.items() if value is not None]
+    shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items() if value is not None]
     parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
                   f"{len(blocks)} blocks")
     ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"

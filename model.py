@@ -231,7 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if compiled:  # even chunks, because each size compiles its own graph
             chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
         # Uncompiled operations between the products take fewer rows at a time, on a GPU to save memory
-        few = chunk if compiled else 4096 if hidden.is_cuda else max(LOSS_CACHE // weight.size(0), 8)
+        few = chunk if compiled else 4096 if hidden.is_cuda else max(LOSS_CACHE // len(weight), 8)
         rows_loss = compiled_once(_rows_loss) if compiled else _rows_loss
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)
@@ -240,11 +240,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad and bias is not None else None
         objective, total = (hidden.new_zeros((), dtype=torch.float32) for _ in range(2))
         correct = torch.empty_like(targets, dtype=torch.bool)
-        space = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
-        for start in range(0, hidden.size(0), chunk):
-            h = hidden[start:start + chunk]
-            products = torch.mm(h, w.T, out=space[:h.size(0)])
+        space = hidden.new_empty(min(chunk, len(hidden)), len(weight))
+        for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
+            h = hidden[rows]
+            products = torch.mm(h, w.T, out=space[:len(h)])
             for some, y, right in zip(*(t.split(few) for t in (products, targets[rows], correct[rows]))):
                 part, loss, found, bias_part = rows_loss(
                     some, y[:, None], bias, vocab_size, z_loss, needs_grad, hits, compiled)
@@ -255,7 +255,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if bias_part is not None:
                     grad_bias += bias_part
             if needs_grad:  # `products` now holds the gradient
-                torch.mm(products, w, out=grad_hidden[start:start + chunk])
+                torch.mm(products, w, out=grad_hidden[rows])
                 if hidden.is_cuda:  # where products can accumulate in float32
                     torch.addmm(grad_weight, products.T, h, out_dtype=torch.float32, out=grad_weight)
                 else:
@@ -948,19 +948,19 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
     `stop`. The prompt idx (B, T) has up to seq_len tokens. When the context is full, its second half becomes
     the new prompt; if the model answers prompts, generation ends instead. Padding ids are never sampled.
     """
-    training, seq_len, answers = model.training, model.config.seq_len, model.config.response >= 0
+    training, c = model.training, model.config
     model.eval()
     generator = torch.Generator(device=idx.device).manual_seed(seed)
-    cache, new = KVCache(seq_len), idx
+    cache, new = KVCache(c.seq_len), idx
     try:
         for _ in range(max_new_tokens):
-            if cache.length + new.size(1) > seq_len:
-                if answers:
+            if cache.length + new.size(1) > c.seq_len:
+                if c.response >= 0:
                     break
-                cache.length, new = 0, idx[:, -max(seq_len // 2, 1):]
+                cache.length, new = 0, idx[:, -max(c.seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
-            new = sample(logits[:, :model.config.vocab_size], temperature, top_k, generator)[:, None]
+            new = sample(logits[:, :c.vocab_size], temperature, top_k, generator)[:, None]
             idx = torch.cat((idx, new), dim=1)
             yield new[:, 0]
             if stop is not None and idx.size(0) == 1 and new.item() == stop:
@@ -1341,8 +1341,8 @@ def config_from_hf(model_class: type, source: str):
                         f"{model_class.__name__} reads {family.model_type!r}.")
     try:
         same = {ours: config[theirs] for ours, theirs in family.fields.items()}
-        padded_vocab = pad_vocab(same["vocab_size"])
-        config = model_class.Config(padded_vocab=padded_vocab, **same, **family.from_hf(config))
+        config = model_class.Config(padded_vocab=pad_vocab(same["vocab_size"]), **same,
+                                    **family.from_hf(config))
         with torch.device("meta"):
             model_class(config)
     except KeyError as error:

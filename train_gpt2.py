@@ -81,7 +81,6 @@ def main(argv: list[str] | None = None) -> None:
     state.warm_up(example, example)
     stop = StopVote(world)
     loader = data.Loader(dataset.train, micro_batch, world, args.seed, samples)
-    eval_rows = args.eval_batches * global_batch  # 0: all
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
     metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)
     log.start_clock(step, samples)
@@ -99,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
-            found = evaluate(state, dataset, stop, micro_batch, eval_rows)
+            found = evaluate(state, dataset, stop, micro_batch, args.eval_batches * global_batch)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)

@@ -119,7 +119,6 @@ def main(argv: list[str] | None = None) -> None:
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, micro_batch, world, args.seed, samples, masker)
-    eval_rows = args.eval_batches * global_batch  # 0: all
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
     metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)
     log.start_clock(step, samples)
@@ -137,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())
         if evaluating and not stopping:
-            found = evaluate(state, dataset, stop, micro_batch, eval_rows, eval_masker)
+            found = evaluate(state, dataset, stop, micro_batch, args.eval_batches * global_batch, eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"], log.evaluations)
