@@ -302,6 +302,8 @@ def connect(backend: str, function) -> None:
             time.sleep(0.05)
         running.result()
     except RuntimeError as error:
+        if heartbeat and heartbeat.ask():  # a rank was lost, see ending_of
+            raise
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): "
                        f"{WHEN_CUT_OFF[backend]}") from None
 
