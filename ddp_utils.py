@@ -174,13 +174,14 @@ def with_cleanup(main):
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> None:
-        global heartbeat
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         joined_before = dist.is_initialized()
+        failed = True
         try:
             main(argv)
+            failed = False
         finally:
-            if not heartbeat or sys.exc_info()[0] is None:
+            if not heartbeat or not failed:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
                 RunLock.release()
@@ -188,7 +189,6 @@ def with_cleanup(main):
                 if dist.is_initialized() and not joined_before:
                     if heartbeat:
                         heartbeat.stop("")
-                        heartbeat = None
                     gc.collect()  # models and optimizers that main() left behind keep the process group alive
                     dist.destroy_process_group()
 
@@ -557,7 +557,9 @@ class Heartbeat:
             f"machine or the network to it is down): {WAY_BACK}."))
 
     def stop(self, reason: str) -> None:
-        """Ends the heartbeat, publishing `reason` if any. After a failure the store's host leaves last."""
+        """Ends the heartbeat, once, publishing `reason` if any. The store's host leaves last."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         self._state = "ended"
         if reason:
@@ -818,9 +820,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     unset = {action.dest: None for action in parser._actions if action.default is not argparse.SUPPRESS}
     given = parser.parse_args(argv, argparse.Namespace(**unset))
     for name, row in sizes.items():
-        if unknown := sorted(row.keys() - vars(given).keys() - {"vocab_size"}):
-            raise UserError(f"the row {name!r} of the sizes sets {listed(unknown)}, which no flag of this "
-                            "trainer is called: correct the name, or add the flag.")
+        check_row(parser, name, row)
     record = saved or weights or {"model_config": {}, "settings": {}}
     size = vars(given).get("preset") or given.size or nearest_size(sizes, record)
     began = saved and saved["settings"].get("init_from")
@@ -845,6 +845,16 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     if not any(Path(source).is_dir() for source in sources):
         args.tokenizer = args.tokenizer or record.get("tokenizer_flag")  # whose ids the weights know
     return args
+
+
+def check_row(parser: ArgumentParser, name: str, row: dict) -> None:
+    """Raises UserError for a row of the sizes with a key that is no flag, or a value that its flag refuses."""
+    for key in row.keys() - {"vocab_size"}:
+        flag, value = f"--{key.replace('_', '-')}", row[key]
+        try:
+            parser.parse_args([flag if isinstance(value, bool) else f"{flag}={value}"])
+        except UserError as error:
+            raise UserError(f"the row {name!r} of the sizes sets {key}={value!r}: {error}") from None
 
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:

@@ -470,7 +470,8 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
         # TensorBoard reads files in the order of their names, which sort by the second of creation
-        created = [int(path.name.split(".")[3]) for path in (self.out / "tb").glob("events.out.tfevents.*")]
+        paths = (self.out / "tb").glob("events.out.tfevents.[0-9]*.*")
+        created = [int(path.name.split(".")[3]) for path in paths]
         stamp = max([int(time.time()), *(second + 1 for second in created)])  # the clock may have gone back
         with mock.patch.object(event_file_writer, "time", SimpleNamespace(time=lambda: stamp)):
             self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)

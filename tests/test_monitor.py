@@ -524,6 +524,16 @@ def test_a_broken_line_loses_no_other(tmp_path, capsys, broken, place):
     assert begun(tmp_path, 10).records == log.records and "WARNING" not in capsys.readouterr().out
 
 
+def test_a_copied_file_among_the_curves_does_not_end_a_run(tmp_path):
+    begun(tmp_path, 0).close()
+    for name in ("copy", "12.backup"):
+        (tmp_path / "tb" / f"events.out.tfevents.{name}").write_bytes(b"")
+    log = begun(tmp_path, 5)
+    log.write(record(6))
+    log.close()
+    assert 6 in [step for step, _ in curves(tmp_path)["Loss/train_step"]]
+
+
 def test_files_that_vanish_do_not_end_a_finished_run(tmp_path, monkeypatch):
     """Such as those of wandb's service, while the size of the run is added up."""
     log = begun(tmp_path, seq_len=8)

@@ -4,6 +4,7 @@ in another batch; values that no machine can serve.
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,7 +78,10 @@ import torch
 import train_gpt2
 *flags, first, second = sys.argv[1:]
 for out in (first, second, first):
-    train_gpt2.main([*flags, "--out", out])
+    try:
+        train_gpt2.main(["--no-such-flag"])
+    except train_gpt2.data.UserError:
+        train_gpt2.main([*flags, "--out", out])  # while sys.exc_info() still has the mistake
     assert not torch.distributed.is_initialized()
 print("the script goes on")
 """
@@ -164,11 +168,11 @@ def test_a_row_with_an_unknown_key_is_refused_by_name(module, monkeypatch):
     monkeypatch.setitem(module.SIZES, "mine", module.SIZES["tiny"] | {"grad_clipp": 1.0})
     if module is train_mlm:
         monkeypatch.setattr(module, "RECIPES", module.RECIPES | {"mine": module.SIZES["mine"]})
-    with pytest.raises(UserError, match="the row 'mine' of the sizes sets grad_clipp, which no flag of this"):
+    with pytest.raises(UserError, match="the row 'mine' of the sizes sets grad_clipp=1.0: unrecognized arguments"):
         module.parse_args(["--size", "mine"])
     nested = {"optimization_config": {"weight_decay": 0.01}, "weight_decay": 0.05}
     monkeypatch.setitem(getattr(module, "RECIPES", module.SIZES), "mine", module.SIZES["tiny"] | nested)
-    with pytest.raises(UserError, match="sets optimization_config, which"):
+    with pytest.raises(UserError, match="the row 'mine' of the sizes sets optimization_config="):
         module.parse_args(["--size", "mine"])
     del nested["optimization_config"]
     monkeypatch.setitem(getattr(module, "RECIPES", module.SIZES), "mine", module.SIZES["tiny"] | nested)
@@ -176,6 +180,24 @@ def test_a_row_with_an_unknown_key_is_refused_by_name(module, monkeypatch):
     assert module.parse_args(["--size", "mine"]).weight_decay == 0.05
     assert module.parse_args(["--size", "mine", "--weight-decay", "0.01"]).weight_decay == 0.01
     assert module.parse_args([]).weight_decay == module.WEIGHT_DECAY == 0.1
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"schedule": "cosin"}, "sets schedule='cosin': argument --schedule: invalid choice"),
+    ({"optimizer": "sgd"}, "sets optimizer='sgd': argument --optimizer: invalid choice"),
+    ({"weight_decay": None}, "sets weight_decay=None: argument --weight-decay"),
+    ({"warmup": -1}, "sets warmup=-1: argument --warmup: -1 is not at least 0"),
+    ({"n_layer": 2.5}, "sets n_layer=2.5: argument --n-layer"),
+    ({"grad_clip": True}, "sets grad_clip=True: argument --grad-clip"),
+    ({"modern": 1}, "sets modern=1: argument --modern")])
+def test_a_value_that_its_flag_would_refuse_is_refused_in_a_row(row, words, monkeypatch):
+    """One that is no choice chose another without a word: schedule="cosin" trained with wsd."""
+    monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | row)
+    with pytest.raises(UserError, match=f"the row 'mine' of the sizes {re.escape(words)}"):
+        train_gpt2.parse_args([])
+    fine = {"modern": True, "compile": False, "vocab_size": 512, "warmup": 0.1, "schedule": "wsd"}
+    monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | fine)
+    assert train_gpt2.parse_args(["--size", "mine"]).schedule == "wsd"
 
 
 def test_weight_decay_is_a_flag(tmp_path, shards):
