@@ -29,12 +29,8 @@ TRAINERS = [GPT2, pytest.param(Trainer("train_hrm.py", max_new_tokens=5, ff=64),
 
 # -------------------------------------------------------------------------------------- notebooks and scripts
 
-def cleaned_up() -> bool:
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
-    return not torch.distributed.is_initialized() and handlers == HANDLERS and gc.get_freeze_count() == 0
-
-
-HANDLERS = [signal.getsignal(number) for number in STOP_SIGNALS]
+def handlers() -> list:
+    return [signal.getsignal(number) for number in STOP_SIGNALS]
 
 
 @pytest.mark.parametrize("module", [train_gpt2, pytest.param(train_hrm, marks=pytest.mark.full),
@@ -44,6 +40,12 @@ def test_main_can_be_called_again(tmp_path, shards, module, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel-1.json"])
     trainer = Trainer(module.__name__ + ".py", ff=48) if module is not train_gpt2 else GPT2
     flags = trainer.flags(shards, tmp_path / "run", steps=4)
+    before = handlers()
+
+    def cleaned_up() -> bool:
+        assert handlers() == before and gc.get_freeze_count() == 0
+        return not torch.distributed.is_initialized()
+
     module.main(flags)
     assert cleaned_up()
     for mistake in (["--n-layer", "x"], [*flags, "--seq-len", "16"]):  # before and after the process group
@@ -107,6 +109,7 @@ def in_terminal(encoding: str, *command, stdin: bytes = b"") -> subprocess.Compl
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.full  # nine processes that import torch
 def test_output_that_is_not_utf_8(tmp_path):
     """What a terminal cannot show is replaced, in each command; so is a stray byte in a prompt."""
     text = "ñandú cigüeña façade 日本語のテキスト Привет — “quoted” …\n" * 400

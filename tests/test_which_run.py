@@ -95,6 +95,7 @@ def test_a_run_whose_directory_another_has_taken_ends_without_writing(tmp_path, 
     assert files == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 def test_runs_in_two_directories_do_not_meet(tmp_path, shards):
     first = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "a", steps=200, save_every=50))
     second = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "b", steps=200, save_every=50))
@@ -102,7 +103,7 @@ def test_runs_in_two_directories_do_not_meet(tmp_path, shards):
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("what", ["checkpoints", "all"])
+@pytest.mark.parametrize("what", [pytest.param("checkpoints", marks=pytest.mark.full), "all"])
 def test_a_directory_that_was_removed_is_made_again(tmp_path, shards, what):
     out = tmp_path / "run"
     group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS))
