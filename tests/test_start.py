@@ -40,6 +40,7 @@ def test_main_can_be_called_again(tmp_path, shards, module, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel-1.json"])
     trainer = Trainer(module.__name__ + ".py", ff=48) if module is not train_gpt2 else GPT2
     flags = trainer.flags(shards, tmp_path / "run", steps=4)
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test before may have changed
     before = handlers()
 
     def cleaned_up() -> bool:
@@ -72,6 +73,7 @@ def test_main_can_be_called_again(tmp_path, shards, module, monkeypatch, capsys)
         assert "step 8 from" in capsys.readouterr().out and cleaned_up()
     with pytest.raises(KeyboardInterrupt):  # the next interrupt is Python's own
         signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, own)
 
 
 SCRIPT = """
