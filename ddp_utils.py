@@ -848,13 +848,17 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
 
 
 def check_row(parser: ArgumentParser, name: str, row: dict) -> None:
-    """Raises UserError for a row of the sizes with a key that is no flag, or a value that its flag refuses."""
+    """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag refuses."""
     for key in row.keys() - {"vocab_size"}:
         flag, value = f"--{key.replace('_', '-')}", row[key]
         try:
-            parser.parse_args([flag if isinstance(value, bool) else f"{flag}={value}"])
+            read = parser.parse_args([flag if isinstance(value, bool) else f"{flag}={value}"])
         except UserError as error:
             raise UserError(f"the row {name!r} of the sizes sets {key}={value!r}: {error}") from None
+        read = vars(read).get(key)  # a switch is True then
+        if read is not True and read != value:
+            raise UserError(f"the row {name!r} of the sizes sets {key}={value!r}: write names with "
+                            "underscores and numbers without quotes.")
 
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
@@ -1726,6 +1730,8 @@ def load_checkpoint(where: str | Path, world: World, say, checked: bool = True) 
                             f"or a model of Hugging Face as hf:{where}.")
         damaged = []
         for path in candidates:
+            if checked:  # which takes a while
+                say(f"reading {path}, {path.stat().st_size / 1e9:.3g} GB")
             try:
                 saved = read_checkpoint(path, checked)
                 break
@@ -1790,7 +1796,7 @@ class Checkpoints:
         self.say = say
         self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
-        self._unsaved: set[int] = set()  # steps with an evaluation, but without a checkpoint
+        self._unsaved = set()  # steps with an evaluation, but without a checkpoint
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
 
@@ -1843,7 +1849,7 @@ class Checkpoints:
             self._unsaved = losses.keys() - files.keys()
             left = losses.keys() & files.keys()
             if left and not best.exists():
-                self._link(files[min(left, key=losses.get)], best)
+                self._link(files[min(left, key=losses.get)])
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -1937,16 +1943,17 @@ class Checkpoints:
         saved = [other for at, other in others.items() if at not in self._unsaved]
         if not loss < min(saved, default=math.inf):
             return
-        self._link(newest, path)
+        self._link(newest)
 
-    def _link(self, source: Path, path: Path) -> None:
-        temporary = path.with_name(f".tmp-{path.name}")
+    def _link(self, source: Path) -> None:
+        """Makes best.pt a link to a checkpoint."""
+        temporary = self.directory / ".tmp-best.pt"
         temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(source, temporary)
-        os.replace(temporary, path)
+        os.replace(temporary, self.directory / "best.pt")
         fsync_directory(self.directory)
 
 
@@ -1955,7 +1962,7 @@ class RunLock:
     Raises UserError on all ranks.
     """
 
-    held: list = []  # the locked files of this process
+    held = []  # the locked files of this process
 
     def __init__(self, out: Path, world: World):
         self.out = out
@@ -2015,7 +2022,7 @@ class RunLock:
             return f"{self.out} was moved to {now}: the same command with --out {now} resumes the run."
         try:
             self._acquire()
-        except (UserError, NotNow) as error:
+        except UserError as error:
             return str(error)
         print(f"WARNING: {self.out} was removed and is made again", flush=True)
         return ""
@@ -2082,11 +2089,11 @@ class StopVote:
 
 
 def find_run(model_class: type, args: argparse.Namespace, world: World,
-             parse_args) -> tuple[argparse.Namespace, Path, dict | None]:
+             parse_args, argv: list[str] | None) -> tuple[argparse.Namespace, Path, dict | None]:
     """Returns the flags, the run directory, and the checkpoint to resume from or None. All ranks call this.
 
     What a flag does not say comes from that checkpoint, else from the weights of --init-from, else from its
-    default: parse_args(saved=…) or parse_args(weights=…) parses the command line again with what they record.
+    default: parse_args(argv, …) parses the command line again with `saved` or `weights`, what they record.
     Nothing is written or locked. Raises UserError on all ranks.
     """
     weights = missing = None
@@ -2095,11 +2102,11 @@ def find_run(model_class: type, args: argparse.Namespace, world: World,
             weights = record_of_weights(model_class, args.init_from, world)
         except UserError as error:  # does not matter to a run that has begun
             missing = error
-        args = parse_args(weights=weights)
+        args = parse_args(argv, weights=weights)
     out = run_directory(args, model_class)
     saved = find_checkpoint(out, args.resume, world)
     if saved and saved["family"] == model_class.__name__:
-        args = parse_args(saved=saved)
+        args = parse_args(argv, saved=saved)
     elif missing:
         raise missing
     if weights and not saved:

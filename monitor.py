@@ -228,7 +228,7 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
             record = json.loads(line)
             record["step"] + 0
             records.append(record)
-    if records and (broken := len(lines) - len(records)):
+    if broken := len(lines) - len(records):
         say(f"WARNING: {broken} of {len(lines)} lines of {run_directory}/metrics.jsonl are broken and left "
             "out")
     return records
@@ -301,7 +301,7 @@ class RunLog:
         self.settings: dict = {}  # of the run, by flag
         self.facts: dict = {}  # about the data and the device, see ddp_utils.begin_log
         self.clock: Clock | None = None  # see start_clock
-        self.files: dict[str, str] = {}  # texts that belong into the directory, by name
+        self.files = {}  # texts that belong into the directory, by name
         self.lost = lambda: ""  # why nothing may be written any more, see ddp_utils.RunLock
         self._next_drawing = 0.0
         self._bar = self._tensorboard = self._wandb = self._metrics = None
@@ -680,13 +680,16 @@ def watch_machine(args: argparse.Namespace) -> None:
 
 
 def show_run(run: Path) -> None:
+    warnings = []
     try:
-        records = read_metrics(run, lambda text: print(text, file=sys.stderr))
+        records = read_metrics(run, warnings.append)
     except OSError as error:
         raise UserError(f"{run} has no metrics.jsonl that can be read ({error.strerror}): name the "
                         "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None
     if not records and (run / "metrics.jsonl").stat().st_size > 0:
         raise UserError(f"not a run: {run}/metrics.jsonl does not begin with the record of a step.")
+    for warning in warnings:
+        print(warning, file=sys.stderr)
     name = run.resolve().name
     print(json.dumps({"run": name} | summarize(records)), flush=True)
     path = run / "training_history.png"

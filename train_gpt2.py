@@ -16,7 +16,6 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 """
 
 import argparse
-import functools
 
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         from test_ddp import dry_run
         return dry_run(GPT2, args, SIZES[args.size])
     world = start(args)
-    args, out, saved = find_run(GPT2, args, world, functools.partial(parse_args, argv))
+    args, out, saved = find_run(GPT2, args, world, parse_args, argv)
     if args.export or args.chat or args.prompt is not None:
         return use_model(GPT2, args, world, out, saved)
 

@@ -11,7 +11,6 @@ Run the same command again and it resumes where it stopped. Without torchrun it 
 """
 
 import argparse
-import functools
 import random
 
 import data
@@ -103,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         _, high = truncation(args, HRMConfig(**flags_of_model(HRMConfig, args)))
         return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
     world = start(args)
-    args, out, saved = find_run(HRM, args, world, functools.partial(parse_args, argv))
+    args, out, saved = find_run(HRM, args, world, parse_args, argv)
     if args.export or args.chat or args.prompt is not None:
         return use_model(HRM, args, world, out, saved)
 

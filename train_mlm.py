@@ -15,7 +15,6 @@ masks the same 15 %.
 """
 
 import argparse
-import functools
 
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
@@ -92,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         from test_ddp import dry_run
         return dry_run(MLM, args, RECIPES[args.size], mask_rate=args.mask_rate)
     world = start(args)
-    args, out, saved = find_run(MLM, args, world, functools.partial(parse_args, argv))
+    args, out, saved = find_run(MLM, args, world, parse_args, argv)
     if args.export or args.fill is not None:
         return use_model(MLM, args, world, out, saved)
 

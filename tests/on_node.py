@@ -1,4 +1,4 @@
-"""Runs a script as a node that has a working directory of its own: on_node.py SCRIPT [DIRECTORIES] FLAGS …"""
+"""Runs a script as a node that has a working directory of its own: on_node.py SCRIPT [DIRECTORIES] FLAGS"""
 
 import json
 import os

@@ -524,6 +524,18 @@ def test_a_broken_line_loses_no_other(tmp_path, capsys, broken, place):
     assert begun(tmp_path, 10).records == log.records and "WARNING" not in capsys.readouterr().out
 
 
+def test_a_log_of_broken_lines_alone_is_said(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\0" * 40 + b"\nxx\n")
+    assert begun(tmp_path, 10).records == []
+    assert "WARNING: 2 of 2 lines of" in capsys.readouterr().out
+
+
+def test_the_summary_of_a_run_says_how_many_lines_are_broken(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\nxx\n")
+    assert monitor.main([str(tmp_path)]) == 0
+    assert "WARNING: 1 of 2 lines of" in capsys.readouterr().err
+
+
 def test_a_copied_file_among_the_curves_does_not_end_a_run(tmp_path):
     begun(tmp_path, 0).close()
     for name in ("copy", "12.backup"):

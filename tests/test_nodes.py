@@ -2,6 +2,7 @@
 numbered, and how they leave. Needs root and iproute2 where there are namespaces (see lab.py).
 """
 
+import itertools
 import os
 import shutil
 import sys
@@ -90,6 +91,24 @@ def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypa
     finally:
         torch.distributed.destroy_process_group()
     assert "--backend gloo" in ddp_utils.WHEN_CUT_OFF["nccl"]
+
+
+def test_ranks_of_before_in_the_store_of_torchrun(monkeypatch):
+    """Elastic torchrun with the store that it shares; by hand two processes with one RANK look the same."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+           "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    torch.distributed.PrefixStore("attempt 0, 0", store).add("rank 0", 1)
+    for more, words in (({"TORCHELASTIC_RUN_ID": "r1"}, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every"),
+                        ({}, "RANK=0 was given to two processes: give each its own")):
+        monkeypatch.setattr(ddp_utils, "_joins", itertools.count())
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        for name, value in more.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=words):
+            ddp_utils.join(5)
 
 
 # --------------------------------------------------------------------------------------------- how they leave

@@ -173,7 +173,7 @@ def test_a_row_with_an_unknown_key_is_refused_by_name(module, monkeypatch):
     monkeypatch.setitem(module.SIZES, "mine", module.SIZES["tiny"] | {"grad_clipp": 1.0})
     if module is train_mlm:
         monkeypatch.setattr(module, "RECIPES", module.RECIPES | {"mine": module.SIZES["mine"]})
-    with pytest.raises(UserError, match="the row 'mine' of the sizes sets grad_clipp=1.0: unrecognized arguments"):
+    with pytest.raises(UserError, match="the row .mine. of the sizes sets grad_clipp=1.0: unrecognized"):
         module.parse_args(["--size", "mine"])
     nested = {"optimization_config": {"weight_decay": 0.01}, "weight_decay": 0.05}
     monkeypatch.setitem(getattr(module, "RECIPES", module.SIZES), "mine", module.SIZES["tiny"] | nested)
@@ -191,6 +191,10 @@ def test_a_row_with_an_unknown_key_is_refused_by_name(module, monkeypatch):
     ({"schedule": "cosin"}, "sets schedule='cosin': argument --schedule: invalid choice"),
     ({"optimizer": "sgd"}, "sets optimizer='sgd': argument --optimizer: invalid choice"),
     ({"weight_decay": None}, "sets weight_decay=None: argument --weight-decay"),
+    ({"weight_decay": "0.01"}, "sets weight_decay='0.01': write names with underscores and numbers without"),
+    ({"grad_clip": "1"}, "sets grad_clip='1': write names"), ({"batch": "8"}, "sets batch='8': write names"),
+    ({"weight-decay": 0.01}, "sets weight-decay=0.01: write names"),
+    ({"checkpoint-activations": "none"}, "sets checkpoint-activations='none': write names"),
     ({"warmup": -1}, "sets warmup=-1: argument --warmup: -1 is not at least 0"),
     ({"n_layer": 2.5}, "sets n_layer=2.5: argument --n-layer"),
     ({"grad_clip": True}, "sets grad_clip=True: argument --grad-clip"),
@@ -200,7 +204,7 @@ def test_a_value_that_its_flag_would_refuse_is_refused_in_a_row(row, words, monk
     monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | row)
     with pytest.raises(UserError, match=f"the row 'mine' of the sizes {re.escape(words)}"):
         train_gpt2.parse_args([])
-    fine = {"modern": True, "compile": False, "vocab_size": 512, "warmup": 0.1, "schedule": "wsd"}
+    fine = {"modern": True, "compile": False, "vocab_size": 512, "warmup": 0.1, "schedule": "wsd", "lr": 1}
     monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | fine)
     assert train_gpt2.parse_args(["--size", "mine"]).schedule == "wsd"
 
@@ -248,8 +252,9 @@ def test_a_depth_that_takes_hours_is_refused_at_once(module, flags, shards, tmp_
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("changes", [{"global_batch": 10**8}, {"global_batch": None, "batch": 4, "grad_accum": 10**8},
-                                     {"global_batch": 10**12, "batch": 10**12}])
+@pytest.mark.parametrize("changes", [
+    {"global_batch": 10**8}, {"global_batch": None, "batch": 4, "grad_accum": 10**8},
+    {"global_batch": 10**12, "batch": 10**12}])
 def test_a_step_that_takes_hours_is_refused_at_once(changes, shards, tmp_path):
     done = GPT2.train(0, shards, tmp_path / "run", **changes)
     assert done.code == 2 and "sequences of 32 tokens takes hours: lower" in done.out, done.out

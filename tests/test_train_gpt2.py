@@ -1,7 +1,6 @@
 """train_gpt2.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
 import argparse
-import functools
 import json
 import re
 from pathlib import Path
@@ -89,8 +88,9 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
 
 def found(world, *flags: str) -> argparse.Namespace:
     """The flags that a run would have."""
-    parse_args = functools.partial(train_gpt2.parse_args, [str(flag) for flag in flags])
-    return ddp_utils.find_run(GPT2Model, parse_args(), world, parse_args)[0]
+    argv = [str(flag) for flag in flags]
+    args = train_gpt2.parse_args(argv)
+    return ddp_utils.find_run(GPT2Model, args, world, train_gpt2.parse_args, argv)[0]
 
 
 def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, corpus, monkeypatch, world):

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +91,7 @@ def main(argv=None) -> None:
         from test_ddp import dry_run
         return dry_run(Recurrent, args, SIZES[args.size])
     world = start(args)
-    args, out, saved = find_run(Recurrent, args, world, functools.partial(parse_args, argv))
+    args, out, saved = find_run(Recurrent, args, world, parse_args, argv)
     if args.export or args.chat or args.prompt is not None:
         return use_model(Recurrent, args, world, out, saved)
     dataset = load_data(Recurrent, args, world)
