@@ -101,7 +101,7 @@ def test_ranks_of_before_in_the_store_of_torchrun(monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     torch.distributed.PrefixStore("attempt 0, 0", store).add("rank 0", 1)
-    for more, words in (({"TORCHELASTIC_RUN_ID": "r1"}, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every"),
+    for more, words in (({"TORCHELASTIC_RUN_ID": "r1"}, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on"),
                         ({}, "RANK=0 was given to two processes: give each its own")):
         monkeypatch.setattr(ddp_utils, "_joins", itertools.count())
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -123,6 +123,24 @@ class SlowSave:
             time.sleep(4 * (content["step"] == 2))
             write(self, path, content, begun)
         ddp_utils.Checkpoints._write = slow
+
+
+class SlowToHear:
+    """A process that asks late whether all have come to the end."""
+
+    def __call__(self):
+        add = ddp_utils.Heartbeat.add
+
+        def slow(self, key, amount):
+            time.sleep(3 * (key.startswith("end") and amount == 0))
+            return add(self, key, amount)
+        ddp_utils.Heartbeat.add = slow
+
+
+def test_the_process_that_hosts_the_store_leaves_last(tmp_path, shards):
+    flags = GPT2.flags(shards, tmp_path / "run", steps=2, global_batch=16, batch=8)
+    done = Group("train_gpt2.py", *flags, ranks=2, fault=SlowToHear(), fault_rank=1).finish(60)
+    assert done.code == 0 and "can no longer be reached" not in done.out, done.out
 
 
 def test_other_nodes_wait_for_the_last_checkpoint(tmp_path, shards):

@@ -120,7 +120,7 @@ def test_output_that_is_not_utf_8(tmp_path):
     done = in_terminal("ascii", "data.py", "prepare", "--dataset", f"text:{tmp_path}/uni.txt", "--tokenizer",
                        "bytes", "--out", shards)
     assert done.returncode == 0, done.stdout
-    flags = GPT2.flags(shards, out, steps=2, eval_every=2, sample_prompt="ñandú 日本")
+    flags = GPT2.flags(shards, out, steps=2, eval_every=2, sample_prompt="ñandú 日本 \udce9")
     done = in_terminal("ascii", "train_gpt2.py", *map(os.fsencode, flags))
     assert done.returncode == 0 and b"training complete" in done.stdout, done.stdout
     assert len(list_checkpoints(out)) == 1
