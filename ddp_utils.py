@@ -1730,8 +1730,6 @@ def load_checkpoint(where: str | Path, world: World, say, checked: bool = True) 
                             f"or a model of Hugging Face as hf:{where}.")
         damaged = []
         for path in candidates:
-            if checked:  # which takes a while
-                say(f"reading {path}, {path.stat().st_size / 1e9:.3g} GB")
             try:
                 saved = read_checkpoint(path, checked)
                 break
@@ -2158,7 +2156,11 @@ def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
         raise UserError(f"{where[0]} holds step {latest} of {out}, node0 only step {first}: start that "
                         f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
                         "checkpoints.")
-    return load_checkpoint(out, world, print) if resume == "auto" and first else None
+    if resume == "none" or not first:
+        return None
+    if world.is_rank0:
+        print(f"reading the checkpoint of step {first} in {out}", flush=True)  # which can take a while
+    return load_checkpoint(out, world, print)
 
 
 def open_run(out: Path, args: argparse.Namespace, world: World,

@@ -199,6 +199,7 @@ def test_the_best_after_going_back_is_of_the_same_branch(tmp_path, shards):
                        read_checkpoint(list_checkpoints(out)[2])["tensors"]["model"]["embed.weight"])
 
 
+@pytest.mark.full
 def test_what_has_no_file_is_not_the_best(tmp_path, shards):
     """A lower loss whose checkpoint is gone counts no more, one of the new branch does."""
     out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 9}
