@@ -757,8 +757,7 @@ def add_running_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
     flag = flag_group(parser, "slow links between nodes, with --strategy ddp")
-    flag("--comm", ("fp32", "bf16", "late"), "fp32", "type of the sent gradients; late: int8, sent while "
-         "the next step is computed, and applied one step late; best with --optimizer muon")
+    flag("--comm", ("fp32", "bf16"), "fp32", "type of the sent gradients")
     flag = flag_group(parser, "output")
     flag("--out", utf8_path, None, "directory of the run (default: runs/MODEL-SIZE-DATA)")
     flag("--log-every", positive_int, 10, "steps between log lines")
@@ -807,8 +806,6 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
         raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
     if args.comm != "fp32" and args.strategy != "ddp":
         raise UserError("--comm needs --strategy ddp.")
-    if args.comm == "late" and args.precision == "fp16":
-        raise UserError("--comm late needs --precision bf16 or fp32.")
 
 
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], argv: list[str] | None,
@@ -996,8 +993,8 @@ def assert_in_sync(tensors: dict[str, Tensor]) -> None:
     if tensors and (odd := find_mismatch(torch.stack([bit_sum(t) for t in tensors.values()]))):
         raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks "
                        "(Sync=FAILED): check the memory and the libraries of that node (processors of unlike "
-                       "types round differently: there --optimizer muon needs --strategy zero1, and cannot "
-                       "have --comm late); the last checkpoint was in sync.")
+                       "types round differently: there --optimizer muon needs --strategy zero1); the last "
+                       "checkpoint was in sync.")
 
 
 def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: int) -> None:
@@ -1277,10 +1274,10 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, say) -> 
 
 
 def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
-    """Wraps the model in DistributedDataParallel, unless there is one process, the model is sharded or `comm`
-    is late. Parameters must agree before the first step.
+    """Wraps the model in DistributedDataParallel, unless there is one process or the model is sharded.
+    Parameters must agree before the first step.
     """
-    if world.world_size == 1 or comm == "late" or any(isinstance(p, DTensor) for p in model.parameters()):
+    if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
@@ -1362,109 +1359,6 @@ class EMA:
         free_gathered_params(self.model)
 
 
-def quantise(values: Tensor) -> Tensor:
-    """Packs float32 (n,), n a multiple of 128, into int8 (n + n / 64,): n levels from -127 to 127, then a
-    bfloat16 scale for each block of 128. `dequantise` makes a block with NaN or inf all NaN.
-    """
-    blocks = values.view(-1, 128)
-    scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
-    levels = (blocks / scales.float()).nan_to_num_().round_().clamp_(-127, 127)  # 0 / 0 is 0 here
-    return torch.cat((levels.to(torch.int8).view(-1), scales.view(torch.int8).view(-1)))
-
-
-def dequantise(packed: Tensor) -> Tensor:
-    """The input of `quantise`, rounded."""
-    levels, scales = packed.split([n := len(packed) // 130 * 128, len(packed) - n])
-    return (levels.view(-1, 128) * scales.view(torch.bfloat16).float()[:, None]).view(-1)
-
-
-class Late:
-    """Sends gradients as int8 while the next step is computed, and applies them one step late.
-
-    The update u(t) for the gradient of step t is computed after the micro-batches of step t + 1. It moves the
-    parameters by 2 u(t) - u(t - 1), which compensates for the delay (arXiv 2606.30634). The last step moves
-    them by the rest, so that a run moves by the sum of all u. All ranks always have the same state.
-    """
-
-    START = 0.1  # first part of a run, where a delay costs most; its steps wait for their own gradient
-
-    def __init__(self, model: nn.Module, world: World):
-        self.world = world
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        numbers = sum(p.numel() for p in self.params)
-        self._share = -(-numbers // (128 * world.world_size)) * 128  # numbers that each rank sums
-        device = world.device
-        # of the newest step: gradient summed over all ranks, zeros once it is applied; learning rate
-        self.gradient = torch.zeros(numbers, device=device)
-        self.lr = torch.zeros((), dtype=torch.float64)
-        self.moved = torch.zeros(numbers, device=device)  # u of the previous step
-        self.waits = False  # whether this step waits for its own gradient
-        self.ends = False  # whether no step follows during which to send a gradient
-        self.max_norm = 0.0  # gradient norm to clip to
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "gradients")
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
-        self._under_way: concurrent.futures.Future | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint. Waits for the exchange."""
-        self._wait()
-        return {"gradient": self.gradient, "lr": self.lr, "moved": self.moved}
-
-    def begin_step(self, step: int, total_steps: int) -> None:
-        """See TrainState.begin_step."""
-        # a run that has begun to delay does not wait again if it gets longer
-        self.waits = step / total_steps < self.START and not self.lr
-        self.ends = step + 1 >= total_steps
-
-    def exchange(self) -> None:
-        """Starts summing this step's gradients; takes the previous sum, or if the step waits, its own."""
-        packed = self.pack([p.grad for p in self.params]).cpu()
-        self.take()
-        self._under_way = self._thread.submit(self._add_up, packed)
-        if self.waits:
-            self.take()
-
-    def pack(self, gradients: list[Tensor | None]) -> Tensor:
-        """Packs all gradients into shares (ranks, bytes), one for each rank to sum."""
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, gradients)]
-        rest = self.moved.new_zeros(self._share * self.world.world_size - len(self.moved))
-        flat = torch.cat([part.view(-1) for part in parts] + [rest])
-        return torch.stack([quantise(share) for share in flat.split(self._share)])
-
-    def _add_up(self, packed: Tensor) -> Tensor:
-        """The packed sum (ranks, bytes of a share). Runs in a thread that alone uses this process group."""
-        received = torch.empty_like(packed)
-        together = torch.empty_like(packed)
-        dist.all_to_all_single(received, packed, group=self._group)
-        share = quantise(sum(map(dequantise, received)))  # in rank order
-        dist.all_gather([*together], share, group=self._group)
-        return together
-
-    def take(self) -> None:
-        """Sets p.grad to the gradient to apply next, which is at first zero."""
-        self._wait()
-        for p, gradient in zip(self.params, self.gradient.split([p.numel() for p in self.params])):
-            p.grad = gradient.view_as(p)
-        self.gradient = torch.zeros_like(self.gradient)
-
-    def _wait(self) -> None:
-        if self._under_way:
-            together = self._under_way.result().to(self.world.device)
-            self._under_way = None
-            self.gradient = torch.cat([*map(dequantise, together)])[:len(self.moved)]
-
-    @contextlib.contextmanager
-    def corrected(self, final: bool):
-        """Adds u(t) - u(t - 1) to the move by u(t) made inside; if `final`, only subtracts u(t - 1)."""
-        flat = [p.detach().view(-1) for p in self.params]
-        before = torch.cat(flat)
-        yield
-        moved = torch.cat(flat) - before
-        more = -self.moved if final else moved - self.moved
-        torch._foreach_add_(flat, more.split([*map(len, flat)]))
-        self.moved = torch.zeros_like(moved) if final else moved
-
-
 class TrainState:
     """A model in training: `model`, `wrapped` (in DDP), optimizers, loss scaler, averaged weights.
     `tensors` yields the tensors of a checkpoint; saving and `restore` both iterate over them.
@@ -1479,27 +1373,9 @@ class TrainState:
         self.optimizers = shard_optimizers(optimizers, strategy)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, ema) if ema else None
-        self.late = Late(model, world) if comm == "late" else None
         self.wrapped = wrap(model, world, comm)
-        # ranks over which DDP and FSDP average gradients; with --comm late they are summed
-        self.ranks_averaged = 1 if self.late else world.world_size
         self.skipped = 0  # updates in a row whose gradient was not finite
-        self.grad_norm = 0.0  # of the last step; inf or NaN if skipped
-
-    @property
-    def delay(self) -> int:
-        """The age, in steps, of the gradients that the next update applies."""
-        return int(self.late is not None and not self.late.waits)
-
-    @property
-    def updated(self) -> bool:
-        """Whether the last step changed what a checkpoint holds: its gradient was finite, or is late."""
-        return self.late is not None or math.isfinite(self.grad_norm)
-
-    def begin_step(self, step: int, total_steps: int) -> None:
-        """Must be called before each step, when `step` of `total_steps` are done."""
-        if self.late:
-            self.late.begin_step(step, total_steps)
+        self.updated = True  # whether the gradient of the last step was finite
 
     def no_sync(self, accumulating: bool):
         """A context in which DDP keeps gradients local, for all micro-batches of a step but the last."""
@@ -1529,54 +1405,36 @@ class TrainState:
         gc.freeze()
 
     def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> float:
-        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
-        --comm late, the gradients of the previous step replace them first. Here the host waits for the
-        device, once a step, and also reads the vote `stop` of the step before.
+        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. Here
+        the host waits for the device, once a step, and also reads the vote `stop` of the step before.
         """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        if self.late:
-            self.late.max_norm = max_norm
-            self.late.exchange()
         norm = clip_gradients(self.model.parameters(), max_norm)
         return stop.read(norm)[0] if stop else norm.item()
 
     def optimizer_step(self, lr: float, grad_norm: float) -> None:
         """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
-        the gradients and updates the average. With --comm late, the learning rate, too, is that of the
-        previous step, and the last step applies its own gradient as well. Raises RunError after MAX_SKIPPED
-        updates in a row whose gradient was not finite.
+        the gradients and updates the average. Raises RunError after MAX_SKIPPED updates in a row whose
+        gradient was not finite.
         """
-        if self.delay:
-            lr, self.late.lr = self.late.lr.item(), torch.tensor(lr, dtype=torch.float64)
-        self._update(lr, grad_norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("scale", 1.0)
+            if 0 < grad_norm < math.inf:
+                optimizer.step()
+        self.clear_gradients()
         self.scaler.update()  # from what unscale_ has found
         if self.ema:
             self.ema.update()
-        if self.delay and self.late.ends:
-            self.late.take()
-            left = clip_gradients(self.model.parameters(), self.late.max_norm).item()
-            self._update(self.late.lr.item(), left, final=True)
-            self.late.lr = torch.zeros((), dtype=torch.float64)
-            grad_norm = float(np.maximum(grad_norm, left))  # NaN if either is
-        self.grad_norm = grad_norm
+        self.updated = math.isfinite(grad_norm)
         if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
-            self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
+            self.skipped = 0 if self.updated else self.skipped + 1
         if self.skipped >= self.MAX_SKIPPED:
             raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
                            "use --precision bf16 or fp32; the same command then resumes from the newest "
                            "checkpoint, or from the one before if you delete that.")
-
-    def _update(self, lr: float, grad_norm: float, final: bool = False) -> None:
-        """Applies the gradients, unless their norm is 0 or not finite."""
-        with self.late.corrected(final) if self.delay else contextlib.nullcontext():
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * group.get("scale", 1.0)
-                if 0 < grad_norm < math.inf:
-                    optimizer.step()
-        self.clear_gradients()
 
     def clear_gradients(self) -> None:
         """DDP's gradients become zeros, because they are views of its buckets: after None, the next backward
@@ -1601,7 +1459,7 @@ class TrainState:
         zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has a part of the state
         held = self.optimizer_tensors()
         groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
-                  "late": self.late.tensors() if self.late else {}, "optimizer": {} if zero1 else held}
+                  "optimizer": {} if zero1 else held}
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
         if zero1:
@@ -1638,8 +1496,6 @@ class TrainState:
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}  # parameters
-        if world.is_rank0 and not self.late and tensors["late"] and tensors["late"]["gradient"].any():
-            say("the gradient that --comm late has not applied yet is left out")
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
@@ -1669,7 +1525,7 @@ class TrainState:
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
 
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
-GROUPS = ("model", "ema", "optimizer", "late")  # of tensors in a checkpoint, each a dict by name
+GROUPS = ("model", "ema", "optimizer")  # of tensors in a checkpoint, each a dict by name
 
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:
@@ -1952,6 +1808,7 @@ class Checkpoints:
         except OSError:  # a file system without hard links
             shutil.copyfile(source, temporary)
         os.replace(temporary, self.directory / "best.pt")
+        temporary.unlink(missing_ok=True)  # which is left where both are links to the same file
         fsync_directory(self.directory)
 
 
@@ -2287,9 +2144,6 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     if not blocks_of(state.model):
         say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
             "recomputed by --checkpoint-activations or sharded by itself")
-    if state.late and settings["optimizer"] != "muon":
-        say("WARNING: --comm late lost 0.033 nats with adamw in 2,000 steps of a small GPT-2, and 0.016 with "
-            "--optimizer muon")
     count = functools.cache(functools.partial(flops_per_token, type(state.model), state.model.config))
     log.facts["peak_flops"] = monitor.peak_flops(world.device, say)
     log.facts["flops_per_token"] = lambda record: statistics.fmean(count(**kw) for kw in examples(record))

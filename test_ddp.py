@@ -194,14 +194,13 @@ def print_gradients(args: argparse.Namespace, world: World, latency: float, per_
     parameters = num_params(empty_model(MODELS[args.model], flags))
     print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters")
     buckets = 4 * parameters // BUCKET + 1
-    for comm, nbytes, messages in (("fp32", 4 * parameters, buckets), ("bf16", 2 * parameters, buckets),
-                                   ("late", 65 * parameters // 64, 2)):
-        seconds = messages * latency + nbytes * per_byte if world.world_size > 1 else 0.0
-        enough = seconds * (GOOD if comm == "late" else GOOD / (1 - GOOD))
+    for comm, nbytes in (("fp32", 4 * parameters), ("bf16", 2 * parameters)):
+        seconds = buckets * latency + nbytes * per_byte if world.world_size > 1 else 0.0
+        enough = seconds * GOOD / (1 - GOOD)
         print(f"--comm {comm} | {nbytes / 1e6:8,.1f} MB of gradients a step | {seconds:8.3f} s | {GOOD:.0%} "
               f"efficient if a step computes for {enough:.3g} s or longer")
-    print("so take the first of these that a step of yours computes long enough for (late together with "
-          "--optimizer muon), or a larger --global-batch, with which it computes for longer", flush=True)
+    print("so take the first of these that a step of yours computes long enough for, or a larger "
+          "--global-batch, with which it computes for longer", flush=True)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -280,13 +279,12 @@ def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, process
     offload = strategy == "zero3-offload"
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
-    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # summed gradient, last update
     optimizer = 0 if offload else state if strategy == "ddp" else state / processes
     again = max(largest_one, everything - optimizer)
-    gradients = held + (outside + block if sharded else again) + late  # the last: copies
+    gradients = held + (outside + block if sharded else again)
     averaged = (args.ema > 0) * held
     return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
-            "other": averaged + late, "activations": activations}
+            "other": averaged, "activations": activations}
 
 
 def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:

@@ -184,7 +184,6 @@ def main(argv: list[str] | None = None) -> None:
         ramp, bp_steps, cycles = plan(step)
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)  # only --comm late needs it
         count, batches = loader.step(grad_accum_steps)
         labels = begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y is −1 where nothing is learned
@@ -192,17 +191,17 @@ def main(argv: list[str] | None = None) -> None:
                 objective, sums = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
                                                 ponder_weight=ramp * PONDER_COST)
                 # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
-                loss = objective * (state.ranks_averaged / labels().clamp(min=1))
+                loss = objective * (world.world_size / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
-        if not c.reaches_embedding(*plan(step - state.delay)[1:]):
+        if not c.reaches_embedding(*plan(step)[1:]):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         stop.vote()  # whether a rank got a signal; the next step reads it
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, state.grad_norm, lr=lr, bp_steps=bp_steps)
+        log_step(log, metrics, step, samples, grad_norm, lr=lr, bp_steps=bp_steps)
     loader.close()
     if not stopping:
         sample(state, dataset, args, log, step)

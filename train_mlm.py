@@ -149,14 +149,13 @@ def main(argv: list[str] | None = None) -> None:
 
         lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)  # only --comm late needs it
         count, batches = loader.step(grad_accum_steps)
         labels = begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
         for micro_step, (x, positions, y) in enumerate(batches):  # (B, T), (B, K), (B, K)
             with state.no_sync(micro_step < grad_accum_steps - 1):
                 objective, sums = state.wrapped(x, positions, y)  # both are sums over labels
                 # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
-                loss = objective * (state.ranks_averaged / labels().clamp(min=1))
+                loss = objective * (world.world_size / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
@@ -164,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
         stop.vote()  # whether a rank got a signal; the next step reads it
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, state.grad_norm, lr=lr)
+        log_step(log, metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     end_run(log, checkpoints, stop, step, samples)
 

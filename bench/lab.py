@@ -6,9 +6,8 @@ Needs root and iproute2.
 
 Five processes share the few cores of this machine, so how long they compute says nothing about five PCs.
 Instead a step is a pause, as long as the card of a PC would compute; what the trainers send then goes
-over the links of the lab (tests/lab.py), through the same code: DDP and its hook, or `Late`. Because
-quantising for five processes on these cores would hide all else, `Late` here sends numbers that were packed
-before; how long packing takes is measured apart, on one core. The table has, for each pause,
+over the links of the lab (tests/lab.py), through the same code: DDP and its hook. The table has, for each
+pause,
 
     free      a step over links without a limit, in ms
     limited   a step over links of --rate
@@ -32,7 +31,7 @@ from lab import Lab, Unavailable  # noqa: E402
 
 from data import ArgumentParser, parse_count  # noqa: E402
 
-WAYS = ("fp32", "bf16", "late")
+WAYS = ("fp32", "bf16")
 BLOCKS = 12  # tensors of the model, which DDP puts into buckets
 
 
@@ -53,38 +52,16 @@ def communicate() -> None:
         def forward(self):
             return sum(p.sum() for p in self.weights)
 
-    class Packed(ddp_utils.Late):
-        def pack(self, gradients):
-            return torch.zeros(self.world.world_size, self._share * 65 // 64, dtype=torch.int8)
-
-        def _add_up(self, packed):
-            import torch.distributed as dist
-            received, together = torch.empty_like(packed), torch.empty_like(packed)
-            dist.all_to_all_single(received, packed, group=self._group)
-            dist.all_gather([*together], received[0], group=self._group)
-            return together
-
-        def _wait(self):
-            if self._under_way:
-                self._under_way.result()
-                self._under_way = None
-
     model = Sum()
     wrapped = ddp_utils.wrap(model, world, comm)
-    late = Packed(model, world) if comm == "late" else None
     times = []
     for _ in range(3 + steps):
         begun = time.perf_counter()
         time.sleep(compute)
-        if late:
-            late.exchange()
-        else:
-            wrapped().backward()
+        wrapped().backward()
         wrapped.zero_grad(set_to_none=True)
         ddp_utils.reduce_sum([0.0], world)  # the vote, and how many labels there are
         times.append(time.perf_counter() - begun)
-    if late:
-        late._wait()
     if world.is_rank0:
         print(json.dumps(times[3:]), flush=True)
 
@@ -104,24 +81,6 @@ def step_seconds(args, comm: str, compute: float, rate: str | None) -> float:
     return statistics.median(json.loads(done[0][1].splitlines()[-1]))
 
 
-def packing_seconds(parameters: int, nodes: int) -> float:
-    """What a node computes for --comm late in a step, on one core: it packs, adds up a share and unpacks."""
-    import torch
-
-    from ddp_utils import dequantise, quantise
-    torch.set_num_threads(1)
-    values = torch.randn(parameters // nodes // 128 * 128)
-
-    def work() -> float:
-        begun = time.perf_counter()
-        packed = [quantise(values) for _ in range(nodes)]  # the gradient, in shares
-        quantise(sum(map(dequantise, packed)))
-        torch.cat([*map(dequantise, packed)])
-        return time.perf_counter() - begun
-
-    return statistics.median(work() for _ in range(5))
-
-
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=parse_count, default=12_400_000)
@@ -131,8 +90,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of each link")
     parser.add_argument("--steps", type=int, default=15, help="after three that are not measured")
     args = parser.parse_args()
-    print(f"{args.nodes} nodes at {args.rate}, {args.parameters:,} parameters; packing for late takes "
-          f"{1e3 * packing_seconds(args.parameters, args.nodes):.0f} ms on one core of this machine\n")
+    print(f"{args.nodes} nodes at {args.rate}, {args.parameters:,} parameters\n")
     print("| pause ms | --comm | free ms | limited ms | kept | linear |")
     print("|---|---|---|---|---|---|", flush=True)
     for compute in map(float, args.compute.split(",")):

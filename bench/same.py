@@ -60,7 +60,6 @@ if "control" in changes:
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 MUON = {"optimizer": "muon"}
-LATE = {**MUON, "comm": "late"}
 
 
 def cases():
@@ -69,15 +68,14 @@ def cases():
         for ranks in (1, 2):
             for strategy in ("ddp", "zero3"):
                 yield "plain text", "equal", trainer, ranks, {"strategy": strategy}
-        for flags in ({}, {**MUON, "strategy": "zero1", "ema": 0.9}, LATE):
+        for flags in ({}, {**MUON, "strategy": "zero1", "ema": 0.9}):
             yield "resumed", "equal", trainer, 2, flags
-        for flags in ({}, {**MUON, "strategy": "zero1"}, LATE, {"strategy": "zero3-offload"},
+        for flags in ({}, {**MUON, "strategy": "zero1"}, {"strategy": "zero3-offload"},
                       {"optimizer": "adam-atan2"}, {"precision": "fp16"}):
             yield "infinite", "equal", trainer, 2, flags
         yield "three ranks", "gradient", trainer, 3, {"global_batch": 12, "batch": 2, **ONE_STEP}
         yield "bf16", "loss", trainer, 2, {"precision": "bf16"}
         yield "Muon", "loss", trainer, 2, MUON
-        yield "late", "loss", trainer, 2, LATE
     for trainer in ("gpt2", "hrm"):
         for ranks in (1, 2, 3):
             yield "pairs", "gradient", trainer, ranks, {"global_batch": 12, "batch": 2, **PAIRS, **ONE_STEP}

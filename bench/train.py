@@ -131,7 +131,7 @@ def ours(args, row, device):
         batch = batches[i % STAGED]
         labels = ddp_utils.begin_sum(batch[-1].numel(), world)
         objective, sums = state.wrapped(*batch, **extra)
-        state.scaler.scale(objective * (state.ranks_averaged / labels())).backward()
+        state.scaler.scale(objective * (world.world_size / labels())).backward()
         norm = state.clip_gradients(1.0, vote)
         state.optimizer_step(LR, norm)
         vote.vote()

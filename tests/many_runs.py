@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runs import module_of  # noqa: E402
 
 import ddp_utils  # noqa: E402
-from ddp_utils import EMA, Late, TrainState, local_shard  # noqa: E402
+from ddp_utils import EMA, local_shard  # noqa: E402
 
 
 def clip_alone(parameters, max_norm):
@@ -50,34 +50,10 @@ def inf_at(step, rank=None):
     return clip_gradients
 
 
-def forgetful(name, restore=TrainState.restore):
-    """Like TrainState.restore, but one tensor of --comm late is zero."""
-    def forget(self, saved, say):
-        late = saved["tensors"]["late"]
-        late = late | {name: torch.zeros_like(late[name])}
-        restore(self, saved | {"tensors": saved["tensors"] | {"late": late}}, say)
-
-    return forget
-
-
-def spoiled(step, rank, exchange=Late.exchange):
-    """Like Late.exchange, but at one step one rank has a gradient that is not finite."""
-    steps = itertools.count(1)
-
-    def spoil(self):
-        if next(steps) == int(step) and dist.get_rank() == int(rank):
-            self.params[-1].grad.view(-1)[-1] = torch.nan
-        return exchange(self)
-
-    return spoil
-
-
 def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
     return {"norm": lambda: mock.patch.object(ddp_utils, "clip_gradients", clip_alone),
             "ema": lambda: mock.patch.object(EMA, "swap", keep_gathered),
-            "forget": lambda: mock.patch.object(TrainState, "restore", forgetful(*numbers)),
-            "nan": lambda: mock.patch.object(Late, "exchange", spoiled(*numbers)),
             "inf": lambda: mock.patch.object(ddp_utils, "clip_gradients", inf_at(*numbers)),
             "": contextlib.nullcontext}[name]()
 

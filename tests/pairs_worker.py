@@ -21,7 +21,7 @@ def gradients(world: ddp_utils.World, micro_steps: int) -> dict[str, torch.Tenso
     count = ddp_utils.begin_sum(sum((y >= 0).sum() for y in batches[1]), world)
     for i, (x, y) in enumerate(zip(*batches)):
         with state.no_sync(i < micro_steps - 1):
-            (state.wrapped(x, y)[0] * (state.ranks_averaged / count())).backward()
+            (state.wrapped(x, y)[0] * (world.world_size / count())).backward()
     state.clip_gradients(0)
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()

@@ -160,17 +160,6 @@ def test_an_optimizer_with_a_number_that_a_checkpoint_would_lose_is_refused(tmp_
         save(tmp_path, world, state)
 
 
-def test_a_run_that_has_begun_to_delay_does_not_wait_again(world):
-    """Though it becomes longer: the gradient that is due would be lost."""
-    state = make_state(world, comm="late")
-    waits = []
-    for step, lr in ((0, 0.0), (9, 0.0), (10, 0.0), (5, 1e-3)):
-        state.late.lr = torch.tensor(lr)
-        state.begin_step(step, 100)
-        waits.append((state.late.waits, state.delay))
-    assert waits == [(True, 0), (True, 0), (False, 1), (False, 1)]
-
-
 def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
     """The file holds the state at the time of the call."""
     state = make_state(world)
@@ -297,6 +286,18 @@ def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, w
     checkpoints.mark_best(1, 2.0, {})
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 1
+
+
+def test_marking_the_same_best_again_leaves_nothing_behind(tmp_path, world):
+    """As after a kill between the mark and its line in the log: rename does nothing between two links of one
+    file.
+    """
+    save(tmp_path, world, make_state(world), (1,))
+    checkpoints = Checkpoints(tmp_path, world, 3, print)
+    for _ in range(2):
+        checkpoints._link(list_checkpoints(tmp_path)[0])
+        names = {path.name for path in checkpoints.directory.iterdir()}
+        assert names == {"best.pt", list_checkpoints(tmp_path)[0].name}
 
 
 def test_the_loss_of_an_epoch(world):

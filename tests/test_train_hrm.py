@@ -17,7 +17,7 @@ import data
 import ddp_utils
 import test_ddp
 import train_hrm
-from ddp_utils import RunError, list_checkpoints
+from ddp_utils import RunError, list_checkpoints, read_checkpoint
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
@@ -232,6 +232,18 @@ def test_trained_weights_are_trained_further_gently():
     assert (args.steps, args.epochs, args.lr) == (7, None, 1)
     scratch = parsed("--size", "1b")
     assert (scratch.lr, scratch.warmup, scratch.epochs, scratch.bp_steps) == (2.2e-4, 1000, None, (2, 5))
+
+
+@pytest.mark.full
+def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient(tmp_path, shards):
+    """The ramp of bp steps reaches it in step 5 of 20: before that, nothing decays."""
+    trainer = Trainer("train_hrm.py", ff=64, max_new_tokens=3, eval_every=20, steps=20, batch=2)
+    done = trainer.train(0, shards, tmp_path / "run", init="published", bp_steps="2:3", save_every=1,
+                         keep_last=20)
+    assert done.code == 0, done.out
+    found = [read_checkpoint(path)["tensors"]["model"]["embed.weight"]
+             for path in reversed(list_checkpoints(tmp_path / "run"))]
+    assert [torch.equal(a, b) for a, b in zip(found, found[1:])] == [True] * 3 + [False] * 16
 
 
 def test_the_published_recipe_is_a_size_and_others_have_none_of_it():

@@ -1,4 +1,4 @@
-"""What any trainer has to do: resume, all strategies, late gradients, prompts, an estimate of its memory.
+"""What any trainer has to do: resume, all strategies, prompts, an estimate of its memory.
 
     pytest tests/test_trainer.py --trainer train_mine.py       # yours, with the defaults of its smallest size
 
@@ -66,14 +66,12 @@ def test_a_killed_run_resumes_bit_for_bit(script, shards, tmp_path, capsys):
 
 @pytest.mark.full
 def test_strategies_compute_the_same_and_resume_bit_for_bit(script, shards, tmp_path, capsys):
-    """A run with gradients that come late has other losses, but resumes, too."""
     trainer = trainer_of(script, capsys)
     trainer.defaults |= {"global_batch": 8, "steps": 8, "save_every": 4, "eval_every": 4}
-    again = {"zero1": {"strategy": "zero1"}, "zero3": {"strategy": "zero3"}, "late": {"comm": "late"}}
+    again = {"zero1": {"strategy": "zero1"}, "zero3": {"strategy": "zero3"}}
     together(trainer, shards, tmp_path, {"ddp": {}} | again)
     for name in again:
-        if name != "late":
-            assert_close_runs(tmp_path / "ddp", tmp_path / name)
+        assert_close_runs(tmp_path / "ddp", tmp_path / name)
         copy_of_the_first_half(tmp_path / name, tmp_path / "again" / name)
     out = together(trainer, shards, tmp_path / "again", again)
     assert re.findall(r"resuming after step (\d+)", out) == ["4"] * len(again), out

@@ -127,13 +127,12 @@ def main(argv=None) -> None:
         if ends:
             break
         seed_step(args.seed, step, world.rank)
-        state.begin_step(step, total_steps)
         count, batches = loader.step(accumulation)
         labels = begin_sum(count, world)
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each
             with state.no_sync(micro_step < accumulation - 1):
                 objective, sums = state.wrapped(x, y)
-                loss = objective * (state.ranks_averaged / labels().clamp(min=1))
+                loss = objective * (world.world_size / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
@@ -142,7 +141,7 @@ def main(argv=None) -> None:
         stop.vote()
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, state.grad_norm, lr=lr)
+        log_step(log, metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     end_run(log, checkpoints, stop, step, samples)
 
