@@ -1485,6 +1485,8 @@ class Dataset:
                             f"of {seq_len}; lower --seq-len or prepare more text.")
         sets = {name: Shards(paths, seq_len, which) for name, paths in held_out.items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
+        for shards in (self.train, *self.val.values()):
+            shards.ids = self.tokenizer.to_json(), self.roles
         self.name = "+".join(directory.name for directory in directories)
         digests = [digest_of(found[directory][0]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)

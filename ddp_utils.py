@@ -11,6 +11,7 @@ One rule holds everywhere: all ranks call the same collectives in the same order
 import argparse
 import concurrent.futures
 import contextlib
+import copy
 import errno
 import fcntl
 import functools
@@ -54,7 +55,7 @@ from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directo
                   load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
                   unigram_entropy, validation_batches, without_response, without_surrogates)
 from model import (GPT2, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
-                   fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
+                   copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -987,14 +988,20 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def assert_in_sync(tensors: dict[str, Tensor]) -> None:
-    """Compares unsharded tensors across ranks, bit for bit. Raises RunError if they differ."""
-    tensors = {name: t for name, t in tensors.items() if not isinstance(t, DTensor)}
-    if tensors and (odd := find_mismatch(torch.stack([bit_sum(t) for t in tensors.values()]))):
-        raise RunError(f"{list(tensors)[odd[0]]} on rank {odd[1]} differs from the other ranks "
-                       "(Sync=FAILED): check the memory and the libraries of that node (processors of unlike "
-                       "types round differently: there --optimizer muon needs --strategy zero1); the last "
-                       "checkpoint was in sync.")
+def assert_in_sync(model: nn.Module) -> None:
+    """Compares unsharded parameters and saved buffers across ranks, bit for bit. RunError if they differ."""
+    tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
+    buffers = dict(model.named_buffers())
+    names = sorted(tensors, key=lambda name: name in buffers)  # last, see below
+    if names and (odd := find_mismatch(torch.stack([bit_sum(tensors[name]) for name in names]))):
+        name = names[odd[0]]
+        cause = ("check the memory and the libraries of that node (processors of unlike types round "
+                 "differently: there --optimizer muon needs --strategy zero1); the last checkpoint was in "
+                 "sync.")
+        if name in buffers:  # and all parameters are alike
+            cause = ("forward updates this buffer from the data of its own rank: let it sum over all ranks "
+                     "what it adds, with torch.distributed.all_reduce.")
+        raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
 
 
 def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: int) -> None:
@@ -1179,6 +1186,17 @@ def assert_family(saved: dict, model_class: type) -> None:
                         f"{model_class.__name__}: use its own trainer.")
 
 
+def load_run(model_class: type, run: str | Path, device="cpu") -> tuple:
+    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for use
+    in a script of one's own: with averaged weights if there are any, and without a World. Raises RunError.
+    """
+    path = next(iter(list_checkpoints(run)), Path(run))
+    saved = read_checkpoint(path)
+    model = model_class(config_of(model_class.Config, saved["model_config"], path))
+    model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
+    return model.eval().to(device), load_tokenizer(str(path.parent.parent))
+
+
 def tokenizer_id(tokenizer) -> str:
     """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
@@ -1296,6 +1314,20 @@ def shard_optimizers(optimizers: list, strategy: str) -> list:
                                     **{"fused": True} if o.defaults.get("fused") else {}) for o in optimizers]
 
 
+# values of parameter groups that the command line and the trainer set
+OF_TRAINER = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreach"}
+
+
+def assert_all_train(model: nn.Module, optimizers: list) -> None:
+    """Raises UserError unless each parameter that is not frozen is in exactly one optimizer."""
+    count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
+    odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
+           if p.requires_grad and count[p] != 1]
+    if odd:
+        raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: one in none would "
+                        "never train, so freeze it with requires_grad_(False) if you mean that.")
+
+
 def inner_optimizer(optimizer):
     """The optimizer that holds this process's part of the state."""
     return getattr(optimizer, "optim", optimizer)
@@ -1368,13 +1400,16 @@ class TrainState:
 
     def __init__(self, model: nn.Module, optimizers: list, world: World, strategy: str = "ddp",
                  comm: str = "fp32", ema: float = 0.0):
+        assert_all_train(model, optimizers)
         self.model = model
         self.world = world
         self.optimizers = shard_optimizers(optimizers, strategy)
+        self._made = {name: repr(value) for name, value in self._group_values().items()}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, ema) if ema else None
         self.wrapped = wrap(model, world, comm)
         self.skipped = 0  # updates in a row whose gradient was not finite
+        self._checked = False  # whether checkpoints can hold the optimizers' state
         self.updated = True  # whether the gradient of the last step was finite
 
     def no_sync(self, accumulating: bool):
@@ -1392,14 +1427,14 @@ class TrainState:
         signal.signal(signal.SIGINT, leave_at_once)
         for i, inputs in enumerate((first, settled, settled)):
             self.wrapped.zero_grad()
-            with self.no_sync(i == 0):
+            with copied_buffers(self.model), self.no_sync(i == 0):
                 self.wrapped(**inputs)[0].backward()
             free_gathered_params(self.model)
             for name, p in self.model.named_parameters():
                 if p.requires_grad and p.grad is None:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
         self.clear_gradients()
-        assert_in_sync(self.model.state_dict())
+        assert_in_sync(self.model)
         # from here on the garbage collector skips all existing objects, a scan of which takes half a second
         gc.collect()
         gc.freeze()
@@ -1429,6 +1464,9 @@ class TrainState:
         if self.ema:
             self.ema.update()
         self.updated = math.isfinite(grad_norm)
+        if not self._checked:  # what no checkpoint can hold is known now, not hours later
+            self.plain_values()
+            self._checked = True
         if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
             self.skipped = 0 if self.updated else self.skipped + 1
         if self.skipped >= self.MAX_SKIPPED:
@@ -1444,8 +1482,10 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged_weights(self):
-        """A context in which the model has the averaged weights, if the run keeps any."""
-        with contextlib.ExitStack() as at_end:
+        """A context in which the model has the averaged weights, if the run keeps any. Afterwards its buffers
+        are what they were before.
+        """
+        with copied_buffers(self.model), contextlib.ExitStack() as at_end:
             if self.ema:
                 self.ema.swap()
                 at_end.callback(self.ema.swap)
@@ -1471,15 +1511,49 @@ class TrainState:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """This process's optimizer state by parameter and key, such as `embed.weight/exp_avg`."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        return {name: value for name, value in self._state().items() if isinstance(value, Tensor)}
+
+    def _state(self) -> dict:
+        """This process's optimizer state by parameter and key. Raises RunError for state of anything else."""
+        names = {p: name for name, p in self.model.named_parameters()}
         found = {}
         for optimizer in map(inner_optimizer, self.optimizers):
             for p, state in optimizer.state.items():
-                for key, tensor in state.items():
-                    if not isinstance(tensor, Tensor):
-                        raise RunError(f"{type(optimizer).__name__} keeps {key} as {type(tensor).__name__}, "
-                                       "which a checkpoint cannot hold: let it be a tensor in self.state[p].")
-                    found[f"{names[id(p)]}/{key}"] = tensor
+                if p not in names:
+                    raise RunError(f"{type(optimizer).__name__} keeps state of {p}, which is no parameter, "
+                                   "so no checkpoint can hold it: keep it in self.state[p] or the group.")
+                found |= {f"{names[p]}/{key}": value for key, value in state.items()}
+        return found
+
+    def _groups(self) -> dict[str, dict]:
+        """The parameter groups by name, such as `AdamW 0.1`."""
+        return {f"{type(inner_optimizer(optimizer)).__name__} {i}.{j}": group
+                for i, optimizer in enumerate(self.optimizers)
+                for j, group in enumerate(optimizer.param_groups)}
+
+    def _group_values(self) -> dict:
+        """What the optimizers keep in their groups beside what the trainer sets, by group and key."""
+        return {f"{name}/{key}": value for name, group in self._groups().items()
+                for key, value in group.items() if key not in OF_TRAINER}
+
+    def plain_values(self) -> dict:
+        """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
+        groups that they have changed. Every rank calls this. Raises RunError for what JSON cannot hold.
+        """
+        found = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
+        if any(inner_optimizer(o) is not o for o in self.optimizers):  # zero1: each rank has a part
+            of_ranks = [None] * self.world.world_size
+            dist.all_gather_object(of_ranks, found)
+            found = {name: value for part in of_ranks for name, value in part.items()}
+        found |= {name: value for name, value in self._group_values().items()
+                  if repr(value) != self._made.get(name)}
+        for name, value in found.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise RunError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint "
+                               "cannot hold: let it be a number or a text, or a tensor in self.state[p]."
+                               ) from None
         return found
 
     @torch.no_grad()
@@ -1495,6 +1569,9 @@ class TrainState:
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
+        plain = saved.get("plain", {})  # older ones have none
+        ours |= dict.fromkeys(self.plain_values())
+        theirs |= dict.fromkeys(plain)
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}  # parameters
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
@@ -1506,19 +1583,31 @@ class TrainState:
                     tensor.copy_(received)
         for optimizer in map(inner_optimizer, self.optimizers):
             for name in changed:
-                optimizer.state.pop(parameters[name], None)
+                optimizer.state.pop(parameters.get(name), None)
+        groups = self._groups()
+        for name, value in plain.items():
+            owner, _, key = name.rpartition("/")
+            if owner in groups:
+                groups[owner][key] = value
+            for optimizer in map(inner_optimizer, self.optimizers):
+                if (p := parameters.get(owner)) in optimizer.state:
+                    optimizer.state[p][key] = value
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _create_optimizer_state(self) -> None:
-        """Steps with gradient and learning rate 0, one parameter at a time, to hold only one gradient."""
+        """Steps with gradient and learning rate 0, one parameter at a time, to hold only one gradient. The
+        parameter groups stay as they are.
+        """
         for optimizer in map(inner_optimizer, self.optimizers):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0  # every training step sets it
-                for p in group["params"]:
-                    p.grad = torch.zeros_like(p)
-                    optimizer.step()
-                    p.grad = None
+            groups = optimizer.param_groups
+            optimizer.param_groups = [{key: value if key == "params" else copy.deepcopy(value)
+                                       for key, value in group.items()} | {"lr": 0.0} for group in groups]
+            for p in itertools.chain(*(group["params"] for group in groups)):
+                p.grad = torch.zeros_like(p)
+                optimizer.step()
+                p.grad = None
+            optimizer.param_groups = groups
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1711,7 +1800,7 @@ class Checkpoints:
         """
         if step == self.saved_step:
             return
-        assert_in_sync(state.model.state_dict())
+        assert_in_sync(state.model)
         world = self.world
         self.saved_step = step
         steps = meta["settings"]["steps"]
@@ -1732,12 +1821,13 @@ class Checkpoints:
                 if name not in copies:
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 copies[name].copy_(tensor.detach(), non_blocking=True)
+        plain = state.plain_values()
         reduce_sum([0], world)  # raises if one of these collectives has failed, which NCCL reports late
         if not world.is_rank0:
             return
         world.synchronize()  # copies to pinned memory may still be under way
         content = {"format": 1, "step": step, "torch": str(torch.__version__),
-                   "scaler": state.scaler.state_dict()}
+                   "scaler": state.scaler.state_dict(), "plain": plain}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
         name = f"step_{step:08d}_loss{meta['loss']:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
         self._newest = self.directory / name
@@ -2112,13 +2202,16 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
 
 
 def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, dataset: Dataset,
-                world: World, **settings) -> dict:
+                world: World, constants: dict, **settings) -> dict:
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
-    the flags, some of which `settings` replaces.
+    the flags, some of which `settings` replaces. Of `constants`, the names of the trainer's file, it has
+    those in capitals that are numbers, texts or tuples.
     """
-    flags = flags_of_model(model_class.Config, model.config)
-    text = json.dumps(vars(args), default=str, ensure_ascii=False)
-    settings = json.loads(without_surrogates(text)) | flags | settings
+    flags = vars(args) | {name: value for name, value in constants.items()
+                          if name.isupper() and isinstance(value, int | float | str | tuple)}
+    text = json.dumps(flags, default=str, ensure_ascii=False)
+    settings = (json.loads(without_surrogates(text)) | flags_of_model(model_class.Config, model.config)
+                | settings)
     settings["world_size"] = world.world_size
     settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
     return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
@@ -2177,6 +2270,10 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
             f"{settings['precision']}, no autocast, {scaler}, {compiled}, {saving}{fast}")
 
     rows = dataset.train.rows
+    for name, shards in dataset.val.items():  # a trainer may have added some
+        if shards.ids != dataset.train.ids:
+            raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
+                            f"training data: prepare it with --tokenizer {log.out}/tokenizer.json.")
     val = [*dataset.val.values()]
     val_tokens = sum(shards.num_tokens for shards in val)
     entropy = unigram_entropy(val or [dataset.train])
@@ -2293,6 +2390,9 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     means, epoch = metrics.reduce()
     memory = largest(monitor.memory_gb(world.device), world)
     machines = shared_curves(world) if world.nodes > 1 and world.is_rank0 else None
+    monitor.refuse_taken([*numbers, *means])
+    numbers = {name: value.full_tensor() if isinstance(value, DTensor) else value
+               for name, value in numbers.items()}
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
     numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(memory, 3)} | means
     log.step(step, samples, numbers, epoch, metrics.ends_epoch, machines)
@@ -2333,9 +2433,11 @@ def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, li
 
 def results_of(sums: dict[str, float]) -> dict[str, float]:
     """The means to report, from the sums over a validation set."""
-    found = {"val_loss": sums["loss"] / max(sums["labels"], 1)}
+    of_pairs = ("samples", "exact", "labels", "bytes")
+    found = {f"val_{name}": total / max(sums["labels"], 1) for name, total in sums.items()
+             if name not in of_pairs}
     if "correct" in sums:
-        found["val_accuracy"] = sums["correct"] / max(sums["labels"], 1)
+        found["val_accuracy"] = found.pop("val_correct")
     if "exact" in sums:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
     else:  # so that tokenizers can be compared

@@ -9,6 +9,7 @@ MLP, V rows of the embedding table. Two choices shape every layer:
 * Activation checkpointing wraps single blocks, never the recurrence, so recomputing cannot change the depth.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -172,8 +174,27 @@ class Block(nn.Module):
         if self.checkpointing == "selective":
             kept = _PRODUCTS if self.drops_attention else _KEPT
             selective["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
-        return checkpoint(self.block, x, *args, use_reentrant=False,
+        block = updating_once(self) if [*self.buffers()] else self.block  # ours have none
+        return checkpoint(block, x, *args, use_reentrant=False,
                           preserve_rng_state=self.dropout > 0, **selective)
+
+
+def copied_buffers(module: nn.Module):
+    """A context in which the module has copies of its buffers, as they are now."""
+    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return _reparametrize_module(module, copies, tie_weights=True)
+
+
+def updating_once(block: Block) -> Callable:
+    """block.block, whose second call, which recomputes, sees the buffers of the first and leaves them."""
+    calls = [contextlib.nullcontext(), copied_buffers(block)]
+
+    @torch.compiler.disable
+    def call(*args) -> Tensor:
+        with calls.pop(0):
+            return block.block(*args)
+
+    return call
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
@@ -371,10 +392,14 @@ class LanguageModel(nn.Module):
     * The constructor initialises all parameters. It runs on each rank with parameters on the meta device, and
       on rank 0 once more with real ones. Therefore no buffer may be made from a parameter, and no parameter
       may have two names. A buffer that is not persistent is not saved, so it must be the same in every run.
-    * `forward(idx)` returns logits (B, T, V) for tokens idx (B, T), int64. With targets (B, T), as the loader
-      yields them, it returns the objective, which is differentiated, and a dictionary of detached scalars,
-      which includes `loss` in nats. All are sums over the targets that count, those ≥ 0. The log shows the
-      scalars per target. CausalLM implements `forward` for models with `hidden` and `head_weight`.
+    * `forward` may update persistent buffers while training, such as running means. All ranks must do so
+      alike: let it sum over them what it adds, with dist.all_reduce where dist.is_initialized(). Throw-away
+      passes before the first step, recomputation and evaluation leave buffers as they were.
+    * `forward(idx)` returns logits (B, T, vocab_size) for tokens idx (B, T), int64. With targets (B, T), as
+      the loader yields them, it returns the objective, which is differentiated, and a dictionary of detached
+      scalars, which includes `loss` in nats. All are sums over the targets that count, those ≥ 0. The log
+      shows the scalars per target, as NAME and val_NAME. CausalLM implements `forward` for models with
+      `hidden` and `head_weight`.
     * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
     * Only layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
       sharded one by one and trained by Muon. A Block uses only its parameters, buffers and arguments.
@@ -390,6 +415,8 @@ class LanguageModel(nn.Module):
 
     A custom optimizer must create its whole state in its first step, even if the learning rate and the
     gradients are 0, because restoring a checkpoint relies on it. Its groups have `lr` and may have `scale`.
+    A checkpoint holds tensors, numbers and texts of self.state[p], and those of a parameter group that the
+    optimizer itself has changed.
     """
 
     compute_dtype = torch.float32
@@ -401,11 +428,13 @@ class CausalLM(LanguageModel):
     """What HRM and GPT2 share: attention masks, loss and generation."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None):
-        """Returns logits (B, T, V) of idx (B, T), or given targets (B, T) the result of `loss`."""
+        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of `loss`."""
         x = self.hidden(idx)
-        if targets is None:
-            return F.linear(x, self.head_weight.to(x.dtype))
-        return self.loss(x, idx, targets)
+        return self.logits(x) if targets is None else self.loss(x, idx, targets)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits (…, vocab_size) of states (…, C), without those of padding."""
+        return F.linear(hidden, self.head_weight.to(hidden.dtype))[..., :self.config.vocab_size]
 
     def mask(self, idx: Tensor, cache: KVCache | None, flex: bool = True):
         """The mask for tokens idx (B, T) in Block.attend, or None. With `isolated`, a token sees itself and
@@ -450,10 +479,10 @@ class CausalLM(LanguageModel):
         return objective, sums
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
-        """Adds the new tokens idx (B, T) to the cache; returns the logits (B, V) after the last one."""
+        """Adds the new tokens idx (B, T) to the cache; returns the logits (B, vocab_size) after the last."""
         x = self.hidden(idx, cache)[:, -1]
         cache.length, cache.slot = cache.length + idx.size(1), 0
-        return F.linear(x, self.head_weight.to(x.dtype)).float()
+        return self.logits(x).float()
 
     def example(self, batch: int, device, **more) -> dict[str, Any]:
         """Arguments of `forward` for a batch in which every parameter gets a gradient."""
@@ -621,13 +650,13 @@ class HRM(CausalLM):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
-        """Returns logits (B, T, V) of idx (B, T), or given targets (B, T) the result of CausalLM.loss. The
-        sums then include the `cycles` run, and with `halt` the `ponder` cost, which also enters the
-        objective. bp_steps None means no truncation. `cycles` overrides the configuration.
+        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of
+        CausalLM.loss. The sums then include the `cycles` run, and with `halt` the `ponder` cost, which also
+        enters the objective. bp_steps None means no truncation. `cycles` overrides the configuration.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
-            return F.linear(z, self.head_weight.to(z.dtype))
+            return self.logits(z)
         objective, sums = self.loss(z, idx, targets)
         if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient anyway
             objective = objective + 0.0 * self.embed.weight[0, 0]
@@ -863,9 +892,9 @@ class MLM(LanguageModel):
             c.global_theta, c.local_theta)]), persistent=False)  # (2, 2, T, D/2)
 
     def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None):
-        """Returns logits (B, T, V) of idx (B, T). Given masked positions (B, K), int64, and labels (B, K),
-        returns the objective and detached sums instead: `loss` in nats and, in evaluation, the number of
-        `correct` labels. These use only the masked positions. Labels below 0 do not count.
+        """Returns logits (B, T, vocab_size) of idx (B, T). Given masked positions (B, K), int64, and labels
+        (B, K), returns the objective and detached sums instead: `loss` in nats and, in evaluation, the number
+        of `correct` labels. These use only the masked positions. Labels below 0 do not count.
         """
         c, x = self.config, self.hidden(idx)
         if positions is not None:  # picks whole rows, so that backward sorts B · K indices, not B · K · C
@@ -873,7 +902,8 @@ class MLM(LanguageModel):
             x = x.flatten(0, 1).index_select(0, (first + positions).flatten()).view(*positions.shape, -1)
         x = self.head_norm(F.gelu(self.head_dense(x)))
         if positions is None:
-            return F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
+            logits = F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
+            return logits[..., :c.vocab_size]
         objective, loss, correct = linear_cross_entropy(
             x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss, hits=not self.training,
             compiled=self.compile_loss)
@@ -960,7 +990,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
                 cache.length, new = 0, idx[:, -max(c.seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
-            new = sample(logits[:, :c.vocab_size], temperature, top_k, generator)[:, None]
+            new = sample(logits, temperature, top_k, generator)[:, None]
             idx = torch.cat((idx, new), dim=1)
             yield new[:, 0]
             if stop is not None and idx.size(0) == 1 and new.item() == stop:
@@ -1003,7 +1033,7 @@ def fill_masks(model: MLM, tokenizer, text: str):
     if len(ids) > model.config.seq_len:
         raise UserError(f"the text has {len(ids)} tokens, more than the {model.config.seq_len} of the model.")
     x = torch.tensor([ids], device=model.embed.weight.device)
-    logits = model(x)[0].float()[:, :tokenizer.vocab_size]  # (T, V)
+    logits = model(x)[0].float()[:, :tokenizer.vocab_size]  # (T, V); [MASK] is no answer
     for position in (x[0] == tokenizer.mask).nonzero()[:, 0].tolist():
         probabilities, best = logits[position].softmax(dim=-1).topk(5)
         yield "  ".join(f"{tokenizer.decode([i])!r} {p:.1%}"
@@ -1071,8 +1101,6 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
         # scaled to the size of AdamW's updates, so that one learning rate serves both (arXiv 2502.16982)
         optimizers.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
-    grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(grouped) == sorted(id(p) for _, p in named), "every parameter has exactly one optimizer"
     return optimizers
 
 

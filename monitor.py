@@ -205,11 +205,15 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
         "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu",
         "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
+        "val_cycles": "HRM/val_cycles", "val_ponder": "HRM/val_ponder",
         "val_exact": "Pairs/val_exact", "val_accuracy": "MLM/val_accuracy",
         "val_bits_per_byte": "Loss/val_bits_per_byte"}
 
 # Other keys of the record of a training step. A key that is in neither was named by a trainer.
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
+
+# What a trainer or a model of one's own cannot call its numbers
+TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch_seconds", "bytes"}
 
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
@@ -240,15 +244,21 @@ def evaluations_of(records: list[dict]) -> dict[int, float]:
 
 
 def own_keys(record: dict) -> list[str]:
-    """The keys of a training step that are in neither TAGS nor OTHER_KEYS."""
-    if "loss" not in record:
-        return []
+    """The keys of a record that are in neither TAGS nor OTHER_KEYS, nor of a single validation set."""
     known = TAGS.keys() | OTHER_KEYS
-    return [key for key in record if key not in known and not key.startswith("val_")]
+    return [key for key in record if key.partition("/")[0] not in known]
+
+
+def refuse_taken(names: list[str]) -> None:
+    """Raises UserError if a number of a step has a name that means something else in its record."""
+    taken = [name for name in names if name in TAKEN or name.startswith("val_") or names.count(name) > 1]
+    if taken:
+        raise UserError(f"a number called {taken[0]} cannot be logged, because a record has another of that "
+                        "name: choose another.")
 
 
 def curve_values(record: dict) -> dict[str, float]:
-    tags = TAGS | {key: f"Train/{key}" for key in own_keys(record)}
+    tags = TAGS | {key: f"{'Train' if 'loss' in record else 'Val'}/{key}" for key in own_keys(record)}
     for key in record:
         base, _, name = key.partition("/")  # the name of a validation set
         if name and base in TAGS:
@@ -404,6 +414,7 @@ class RunLog:
 
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> None:
         """Records and prints the results of an evaluation."""
+        refuse_taken([name.removeprefix("val_") for name in found] + ["lr", "bp_steps"])
         if math.isfinite(found["val_loss"]):  # otherwise it is repeated on resume
             self.evaluations[step] = found["val_loss"]
         if not self.active:
@@ -526,6 +537,7 @@ class RunLog:
         """
         before = evaluations_of(self.records[:-1]).values()
         parts = [f"step {step}", *format_known(found, EVALUATION)]
+        parts += [f"{key} {found[key]:.4g}" for key in own_keys(found) if "/" not in key]
         if sets := grouped_sets(found):
             parts.append(sets)
         parts.append(f"unigram entropy {entropy:.4f}")
@@ -619,7 +631,7 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
     validation set) over steps into a PNG 800 pixels wide. Raises ImportError and UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
-    own = dict.fromkeys(key for record in records for key in own_keys(record))
+    own = dict.fromkeys(key for record in records for key in own_keys(record) if "/" not in key)
     sets = dict.fromkeys(key for record in records for key in record if key.startswith("val_exact/"))
     rows = ["lr", "tokens_per_sec", *own]
     rows += ["val_exact"] * any("val_exact" in record for record in records)

@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
-    identity = identity_of(GPT2, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
-                           batch=micro_batch, grad_accum=grad_accum_steps)
+    identity = identity_of(GPT2, model, args, dataset, world, globals(), steps=total_steps,
+                           global_batch=global_batch, batch=micro_batch, grad_accum=grad_accum_steps)
     step, samples = checkpoints.resume(saved, state, identity)
     begin_log(log, state, dataset, identity, step, saved, lambda record: [{}])
     if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
             step % args.eval_every == 0 or metrics.ends_epoch or done)
         saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
         if step % SYNC_EVERY == 0:  # and before each save
-            assert_in_sync(model.state_dict())
+            assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())

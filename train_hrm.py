@@ -125,8 +125,9 @@ def main(argv: list[str] | None = None) -> None:
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
-    identity = identity_of(HRM, model, args, dataset, world, steps=total_steps, global_batch=global_batch,
-                           batch=micro_batch, grad_accum=grad_accum_steps, bp_steps=[low, high])
+    identity = identity_of(HRM, model, args, dataset, world, globals(), steps=total_steps,
+                           global_batch=global_batch, batch=micro_batch, grad_accum=grad_accum_steps,
+                           bp_steps=[low, high])
     step, samples = checkpoints.resume(saved, state, identity)
 
     def drawn(record: dict) -> list[dict]:
@@ -162,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
             step % args.eval_every == 0 or metrics.ends_epoch or done)
         saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
         if step % SYNC_EVERY == 0:  # and before each save
-            assert_in_sync(model.state_dict())
+            assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if saving and (state.updated or stopping or done):
             checkpoints.save(step, state, identity | metrics.position())

@@ -76,13 +76,13 @@ def check_failure(world: World) -> None:
 
 def check_sync(world: World) -> None:
     model = make()
-    ddp_utils.assert_in_sync(model.state_dict())
+    ddp_utils.assert_in_sync(model)
     if world.rank == 1:  # one bit of one number
         model.L.blocks[0].down.weight.data.view(-1).view(torch.int32)[3] ^= 1
-    message = raises(RunError, lambda: ddp_utils.assert_in_sync(model.state_dict()))
+    message = raises(RunError, lambda: ddp_utils.assert_in_sync(model))
     assert message.startswith("L.blocks.0.down.weight on rank 1"), message
     ddp_utils.copy_weights(model, model.state_dict(), world)
-    ddp_utils.assert_in_sync(model.state_dict())
+    ddp_utils.assert_in_sync(model)
 
 
 def check_gradients(world: World) -> None:
@@ -145,7 +145,7 @@ def check_skipped_updates(world: World) -> None:
         assert "10 times in a row" in raises(RunError, lambda: step(True))
         step(False)
         assert not torch.equal(model.embed.weight, before["embed.weight"]) and state.skipped == 0
-        ddp_utils.assert_in_sync(model.state_dict())
+        ddp_utils.assert_in_sync(model)
 
 
 def check_fp16_shards(world: World) -> None:

@@ -51,10 +51,13 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    assert log_of(a) == log_of(b)
+    for ours, theirs in zip(log_of(a), log_of(b)):
+        assert ours == theirs, f"the logs of {a} and {b} first differ here:\n{ours}\n{theirs}"
+    assert len(log_of(a)) == len(log_of(b)), f"{a} has {len(log_of(a))} records, {b} {len(log_of(b))}"
     ours, theirs = tensors_of(a), tensors_of(b)
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    differ = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not differ, f"{len(differ)} of {len(ours)} tensors of {b} differ from those of {a}: {differ[:5]}"
 
 
 def assert_close_runs(a: Path, b: Path, bound: float = 1e-5) -> None:

@@ -12,7 +12,7 @@ from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_o
 ROW = re.compile(r"\| ([a-z][\w -]+) \| (\d) \| (before|instead of) `(.+?)` \| (.+) \|")
 # the most lines that each may take
 BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a second validation set": 4,
-          "a curve": 1, "early stopping": 3, "noise on the gradient": 3, "a batch that grows": 4,
+          "a curve": 1, "norms of the gradients": 4, "early stopping": 3, "noise on the gradient": 3, "a batch that grows": 4,
           "another loss": 3, "a frozen embedding": 2}
 FIRST_TIER = ("an optimizer of your own", "a second validation set", "early stopping", "a batch that grows")
 TABLE = {row[1]: row.groups()[1:] for row in map(ROW.match, (
@@ -87,6 +87,8 @@ def check(name: str, steps: list[dict], evaluations: list[dict], said: str) -> N
     elif name == "a second validation set":
         for e in evaluations:
             assert e["val_loss/other"] == e["val_loss/main"] == pytest.approx(e["val_loss"])
+    elif name == "norms of the gradients":
+        assert all(step["gradient_0"] > 0 for step in steps) and "| gradient_0 " in said
     elif name == "a curve":
         assert all(step["embed_norm"] > 0 for step in steps) and "| embed_norm " in said
 

@@ -1,0 +1,413 @@
+"""What a model or an optimizer of one's own may do to the state of a run, and what is refused."""
+
+import inspect
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, place
+from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, steps_of
+from test_monitor import curves
+from torch import nn
+
+import data
+import ddp_utils
+import model as model_module
+from data import UserError
+from ddp_utils import Checkpoints, RunError, TrainState, load_checkpoint
+from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
+
+
+class Counting(GPT2):
+    """Buffers of several kinds, which each forward pass updates, also in evaluation."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("scale", torch.ones(config.d_model))
+        self.register_buffer("bound", torch.zeros((), dtype=torch.long))
+        self.register_buffer("unsaved", torch.zeros(2, dtype=torch.bool), persistent=False)
+        self.register_buffer("absent", None)
+        self.norm_of_batch = nn.BatchNorm1d(config.d_model)
+        self.register_buffer("shared", self.norm_of_batch.running_mean)
+
+    def hidden(self, idx, cache=None):
+        x = super().hidden(idx, cache)
+        self.scale.lerp_(x.detach().square().mean((0, 1)), 0.1)
+        self.bound = self.bound + 1
+        self.unsaved |= True
+        return self.norm_of_batch(x.mT).mT
+
+
+def small(model_class=Counting, **changes):
+    torch.manual_seed(0)
+    return model_class(GPT2Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2,
+                                  d_model=16, **changes))
+
+
+@pytest.fixture
+def world():
+    world = ddp_utils.init("gloo", "cpu")
+    yield world
+    torch.distributed.destroy_process_group()
+
+
+def test_the_warm_up_and_evaluations_leave_all_buffers_as_they_were(world):
+    model = small()
+    state = TrainState(model, [torch.optim.AdamW(model.parameters())], world)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    example = model.example(2, world.device)
+
+    def same() -> list[str]:
+        return [n for n, buffer in model.named_buffers() if torch.equal(buffer, before[n])]
+
+    state.warm_up(example, example)
+    assert same() == list(before)
+    model.eval()
+    with state.averaged_weights():
+        model(**example)
+        assert same() != list(before), "evaluation changes none, so this shows nothing"
+    assert same() == list(before)
+    assert model.shared is model.norm_of_batch.running_mean
+    model.train()(**example)  # training does change them
+    assert not set(same()) & {"scale", "bound", "unsaved", "norm_of_batch.running_mean"}
+
+
+def test_a_parameter_in_no_optimizer_is_refused_by_name(world):
+    model = small(GPT2)
+    matrices = hidden_matrices(model)
+    with pytest.raises(UserError, match=r"but embed.weight in 0, .*requires_grad_\(False\)"):
+        TrainState(model, [torch.optim.Muon(matrices)], world)
+    ids = {id(p) for p in matrices}
+    for p in model.parameters():
+        p.requires_grad_(id(p) in ids)
+    TrainState(model, [torch.optim.Muon(matrices)], world)  # the advice: the others are frozen
+
+
+def test_a_parameter_in_two_optimizers_is_refused(world):
+    model = small(GPT2)
+    once = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UserError, match="but embed.weight in 2: "):
+        TrainState(model, [once, torch.optim.SGD([model.embed.weight])], world)
+    TrainState(model, [once], world)
+
+
+class CountingBlock(model_module.GPT2Block):
+    """Uses a running mean after it has updated it, as recomputation must do with the same value."""
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.register_buffer("scale", torch.ones(c.d_model))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.norm_of_batch = nn.BatchNorm1d(c.d_model)
+
+    def block(self, x, rope, mask=None, cache=None):
+        with torch.no_grad():
+            self.scale.lerp_(x.square().mean((0, 1)), 0.1)
+            self.calls = self.calls + 1
+        return super().block(self.norm_of_batch(x.mT).mT / self.scale, rope, mask, cache)
+
+
+def test_recomputation_updates_no_buffer_and_sees_what_the_first_pass_saw(monkeypatch):
+    monkeypatch.setattr(model_module, "GPT2Block", CountingBlock)
+    found = {}
+    for mode in ("none", "block", "selective"):
+        model = small(GPT2)
+        idx = torch.arange(32).view(2, 16)
+        for block in model_module.blocks_of(model):
+            block.checkpointing = mode
+        model(idx, idx)[0].backward()
+        model(idx + 1, idx)[0].backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found[mode] = gradients | dict(model.named_buffers())
+        assert model.transformer["blocks"][0].calls == 2
+    for mode in ("block", "selective"):
+        assert all(torch.equal(found[mode][name], t) for name, t in found["none"].items()), mode
+
+
+@pytest.mark.parametrize("model_class", [GPT2, HRM, MLM])
+def test_logits_have_a_column_for_each_id_and_none_for_padding(model_class):
+    config = model_class.Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16)
+    model = model_class(config).eval()
+    idx = torch.arange(32).view(2, 16)
+    logits = model(idx)
+    assert logits.shape == (2, 16, 60)
+    if model_class is MLM:
+        place = torch.arange(16).expand(2, -1)
+        loss = model(idx, place, idx)[1]["loss"]
+    else:
+        loss = model(idx, idx)[1]["loss"]
+        assert model.decode(idx, model_module.KVCache(16)).shape == (2, 60)
+    ours = nn.functional.cross_entropy(logits.flatten(0, 1), idx.flatten(), reduction="sum")
+    assert abs(ours - loss) <= 1e-5 * loss
+
+
+class Schedule(torch.optim.Optimizer):
+    """Keeps numbers of several kinds in its groups and in its state, as schedulefree and others do."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0, weight_sum=0.0, history=(), odd=None):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "k": 0, "weight_sum": weight_sum, "lr_max": -1.0,
+                    "history": history, "mode": "begin", "swapped": None, "odd": odd}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["lr_max"] = max(group["lr_max"], group["lr"])
+            group["weight_sum"] += group["k"] * group["lr_max"] ** 2
+            group["history"] = [*group["history"], group["k"]][-2:]
+            group["mode"], group["swapped"] = f"step {group['k']}", group["k"] % 2 == 0
+            group["total"] = group.get("total", 0) + group["k"]
+            if group["odd"]:
+                group["bad"] = group["odd"]()
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                state["step"] = state.get("step", 0) + 1
+                state["nested"] = {"a": [state["step"], [None, True]], "b": 0.5 * state["step"]}
+                rate = group["lr"] * group["weight_sum"] / (1 + group["total"]) / state["nested"]["b"]
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(state["mean"], alpha=-float(rate))
+
+
+def begin(world, optimizer=Schedule, **options) -> TrainState:
+    model = small(GPT2)
+    return TrainState(model, [optimizer(model.parameters(), lr=1e-2, **options)], world)
+
+
+def go_on(state: TrainState, steps, lr: float = 1e-2) -> None:
+    for step in steps:
+        idx = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(step))
+        state.model(idx, idx)[0].backward()
+        state.optimizer_step(lr, state.clip_gradients(1.0))
+
+
+def saved_as(state: TrainState, world, out):
+    checkpoints = Checkpoints(out, world, 9, lambda text: None)
+    checkpoints.directory.mkdir(parents=True, exist_ok=True)
+    meta = {"samples": 7, "loss": 2.5, "settings": {"steps": 10}}
+    checkpoints.save(3, state, meta)
+    checkpoints.close()
+    return load_checkpoint(out, world, print)
+
+
+def test_numbers_of_an_optimizer_are_restored_also_the_second_time(world, tmp_path):
+    whole = begin(world)
+    go_on(whole, range(9))
+    state = begin(world)
+    for part in range(3):
+        go_on(state, range(3 * part, 3 * part + 3))
+        saved = saved_as(state, world, tmp_path / str(part))
+        values = state.optimizers[0].param_groups[0]
+        state = begin(world)
+        state.restore(saved, print)
+        group = state.optimizers[0].param_groups[0]
+        assert {k: v for k, v in group.items() if k not in ("params", "lr")} == {
+            k: v for k, v in values.items() if k not in ("params", "lr")}
+    ours, theirs = state.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert state.plain_values() == whole.plain_values()
+
+
+def test_a_new_weight_decay_wins_on_a_resume(world, tmp_path):
+    for optimizer in (Schedule, torch.optim.AdamW):
+        state = begin(world, optimizer, weight_decay=0.1)
+        go_on(state, range(3))
+        saved = saved_as(state, world, tmp_path / optimizer.__name__)
+        state = begin(world, optimizer, weight_decay=0.3)
+        state.restore(saved, print)
+        go_on(state, range(3, 4), lr=5e-3)
+        group = state.optimizers[0].param_groups[0]
+        assert group["weight_decay"] == 0.3 and group["lr"] == 5e-3
+    assert saved["plain"] == {}
+
+
+@pytest.mark.parametrize("odd", [lambda: np.float32(1), lambda: object(), lambda: [torch.ones(1)],
+                                 lambda: torch.ones(1)])
+def test_what_a_checkpoint_cannot_hold_is_refused_after_the_first_step(world, odd):
+    with pytest.raises(RunError, match="an optimizer keeps Schedule 0.0/bad as .* cannot hold"):
+        go_on(begin(world, odd=odd), range(1))
+
+
+BUFFERS = '''
+class Mine(GPT2):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mean_square", torch.ones(config.d_model))
+
+    def hidden(self, idx, cache=None):
+        x = super().hidden(idx, cache)
+        if self.training:
+            new = x.detach().float().square().mean((0, 1))
+            SHARE
+            self.mean_square.lerp_(new, 0.1)
+        return x / self.mean_square.sqrt().to(x.dtype)
+
+'''
+SHARE = '''if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(new)
+                new /= torch.distributed.get_world_size()'''
+FLAGS = {"steps": 8, "save_every": 4, "eval_every": 4, "batch": 3, "max_new_tokens": 3}
+
+
+def own_trainer(directory, share: str) -> Trainer:
+    """A copy of the trainer of GPT-2 with a running buffer and with an optimizer that keeps numbers."""
+    text = (ROOT / "train_gpt2.py").read_text()
+    head, main = text.split("# Only `tiny`", 1)
+    main = re.sub(r"\bGPT2\b", "Mine", main)
+    main, found = re.subn(r"make_optimizers\(model.*\)", "[Schedule(model.parameters())]", main)
+    assert found == 1
+    head += "import torch\n" + inspect.getsource(Schedule) + BUFFERS.replace("SHARE", share)
+    path = directory / "train_own.py"
+    path.write_text(head + "# Only `tiny`" + main)
+    return Trainer(str(path), **FLAGS)
+
+
+def test_a_buffer_of_a_ranks_own_data_is_named_and_no_node_is_blamed(shards, tmp_path):
+    done = own_trainer(tmp_path, "pass").fork(2, shards, tmp_path / "run")
+    assert done.code == 1 and "error: mean_square on rank " in done.out, done.out
+    assert "from the data of its own rank" in done.out and "check the memory" not in done.out
+
+
+@pytest.mark.parametrize("ranks, changes", [
+    (0, {"checkpoint_activations": "block", "ema": 0.9}), (2, {"strategy": "zero1"}),
+    *(pytest.param(2, {"strategy": name}, marks=pytest.mark.full) for name in ("ddp", "zero2", "zero3")),
+    pytest.param(3, {"comm": "bf16", "batch": 2}, marks=pytest.mark.full)])
+def test_buffers_and_numbers_resume_bit_for_bit(ranks, changes, shards, tmp_path):
+    trainer = own_trainer(tmp_path, SHARE)
+    run = trainer.fork if ranks else trainer.train
+    done = run(ranks, shards, tmp_path / "whole", **changes)
+    assert done.code == 0, done.out
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "resumed")
+    done = run(ranks, shards, tmp_path / "resumed", **changes)
+    assert done.code == 0 and "resuming after step 4" in done.out, done.out
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
+
+
+# --------------------------------------------------------------------------------- curves, constants, sets
+
+
+SQUARES = """
+class Mine(GPT2):
+    def loss(self, hidden, idx, targets):
+        objective, sums = super().loss(hidden, idx, targets)
+        extra = (hidden.float().square().mean(-1) * (targets >= 0)).sum()
+        return objective + 1e-4 * extra, sums | {"NAME": extra.detach()}
+
+"""
+
+
+def own_numbers(tmp_path, name="square", result="mine", number="own") -> Trainer:
+    """A copy of the trainer of GPT-2 with a sum of the model, a result of an evaluation and a number of a step."""
+    head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
+    main = re.sub(r"\bGPT2\b", "Mine", main).replace("grad_norm, lr=lr)", f"grad_norm, lr=lr, {number}=1.5)")
+    mark = "            checkpoints.mark_best("
+    assert mark in main and f"{number}=1.5" in main
+    main = main.replace(mark, f"            found[{result!r}] = 2.5\n{mark}")
+    path = tmp_path / f"train_{name}_{result}_{number}.py"
+    path.write_text(head + SQUARES.replace("NAME", name) + "# Only `tiny`" + main)
+    return Trainer(str(path), **FLAGS)
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_every_sum_and_every_result_is_a_curve(ranks, shards, tmp_path):
+    done = own_numbers(tmp_path).train(ranks, shards, tmp_path / "run")
+    assert done.code == 0, done.out
+    train, found = steps_of(tmp_path / "run")[-1], evaluations_of(tmp_path / "run")[-1]
+    assert train["square"] > 0 and train["own"] == 1.5
+    assert found["val_square"] == pytest.approx(train["square"], rel=0.5) and found["mine"] == 2.5
+    assert re.search(r"validation loss .* \| val_square [\d.]+ \| mine 2.5 \|", done.out), done.out
+    tags = curves(tmp_path / "run").keys()
+    assert {"Train/square", "Train/own", "Val/val_square", "Val/mine"} <= tags, tags
+
+
+@pytest.mark.parametrize("names", [
+    {"name": "labels"}, {"number": "tokens"}, *(pytest.param(names, marks=pytest.mark.full) for names in (
+        {"name": "bytes"}, {"name": "val_x"}, {"name": "lr"}, {"number": "mfu"}, {"number": "time"},
+        {"number": "square"}, {"number": "skipped"}, {"number": "epoch_loss"}, {"number": "val_loss"},
+        {"result": "step"}, {"result": "loss"}, {"result": "lr"}, {"result": "tokens"}))])
+def test_a_name_that_a_record_has_already_is_refused(names, shards, tmp_path):
+    done = own_numbers(tmp_path, **names).train(0, shards, tmp_path / "run")
+    called = next(iter(names.values())).removeprefix("val_") if "result" in names else next(iter(names.values()))
+    assert done.code == 2, done.out
+    assert re.search(rf"error: a number called {called} cannot be logged, .*another\.$", done.out, re.M), done.out
+
+
+def test_another_constant_of_the_trainer_is_printed_on_a_resume(shards, tmp_path):
+    path = tmp_path / "train_constant.py"
+    text = (ROOT / "train_gpt2.py").read_text()
+    path.write_text(text)
+    trainer = Trainer(str(path), **FLAGS)
+    assert trainer.train(0, shards, tmp_path / "run", steps=4).code == 0
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    assert settings["BETAS"] == [0.9, 0.95] and settings["MIN_LR_RATIO"] == 0.1 and "SIZES" not in settings
+    same = trainer.train(0, shards, tmp_path / "run", steps=4)
+    assert "resuming with" not in same.out, same.out
+    changed = tmp_path / "train_constant_changed.py"
+    changed.write_text(text.replace("(0.9, 0.95), 0.1, 0.1", "(0.9, 0.99), 0.1, 0.1"))
+    other = Trainer(str(changed), **FLAGS).train(0, shards, tmp_path / "run", steps=8)
+    assert other.code == 0 and "resuming with BETAS [0.9, 0.99] (was [0.9, 0.95])" in other.out, other.out
+
+
+SILU = """
+from dataclasses import dataclass
+import model
+
+@dataclass
+class GPT2Config(model.GPT2Config):
+    silu: bool = model.flag(False, "SiLU instead of GELU")
+
+class GPT2(model.GPT2):
+    Config = GPT2Config
+
+"""
+
+
+def test_a_flag_added_to_a_model_counts_as_its_default_in_older_runs(shards, tmp_path):
+    """The guide's own example: an older run resumes as it was, and with the flag is refused."""
+    trainer = Trainer("train_gpt2.py", **FLAGS)
+    assert trainer.train(0, shards, tmp_path / "run", steps=4).code == 0
+    head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
+    path = tmp_path / "train_silu.py"
+    path.write_text(head + SILU + "# Only `tiny`" + main)
+    silu = Trainer(str(path), **FLAGS)
+    refused = silu.train(0, shards, tmp_path / "run", silu=True)
+    assert refused.code == 2 and "was trained with silu False, but the flags say silu True" in refused.out
+    done = silu.train(0, shards, tmp_path / "run")
+    assert done.code == 0 and "resuming after step 4" in done.out, done.out
+
+
+def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
+    (tmp_path / "t.txt").write_text("Once upon a time there was a test. " * 400)
+    other = data.prepare(f"text:{tmp_path}/t.txt", tmp_path / "other", "bpe:300")
+    same = data.prepare(f"text:{tmp_path}/t.txt", tmp_path / "same", "bytes")
+    for directory, code in ((other, 2), (same, 0)):
+        path = tmp_path / f"train_{directory.name}.py"
+        joined = f"dataset.val['more'] = data.Dataset([Path({str(directory)!r})], args.seq_len).val['']"
+        path.write_text((ROOT / "train_gpt2.py").read_text().replace(
+            "    log, checkpoints, saved = open_run", f"    from pathlib import Path\n    {joined}\n"
+            "    log, checkpoints, saved = open_run"))
+        done = Trainer(str(path), **FLAGS).train(0, shards, tmp_path / f"run-{directory.name}", steps=4)
+        assert done.code == code, done.out
+        assert code == 0 or "error: the validation set more has another tokenizer" in done.out, done.out
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_a_run_is_loaded_for_use_as_it_was_evaluated(ema, shards, tmp_path):
+    trainer = Trainer("train_gpt2.py", **FLAGS)
+    assert trainer.train(0, shards, tmp_path / "run", ema=ema, eval_batches=0).code == 0
+    model, tokenizer = ddp_utils.load_run(GPT2, tmp_path / "run")
+    loss = labels = 0
+    for x, y in data.validation_batches(data.Dataset([shards], 32).val[""], 4, place(0, 1), 0):
+        logits = model(x)
+        assert logits.shape[-1] == 257
+        loss += nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1,
+                                            reduction="sum").item()
+        labels += (y >= 0).sum().item()
+    assert loss / labels == pytest.approx(evaluations_of(tmp_path / "run")[-1]["val_loss"], abs=1e-5)
+    assert tokenizer.decode(tokenizer.encode("def").tolist()) == "def"
+    with pytest.raises(RunError):
+        ddp_utils.load_run(GPT2, tmp_path)
