@@ -15,8 +15,10 @@ only the number of samples consumed. Only the reader imports torch, so `prepare`
 
 import argparse
 import bisect
+import bz2
 import codecs
 import contextlib
+import datetime
 import errno
 import fcntl
 import functools
@@ -25,10 +27,13 @@ import gzip
 import hashlib
 import itertools
 import json
+import lzma
 import math
+import numbers
 import os
 import random
 import re
+import shlex
 import socket
 import sys
 import sysconfig
@@ -98,6 +103,7 @@ PATTERNS = {
                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
+LONGEST_RUN = 2000  # bpe:N is trained in a time that grows with the square of a run without a break
 LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
 BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
@@ -248,6 +254,14 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
+def short_runs(texts):
+    """Yields the texts for train_bpe, cut to pieces of LONGEST_RUN characters if they have a longer run."""
+    run = re.compile(r"\S{%d}|\s{%d}" % (LONGEST_RUN, LONGEST_RUN))
+    for text in map(without_surrogates, texts):
+        size = LONGEST_RUN if run.search(text) else len(text) + 1
+        yield from (text[i:i + size] for i in range(0, len(text), size))
+
+
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE on texts; end-of-text and [MASK] are among its `vocab_size` ids."""
     try:
@@ -260,8 +274,8 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.train_from_iterator(map(without_surrogates, texts), trainers.BpeTrainer(
-        vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    bpe.train_from_iterator(short_runs(texts), trainers.BpeTrainer(
+        vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in bpe.get_vocab().items()}
     return Tokenizer(f"bpe:{vocab_size}", ranks, pattern, {EOT: len(ranks), MASK: len(ranks) + 1})
 
@@ -389,6 +403,8 @@ class Source:
         self.val_field = settings.get("val_field")
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
+        self.split_on = settings.get("split_on")
+        self.named = {}  # the value behind the name of each validation set
         self.done = 0
         self.total = None
         self.files = []
@@ -400,7 +416,7 @@ class Source:
             skipped = {"site-packages", "dist-packages"}
             self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
         elif prefix in FILE_PREFIXES and where:
-            self.files = sorted(Path(p) for p in glob.glob(where, recursive=True) if Path(p).is_file())
+            self.files = find_files(where, print)
             if not self.files:
                 hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
                 raise UserError(f"no file matches {where!r}{hint}.")
@@ -408,6 +424,7 @@ class Source:
             self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
             prefix = "hub"
             self.identity = f"{self.repo}:{self.config}"
+            self.files = find_files(f"{self.repo}/**")  # if it is a directory here
         elif Path(dataset).is_file():
             raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: before it.")
         else:
@@ -417,6 +434,8 @@ class Source:
             sizes = [[p.name, p.stat().st_size] for p in self.files]
             self.total = sum(size for _, size in sizes)
             self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
+            digest = sha256_of if self.total < 64 * BLOCK else sample_digest
+            self.identity += f", content {digest_json([*map(digest, self.files)])[:16]}"
         val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
         if self.tail and prefix != "text":
@@ -429,8 +448,11 @@ class Source:
         for texts, split in itertools.islice(self._read(), start, None):  # skipped texts stay unread
             name = ""
             if self.val_field:
-                *texts, name = texts
-                name = re.sub(r"[^\w-]+", "-", name).strip("-") or "none"
+                *texts, value = texts
+                name = re.sub(r"[^\w-]+", "-", value).strip("-") or "none"
+                if self.named.setdefault(name, value) != value:
+                    raise UserError(f"the values {self.named[name]!r} and {value!r} of {self.val_field} "
+                                    f"would share the validation set val_{name}: rename one in the data.")
             yield (tuple(texts) if self.pairs else texts), split, name
 
     def _stdlib(self):
@@ -454,12 +476,13 @@ class Source:
             yield (*addition(some, level), name), "val" if untrained else None
 
     def _text(self):
-        """One document per file; with tail:F, the file that contains the boundary gives two."""
+        """One document per file, or one between two --split-on; tail:F divides the file at the boundary."""
+        sizes = [self._length(path) for path in self.files]
+        self.total = sum(sizes)
         train_bytes = int(self.total * (1 - (self.tail or 0)))
-        for path in self.files:
-            size = path.stat().st_size
+        for path, size in zip(self.files, sizes):
             if self.tail is None:
-                yield self._text_blocks(path, 0, size), None
+                yield from self._documents(path, 0, size, None)
                 continue
             cut = min(max(train_bytes, 0), size)
             with self._open(path) as file:
@@ -467,23 +490,41 @@ class Source:
                 while (byte := file.read(1)) and byte[0] & 0xC0 == 0x80:  # inside a UTF-8 character
                     cut += 1
             if cut:
-                yield self._text_blocks(path, 0, cut), "train"
+                yield from self._documents(path, 0, cut, "train")
             if cut < size:
-                yield self._text_blocks(path, cut, size), "val"
+                yield from self._documents(path, cut, size, "val")
             train_bytes -= size
 
+    def _length(self, path):
+        with self._open(path) as file:
+            return file.seek(0, os.SEEK_END)
+
+    def _documents(self, path, begin, end, split):
+        blocks = self._text_blocks(path, begin, end)
+        if not self.split_on:
+            yield blocks, split
+            return
+        rest = ""
+        for block in blocks:
+            *texts, rest = (rest + block).split(self.split_on)
+            yield from (([text], split) for text in texts)
+        yield [rest], split
+
     def _text_blocks(self, path, begin, end):
-        decoder = codecs.getincrementaldecoder("utf-8")()
+        decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()  # without its mark
         with self._open(path) as file:
             file.seek(begin)
             while raw := file.read(min(BLOCK, end - begin)):
                 try:
                     text = decoder.decode(raw, final=begin + len(raw) == end)
-                except UnicodeDecodeError:
-                    raise UserError(f"{path} is not UTF-8 text (after byte {begin}): convert it, for example "
-                                    "with iconv -t utf-8.")
-                if "\0" in text:
-                    raise UserError(f"{path} contains zero bytes: it is a binary file.")
+                    if "\0" in text:
+                        raise UnicodeDecodeError("utf-8", raw, raw.index(0), raw.index(0) + 1, "a zero byte")
+                except UnicodeDecodeError as error:
+                    at = begin + len(raw) - len(error.object) + error.start
+                    file.seek(0)
+                    ends = itertools.accumulate(map(len, file))
+                    line = 1 + sum(1 for _ in itertools.takewhile(lambda end: end <= at, ends))
+                    raise not_utf8(path, f"byte {at + 1} in line {line}", error)
                 begin += len(raw)
                 self.done += len(raw)
                 yield text
@@ -491,27 +532,39 @@ class Source:
     def _jsonl(self):
         for path in self.files:
             before = self.done
-            with self._open(path) as raw:
-                for number, line in enumerate(gzip.open(raw) if path.suffix == ".gz" else raw, 1):
-                    self.done = before + raw.tell()
-                    yield self._json_texts(f"{path}, line {number},", line), None
+            with self._open(path) as file:
+                for number, line in enumerate(file, 1):
+                    self.done = before + self._raw.tell()
+                    if not line.isspace():
+                        yield self._json_texts(path, number, line), None
 
-    def _json_texts(self, where, line):
+    def _json_texts(self, path, number, line):
+        where = f"{path}, line {number},"
         try:
             row = json.loads(line)
-        except ValueError:
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON: each line must be one JSON object.")
+            raise UserError(f"{where} is not JSON, or nested too deeply: each line must be one JSON object.")
         self._check_fields(where, row)
-        yield from (str(row[field] or "") for field in self.fields)
+        yield from self._texts(where, [row[field] for field in self.fields])
+
+    def _texts(self, where, values) -> list[str]:
+        return [text_of(value, f"{where} field {field!r},") for field, value in zip(self.fields, values)]
 
     def _parquet(self):
-        import datasets  # takes 1.2 s
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs errors that are raised below
+        from pyarrow import parquet
+
+        def batches(path):
+            file = parquet.ParquetFile(path)
+            self._check_fields(path, file.schema_arrow.names)
+            for batch in file.iter_batches(1000, columns=self.fields):
+                yield batch.to_pydict()
+
         for path in self.files:
-            open_rows = datasets.IterableDataset.from_parquet
-            yield from self._rows(path, open_rows, glob.escape(str(path)), batch_size=1000)
+            yield from self._rows(path, batches(path))
             self.done += path.stat().st_size
 
     def _hub(self):
@@ -519,39 +572,87 @@ class Source:
         if not Path(self.repo).exists() and not reachable(hub):
             raise NotNow(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
                             "parquet:) or --dataset stdlib, which every machine has.")
-        import datasets
-        return self._rows(self.repo, datasets.load_dataset, self.repo, self.config, split="train",
-                          streaming=True)
 
-    def _rows(self, name, open_rows, *arguments, **options):
-        """The documents of the IterableDataset returned by `open_rows`, a function of datasets."""
-        try:
-            rows = open_rows(*arguments, **options)
+        def batches():
+            import datasets  # takes 1.2 s
+            rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
             if rows.column_names:
-                self._check_fields(name, rows.column_names)
-            for batch in rows.select_columns(self.fields).iter(batch_size=1000):  # row by row is far slower
-                for texts in zip(*(batch[field] for field in self.fields)):
-                    yield [str(text or "") for text in texts], None
+                self._check_fields(self.repo, rows.column_names)
+            yield from rows.select_columns(self.fields).iter(batch_size=1000)  # row by row is far slower
+
+        return self._rows(self.repo, batches())
+
+    def _rows(self, name, batches):
+        """The documents of batches of rows, each with a list for each field."""
+        try:
+            for batch in batches:
+                for values in zip(*(batch[field] for field in self.fields)):
+                    yield self._texts(name, values), None
         except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
             raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
 
     def _check_fields(self, where, there):
         if missing := [field for field in self.fields if field not in there]:
-            flag = "--prompt-field and --response-field" if self.pairs else "--text-field"
-            flag = "--val-field" if missing[0] == self.val_field else flag
-            raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: name one with "
-                            f"{flag}.")
+            flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
+            flag = "--val-field NAME" if missing[0] == self.val_field else flag
+            raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them in "
+                            f"python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} and train on "
+                            "the directory that this makes.")
 
     @contextlib.contextmanager
     def _open(self, path):
-        """Opens a file for reading. An error while it is open becomes a UserError."""
+        """Opens a file for reading, unpacked. An error while it is open becomes a UserError."""
         try:
-            with open(path, "rb") as file:
-                yield file
-        except (OSError, EOFError, zlib.error) as error:
+            with open(path, "rb") as self._raw:
+                head = self._raw.peek(4)[:4]
+                unpack = next((unpack for magic, unpack in PACKED.items() if head.startswith(magic)), iter)
+                if unpack == "zstd":
+                    raise UserError(f"{path} is packed: unpack it with zstd -d, and name what that writes.")
+                yield unpack(self._raw)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
+
+
+PACKED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zX": lzma.open,
+          b"\x28\xb5\x2f\xfd": "zstd"}  # by the first bytes of a file
+
+
+def find_files(where: str, say=lambda text: None) -> list[Path]:
+    """The files of a path or pattern, sorted, each real file once. Brackets may be part of a name."""
+    path = Path(where).expanduser()
+    names = glob.glob(str(path), recursive=True) if not path.is_file() else [path]
+    names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
+    found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
+    files = {path.resolve(): path for path in found}
+    if len(files) < len(found):
+        say(f"note: {len(found)} names of {where} lead to {len(files)} files: each is read once")
+    return sorted(files.values())
+
+
+def text_of(value, where: str) -> str:
+    """A value of JSON or of a table as text, "" for null. Raises UserError for what is no text."""
+    if isinstance(value, bytes):
+        value = value.decode()  # ValueError if it is no text
+    if isinstance(value, bool):
+        value = "true" if value else "false"
+    if isinstance(value, str | None):
+        return value or ""
+    if not isinstance(value, numbers.Number | datetime.date | datetime.time):
+        raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
+                        'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field prompt '
+                        "--response-field response.")
+    return str(value)
+
+
+def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
+    """Names the first byte of a file that is not UTF-8, and commands that mend it."""
+    name = shlex.quote(str(path))
+    return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert a "
+                     f"text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16LE), drop "
+                     f"what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes with "
+                     f"tr -d '\\000' < {name} > new.txt.")
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:
@@ -935,7 +1036,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         for key in manifest["settings"] | settings:
             before = manifest["settings"].get(key)
             now = settings.get(key)
-            if before != now:
+            if before != now and (key != "source" or not same_source(before, now)):
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): choose "
                                 "another --out, or delete it.")
         if manifest["complete"]:
@@ -959,20 +1060,23 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
                 max_samples: int | None = None, max_tokens: int | None = None,
                 min_words: int | None = None, text_field: str = "text", shard_tokens: int = 10**8,
                 prompt_field: str | None = None, response_field: str | None = None,
-                condition_field: str | None = None, row: int | None = None, long: str | None = None) -> dict:
+                condition_field: str | None = None, row: int | None = None, long: str | None = None,
+                split_on: str | None = None) -> dict:
     """The settings that determine the bytes `prepare` writes, besides the text and the tokenizer, with
     defaults. Raises UserError for options that conflict.
     """
     prefix = dataset.partition(":")[0]
     if val_split is None:
         # each text file is one document, so a few of them cannot be split by a hash
-        few = prefix == "text" and len(glob.glob(dataset[5:], recursive=True)) < 100
+        few = prefix == "text" and not split_on and len(find_files(dataset[5:])) < 100
         val_split = "tail:0.1" if few else f"hash:{UNTRAINED}" if prefix == "task" else "hash:0.01"
     if val_split.startswith("tail:") and (max_tokens or max_samples):
         limit = "--max-tokens" if max_tokens else "--max-samples"
         raise UserError(f"{limit} does not go with --val-split tail:F, also the default for a few text "
                         "files, which reads the text to its end: name fewer files, or use data.py prepare "
                         "with --val-split hash:0.1.")
+    if split_on and prefix != "text":
+        raise UserError(f"--split-on is for text: sources, and {dataset} needs none: leave it out.")
     if not 1 <= shard_tokens < 2**30:
         raise UserError("--shard-tokens must be between 1 and 1B.")
     for flag, limit in (("--max-samples", max_samples), ("--max-tokens", max_tokens)):
@@ -999,7 +1103,7 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
             "max_tokens": max_tokens, "min_words": min_words or 0, "text_field": text_field,
             "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
-            "condition_field": condition_field, "row": row, "long": long}
+            "condition_field": condition_field, "row": row, "long": long, "split_on": split_on}
 
 
 @contextlib.contextmanager
@@ -1087,20 +1191,25 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
     from tqdm import tqdm  # comes with datasets
     settings = writer.manifest["settings"]
     counts = writer.counts
+    marks = 0
     limit = settings["max_tokens"]
     source.done = 0  # beginnings may have been read
     batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
         for batch, arrays in in_order(batches, workers, encode, source, tokenizer):
-            for (document, piece, split, _), tokens in zip(batch, arrays):
+            for (document, piece, split, text), tokens in zip(batch, arrays):
                 if not limit or counts["read"] < limit:
+                    marks += "".join(text).count(EOT)
                     writer.add(document, piece, split, tokens)
             bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
             done = min(counts["read"], limit) if limit else source.done
             bar.update(done - bar.n)
             if limit and counts["read"] >= limit:
                 break
+    if marks:
+        print(f"note: {EOT} occurs {marks:,} times, as plain text; with a text: source --split-on '{EOT}' "
+              "makes documents of what is between", flush=True)
 
 
 def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
@@ -1200,6 +1309,8 @@ def describe(manifest: dict) -> str:
     documents = sum(s["documents"] for s in shards)
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{documents:,} documents")
+    if not val:
+        text += " (nothing to evaluate: prepare with --val-split hash:0.1 in another --out)"
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
         shown = sorted(counts.keys() - {"read", "documents", "tokens"})
@@ -1569,7 +1680,8 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
     if not tokenizer_name:
         raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
     tokenizer = load_tokenizer(tokenizer_name)
-    shards = [{"split": "val" if "val" in path.name else "train", "file": path.name, "documents": 0,
+    val = re.compile(r"(?<![a-z])(e?val|valid|validation)(?![a-z])")  # not of "retrieval"
+    shards = [{"split": "val" if val.search(path.name) else "train", "file": path.name, "documents": 0,
                "tokens": len(open_shard(path)), "sha256": sample_digest(path)} for path in paths]
     return {"dataset": str(directory), "settings": {}, "shards": shards,
             "tokenizer": {"name": tokenizer_name, "sha256": tokenizer_name}}, tokenizer
@@ -1756,13 +1868,18 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     return out
 
 
+def same_source(before: str, now: str) -> bool:
+    """Whether a source is that of a manifest, which before issue 48 had no digest of the content."""
+    return before in (now, now.partition(", content ")[0])
+
+
 def check_source(data: str, out: Path, settings: dict) -> None:
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
         identity = Source(data, settings).identity
     except UserError as error:  # the source is gone; the shards suffice
         return print(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used", flush=True)
-    if identity != settings["source"]:
+    if not same_source(settings["source"], identity):
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one in another --out, and name that with --data.")
 
@@ -1837,6 +1954,8 @@ def main() -> None:
     p.add_argument("--response-field", help="field that holds the response of a pair")
     p.add_argument("--condition-field", help="field to put in front of the prompt: text, or the name of a "
                    "special token of the tokenizer")
+    p.add_argument("--split-on", help="text between the documents of a text: file, such as '<|endoftext|>' "
+                   "(default: a file is one document)")
     p.add_argument("--row", type=int, help="tokens in a row, into which whole pairs are packed: the "
                    "--seq-len of the trainer (default: the multiple of 64 that holds the longest of the "
                    f"first 10,000 pairs, up to {LARGEST_ROW}; {TASK_ROW} for task:addition)")

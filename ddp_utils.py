@@ -1187,8 +1187,8 @@ def assert_family(saved: dict, model_class: type) -> None:
 
 
 def load_run(model_class: type, run: str | Path, device="cpu") -> tuple:
-    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for use
-    in a script of one's own: with averaged weights if there are any, and without a World. Raises RunError.
+    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
+    use in a script of one's own: with averaged weights if there are any, and without a World. Raises RunError.
     """
     path = next(iter(list_checkpoints(run)), Path(run))
     saved = read_checkpoint(path)
@@ -2290,6 +2290,9 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
         log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
+    if not val:
+        log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
+                "them with --val-split hash:0.1 in another directory")
     log.facts = {"rows": rows, "val_tokens": val_tokens, "entropy": entropy,
                  "sync": "shards" if settings["strategy"] in SHARDED else "OK"}
 

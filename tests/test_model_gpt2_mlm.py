@@ -269,8 +269,8 @@ def test_every_parameter_has_one_optimizer(build, kind):
 def test_gpt2_loss_is_the_cross_entropy_of_its_logits(config):
     model, idx = gpt2(**config), tokens(length=SEQ_LEN + 1)
     logits = model(idx[:, :-1])
-    assert logits.shape == (2, SEQ_LEN, PADDED)
-    expected = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), idx[:, 1:].flatten())
+    assert logits.shape == (2, SEQ_LEN, VOCAB)
+    expected = F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
     assert largest_error(model(idx[:, :-1], idx[:, 1:])[0] / (2 * SEQ_LEN), expected) <= 1e-5
 
 
@@ -278,8 +278,8 @@ def test_gpt2_loss_is_the_cross_entropy_of_its_logits(config):
 def test_mlm_loss_is_the_cross_entropy_at_the_masked_positions(training):
     model, (positions, labels) = mlm().train(training), positions_and_labels()
     logits = model(documents())
-    assert logits.shape == (2, SEQ_LEN, PADDED)
-    picked = logits.gather(1, positions[..., None].expand(-1, -1, PADDED))[..., :VOCAB]
+    assert logits.shape == (2, SEQ_LEN, VOCAB)
+    picked = logits.gather(1, positions[..., None].expand(-1, -1, VOCAB))
     expected = F.cross_entropy(picked.flatten(0, 1), labels.clamp(min=-1).flatten(), ignore_index=-1)
     best = picked.argmax(-1)
     labels[1, 3:] = best[1, 3:]  # two of eight are right

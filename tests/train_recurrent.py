@@ -104,7 +104,7 @@ def main(argv=None) -> None:
     set_modes(model, args, world, log.say)
     state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), world,
                        args.strategy, args.comm, args.ema)
-    identity = identity_of(Recurrent, model, args, dataset, world, steps=total_steps,
+    identity = identity_of(Recurrent, model, args, dataset, world, globals(), steps=total_steps,
                            global_batch=global_batch, batch=batch, grad_accum=accumulation)
     step, samples = checkpoints.resume(saved, state, identity)
     begin_log(log, state, dataset, identity, step, saved, lambda record: [{}])

@@ -1,0 +1,271 @@
+"""People's files: each value, encoding, packing and path is read as what it is, or refused in one sentence
+that names file, line and field and a command that works.
+"""
+
+import bz2
+import codecs
+import gzip
+import json
+import lzma
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+from runs import Trainer
+from test_data import bins, read_documents, read_split
+
+import data
+
+TEXT = "first line é\r\n" * 500
+
+
+def prepared(dataset: str, out, **options):
+    return data.prepare(dataset, out, "bytes", workers=1, **options)
+
+
+def refused(dataset: str, out, **options) -> str:
+    with pytest.raises(data.UserError) as error:
+        prepared(dataset, out, **options)
+    return str(error.value)
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+def write_table(path, **columns):
+    import pyarrow
+    from pyarrow import parquet
+    parquet.write_table(pyarrow.table(columns), path)
+    return f"parquet:{path}"
+
+
+def texts_of(dataset: str, **options) -> list:
+    source = data.Source(dataset, data.settings_of(dataset, **options))
+    return [document if isinstance(document, tuple) else "".join(document)
+            for document, _, _ in source.documents(0)]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "hf"])
+@pytest.mark.parametrize("values, texts", [
+    ([0, 1, None], ["0", "1", ""]), ([0.0, 2.5], ["0.0", "2.5"]),
+    ([True, False, None], ["true", "false", ""]),
+    (["", "0", "é"], ["", "0", "é"])], ids=["int", "float", "bool", "str"])
+def test_only_null_and_the_empty_string_are_empty(here, form, values, texts):
+    if form == "parquet":
+        dataset = write_table(here / "x.parquet", text=values)
+    else:
+        (here / "set").mkdir()
+        dataset = write_rows(here / "set" / "x.jsonl", *({"text": value} for value in values))
+    assert texts_of("hf:set" if form == "hf" else dataset) == texts
+
+
+def test_zeros_are_responses_and_names_of_sets(here):
+    rows = [{"q": f"film {n}", "a": n % 2, "kind": [0, None, True][n % 3]} for n in range(300)]
+    dataset = write_rows(here / "x.jsonl", *rows)
+    out = prepared(dataset, "out", prompt_field="q", response_field="a", val_field="kind",
+                   val_split="hash:0.3")
+    manifest = data.read_manifest(out)
+    assert manifest["pairs"]["samples"] == 300 and "empty responses" not in manifest["pairs"]
+    assert {shard["split"] for shard in manifest["shards"]} == {"train", "val_0", "val_none", "val_true"}
+
+
+def test_two_values_never_share_a_validation_set(here):
+    rows = [{"text": f"a {n}", "k": ["C", "C++"][n % 2]} for n in range(50)]
+    dataset = write_rows(here / "x.jsonl", *rows)
+    assert re.search(r"'C'.*'C\+\+'.*val_C", refused(dataset, "out", val_field="k", val_split="hash:0.5"))
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": "b"}, [{"role": "user", "content": "x"}]])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "hf"])
+def test_lists_and_objects_are_no_text(here, form, value):
+    (here / "set").mkdir()
+    if form == "parquet":
+        dataset = write_table(here / "set" / "x.parquet", text=[value])
+    else:
+        dataset = write_rows(here / "set" / "x.jsonl", {"text": value})
+    where = {"jsonl": "x.jsonl, line 1,", "parquet": "x.parquet", "hf": "set"}[form]
+    found = refused("hf:set" if form == "hf" else dataset, "out")
+    assert where in found and "field 'text'" in found and "--prompt-field prompt" in found
+
+
+def test_bytes_are_utf8(here):
+    assert texts_of(write_table(here / "x.parquet", text=["né".encode(), None])) == ["né", ""]
+    found = refused(write_table(here / "y.parquet", text=[b"a", b"\xff"]), "out")
+    assert "y.parquet cannot be read" in found and "can't decode byte 0xff" in found
+
+
+@pytest.mark.parametrize("options, row", [
+    ({}, {"content": "a"}), ({"prompt_field": "q", "response_field": "a"}, {"x y": "1", "z": "2"}),
+    ({"val_field": "k"}, {"text": "a", "kind": "b"})])
+def test_the_command_of_a_missing_field_works(here, options, row):
+    write_rows(here / "my set.jsonl", *[row] * 9)
+    found = refused("jsonl:my set.jsonl", "out", **options)
+    command = re.search(r"choose among them in (python data.py .*) and train", found)[1]
+    names = iter(row)
+    command = re.sub("NAME", lambda _: shlex.quote(next(names)), command) + " --tokenizer bytes"
+    root = os.path.dirname(data.__file__)
+    if options.get("val_field"):
+        command = command.replace("--val-field text", "--val-field kind")
+    subprocess.run(command.replace("data.py", f"{root}/data.py"), shell=True, check=True, timeout=120)
+
+
+def test_other_fields_do_not_matter(here):
+    import pyarrow
+    spark = pyarrow.array([[("a", "b")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    assert texts_of(write_table(here / "x.parquet", text=["a"], meta=spark)) == ["a"]
+    deep = "[" * 100_000 + "]" * 100_000
+    (here / "x.jsonl").write_text('{"text": "a", "tree": %s}\n' % deep)
+    assert "line 1, is not JSON, or nested too deeply" in refused("jsonl:x.jsonl", "out")
+    (here / "x.jsonl").write_text('{"text": "a", "tree": [[["b"]]], "z": {"b": 1}}\n')
+    assert texts_of("jsonl:x.jsonl") == ["a"]
+
+
+def test_a_set_without_validation_is_told_so(here, capsys):
+    dataset = write_rows(here / "x.jsonl", *({"text": f"row {n}"} for n in range(40)))
+    prepared(dataset, "none", val_split="hash:0.001")
+    assert "--val-split hash:0.1" in capsys.readouterr().out
+    prepared(dataset, "some", val_split="hash:0.2")
+    assert "--val-split" not in capsys.readouterr().out
+
+
+def test_paths_as_they_are_written(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    (here / "[EN] books").mkdir()
+    for name in ("book [1984].txt", "[EN] books/a.txt", "b*.txt", "b1.txt"):
+        (here / name).write_text(name)
+    for path, names in {"~/b1.txt": ["b1.txt"], "book [1984].txt": ["book [1984].txt"], "b*.txt": ["b*.txt"],
+                        "[EN] books/*.txt": ["[EN] books/a.txt"], "b[12].txt": ["b1.txt"],
+                        "**/*.txt": ["[EN] books/a.txt", "b*.txt", "b1.txt", "book [1984].txt"]}.items():
+        assert texts_of(f"text:{path}", val_split="hash:0.1") == names, path
+
+
+def test_blank_lines_byte_order_marks_and_packed_files(here):
+    lines = b'\n{"text": "a"}\r\n \n\n{"text": "b"}'
+    for name, pack in {"plain": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}.items():
+        (here / "x.jsonl").write_bytes(pack(codecs.BOM_UTF8 + lines[1:]))
+        assert texts_of("jsonl:x.jsonl") == ["a", "b"], name
+        (here / "x.jsonl").write_bytes(pack(lines))
+        assert texts_of("jsonl:x.jsonl") == ["a", "b"], name
+        (here / "x.txt").write_bytes(pack(TEXT.encode()))
+        assert bins(prepared("text:x.txt", f"tail {name}")) == bins(here / "tail plain")
+        (here / "x.txt").write_bytes(pack(codecs.BOM_UTF8 + TEXT.encode()))
+        assert texts_of("text:x.txt", val_split="hash:0.1") == [TEXT]
+    (here / "x.txt").write_bytes(b"\x28\xb5\x2f\xfd1234")
+    assert "zstd -d" in refused("text:x.txt", "out")
+
+
+@pytest.mark.parametrize("raw, where, command, text", [
+    (b"good line\n" * 200_000 + b"ma\xf1ana\n", "byte 2000003 in line 200001, is not UTF-8 text (it is 0xf1)",
+     0, "mañana"),
+    ("é\n".encode() * 400_000 + b"x\xff\n", "byte 1200002 in line 400001, is not UTF-8 text (it is 0xff)", 1, "é"),
+    (b"good line\n" * 200_000 + b"a\0b\n", "byte 2000002 in line 200001, is not UTF-8 text (it is 0x00)", 2, "ab"),
+    (b"\xef\xbb\xbfa\n\xff\n", "byte 6 in line 2, is not UTF-8 text (it is 0xff)", 1, "a"),
+    ("hello\n".encode("utf-16-le"), "byte 2 in line 1", "UTF-16LE", "hello"),
+    ("hello\n".encode("utf-16"), "byte 1 in line 1", "UTF-16LE", "hello")])
+def test_a_command_against_an_encoding_works(here, raw, where, command, text):
+    (here / "a book.txt").write_bytes(raw)
+    found = refused("text:a book.txt", "out")
+    assert where in found and "a book.txt" in found
+    commands = re.findall(r"(?:iconv|tr) .*?'a book.txt' > new.txt", found)
+    assert len(commands) == 3, found
+    run = commands[0].replace("CP1252", command) if isinstance(command, str) else commands[command]
+    subprocess.run(run, shell=True, timeout=60)  # iconv -c ends with 1
+    assert text in texts_of("text:new.txt", val_split="hash:0.1")[0]
+
+
+def test_lines_of_another_encoding_are_named(here):
+    (here / "x.jsonl").write_bytes(b'{"text": "a"}\n{"text": "ma\xf1ana"}\n')
+    assert "byte 13 of line 2, is not UTF-8 text (it is 0xf1)" in refused("jsonl:x.jsonl", "out")
+
+
+def test_another_content_of_the_same_length_is_refused(here, monkeypatch):
+    for folder in ("a", "b"):
+        (here / folder).mkdir()
+        (here / folder / "n.txt").write_text(f"{folder} cat sat on the mat\n" * 50)
+    out = prepared("text:a/n.txt", "out")
+    assert "source" in refused("text:b/n.txt", "out") and "--out" in refused("text:b/n.txt", "out")
+    assert prepared("text:a/n.txt", "out") == out
+    manifest = data.read_manifest(out)  # as it was written before the content was recorded
+    manifest["settings"]["source"] = manifest["settings"]["source"].partition(", content ")[0]
+    data.write_manifest(out, manifest)
+    assert prepared("text:a/n.txt", "out") == out
+    data.check_source("text:a/n.txt", out, data.read_manifest(out)["settings"])
+    (here / "a" / "n.txt").write_text("longer\n" * 500)
+    with pytest.raises(data.UserError, match="another text"):
+        data.check_source("text:a/n.txt", out, data.read_manifest(out)["settings"])
+
+
+def test_links_give_each_file_once(here, capsys):
+    (here / "loop" / "sub").mkdir(parents=True)
+    (here / "loop" / "sub" / "t.txt").write_text("text")
+    assert texts_of("text:loop/**/*.txt", val_split="hash:0.1") == ["text"]
+    assert "note" not in capsys.readouterr().out
+    os.symlink("..", here / "loop" / "sub" / "up")
+    assert texts_of("text:loop/**/*.txt", val_split="hash:0.1") == ["text"]
+    capsys.readouterr()
+    prepared("text:loop/**/*.txt", "out")
+    assert capsys.readouterr().out.count("read once") == 1
+    os.symlink("loop/sub/t.txt", here / "link.txt")
+    assert texts_of("text:link.txt", val_split="hash:0.1") == ["text"]
+
+
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+def test_documents_between_separators(here, capsys, monkeypatch, block):
+    monkeypatch.setattr(data, "BLOCK", block)
+    stories = [f"Once a cat {n}.\n" for n in range(9)]
+    (here / "x.txt").write_text(data.EOT.join(stories))
+    assert texts_of("text:x.txt", val_split="hash:0.1", split_on=data.EOT) == stories
+    assert texts_of("text:x.txt", val_split="hash:0.1") == [data.EOT.join(stories)]
+
+
+def test_markers_in_text_are_counted(here, capsys):
+    (here / "x.txt").write_text(data.EOT.join(f"Once a cat {n}.\n" for n in range(9)))
+    prepared("text:x.txt", "plain", val_split="hash:0.01")
+    assert "8 times" in capsys.readouterr().out
+    out = prepared("text:x.txt", "split", split_on=data.EOT, val_split="hash:0.01")
+    assert "note" not in capsys.readouterr().out and len(read_documents(out, "train")) == 9
+    assert read_split(out, "train").count(data.read_manifest(out)["tokenizer"]["eot"]) == 9
+
+
+@pytest.mark.parametrize("unit", ["a", "-", " ", "é"])
+def test_long_runs_are_cut_for_training(unit):
+    assert max(map(len, data.short_runs([unit * 100_000]))) == data.LONGEST_RUN
+    assert "".join(data.short_runs(["x " + unit * 100_000 + " y"])) == "x " + unit * 100_000 + " y"
+    assert list(data.short_runs([f"{unit * 500} y " * 99])) == [f"{unit * 500} y " * 99]
+
+
+@pytest.mark.parametrize("name, split", [
+    ("retrieval_000000.bin", "train"), ("interval_1.bin", "train"), ("x_val_000000.bin", "val"),
+    ("val.bin", "val"), ("fineweb-val1.bin", "val"), ("validation_0.bin", "val"), ("eval_0.bin", "val")])
+def test_val_is_a_whole_part_of_a_name(here, name, split):
+    data.write_shard(here / name, [data.np.arange(9)], "uint16")
+    manifest, _ = data.manifest_of_plain_shards(here, "bytes")
+    assert manifest["shards"][0]["split"] == split
+
+
+def test_a_trainer_says_that_nothing_is_evaluated(here):
+    dataset = write_rows(here / "x.jsonl", *({"text": f"row {n} " * 9} for n in range(200)))
+    for name, val_split in (("none", "hash:0.001"), ("some", "hash:0.2")):
+        prepared(dataset, name, val_split=val_split)
+        done = Trainer("train_gpt2.py").fork(2, name, here / f"run-{name}", steps=2)
+        assert done.code == 0, done.out
+        assert done.out.count("WARNING: the data have no validation set") == (name == "none")
+        assert (name == "none") == ("--val-split hash:0.1" in done.out)
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_field": "q", "response_field": "r"}])
+def test_blank_lines_are_no_documents_of_a_resumed_source(here, options):
+    (here / "x.jsonl").write_text("\n\n".join(json.dumps({"text": str(n), "q": n, "r": 0}) for n in range(9)))
+    source = data.Source("jsonl:x.jsonl", data.settings_of("jsonl:x.jsonl", **options))
+    whole = [list(document) for document, _, _ in source.documents(0)]
+    assert [list(document) for document, _, _ in source.documents(4)] == whole[4:] and len(whole) == 9
