@@ -37,7 +37,6 @@ import shlex
 import socket
 import sys
 import sysconfig
-import threading
 import time
 import urllib.parse
 import urllib.request
@@ -126,7 +125,8 @@ def without_surrogates(text: str) -> str:
 
 class Tokenizer:
     """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
-    never encodes to a special id. `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last
+    never encodes to a special id. `takes_blank`: whether tokens hold the blank before their word, so that a
+    mask replaces that, too. `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last
     id, because only masked language models need it.
     """
 
@@ -141,6 +141,7 @@ class Tokenizer:
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         self.specials = specials | {MASK: self.mask}
         self.roles = roles_of(self.specials, self.eot)
+        self.takes_blank = any(token[:1] == b" " and token != b" " for token in ranks)
         self._bytes = {i: token for token, i in ranks.items()}
         self._bytes |= {i: special.encode() for special, i in self.specials.items()}
         self._encoding = None
@@ -201,6 +202,10 @@ class HuggingFaceTokenizer:
         self.name = name
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.encode_special_tokens = True  # "</s>" inside a text is text like any other
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if hasattr(self._tokenizer.model, "dropout"):  # with which a text has other ids each time
+            self._tokenizer.model.dropout = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         ends = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
         eot = next((s for s in ends if s in vocab), EOT)
@@ -214,6 +219,23 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: i for i, token in added.items() if token.special}
         self.roles = roles_of(self.specials, self.eot)
+        self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in vocab)
+        spec = json.loads(text)
+        declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        if len({*vocab.values()}) < len(vocab) or vocab != vocab | declared:  # tokenizers fills gaps
+            raise UserError(f"the ids of {name} have gaps, so that special tokens would get those of others: "
+                            "number its tokens from 0 without gaps.")
+        unknown = spec["model"].get("unk_id", vocab.get(spec["model"].get("unk_token")))
+        for special in self.specials:
+            if {*self.encode(f"{special} a{special}a").tolist()} & {*self.specials.values()} - {unknown}:
+                raise UserError(f"{name} encodes the text {special} to a special id, so a text could forge "
+                                "the end of a document: use another tokenizer, such as gpt2 or bpe:N.")
+
+    def lost_in(self, text: str) -> float:
+        """The fraction of the characters of a text, normalized and without white space, that are lost."""
+        normalizer = self._tokenizer.normalizer
+        wanted = Counter("".join((normalizer.normalize_str(text) if normalizer else text).split()))
+        return (wanted - Counter(self.decode(self.encode(text)))).total() / max(wanted.total(), 1)
 
     def encode(self, text: str) -> np.ndarray:
         # unlike `encode`, this releases Python's lock; a batch of one text takes one core
@@ -304,6 +326,8 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
         return HuggingFaceTokenizer(name, text)
     except ImportError:
         raise UserError(f"the tokenizer {name} needs the tokenizers package: pip install tokenizers.")
+    except UserError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
         raise UserError(f"{name} cannot be read by tokenizers: {error}.")
 
@@ -517,8 +541,8 @@ class Source:
             while raw := file.read(min(BLOCK, end - begin)):
                 try:
                     text = decoder.decode(raw, final=begin + len(raw) == end)
-                    if "\0" in text:
-                        raise UnicodeDecodeError("utf-8", raw, raw.index(0), raw.index(0) + 1, "a zero byte")
+                    if (zero := raw.find(0)) >= 0:
+                        raise UnicodeDecodeError("utf-8", raw, zero, zero + 1, "a zero byte")
                 except UnicodeDecodeError as error:
                     at = begin + len(raw) - len(error.object) + error.start
                     file.seek(0)
@@ -551,7 +575,7 @@ class Source:
         self._check_fields(where, row)
         yield from self._texts(where, [row[field] for field in self.fields])
 
-    def _texts(self, where, values) -> list[str]:
+    def _texts(self, where, values):
         return [text_of(value, f"{where} field {field!r},") for field, value in zip(self.fields, values)]
 
     def _parquet(self):
@@ -596,9 +620,9 @@ class Source:
         if missing := [field for field in self.fields if field not in there]:
             flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
             flag = "--val-field NAME" if missing[0] == self.val_field else flag
-            raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them in "
-                            f"python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} and train on "
-                            "the directory that this makes.")
+            raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
+                            f"in python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} and "
+                            "train on the directory that this makes.")
 
     @contextlib.contextmanager
     def _open(self, path):
@@ -642,17 +666,17 @@ def text_of(value, where: str) -> str:
     if not isinstance(value, numbers.Number | datetime.date | datetime.time):
         raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
                         'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field prompt '
-                        "--response-field response.")
+                        "--response-field response (cluster/README.md, Chats).")
     return str(value)
 
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
     """Names the first byte of a file that is not UTF-8, and commands that mend it."""
     name = shlex.quote(str(path))
-    return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert a "
-                     f"text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16LE), drop "
-                     f"what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes with "
-                     f"tr -d '\\000' < {name} > new.txt.")
+    return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
+                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16LE), "
+                     f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes "
+                     f"with tr -d '\\000' < {name} > new.txt.")
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:
@@ -678,18 +702,12 @@ LARGEST_ROW = 1024  # the largest default for pairs
 def reachable(url: str, seconds: float = 1.0) -> bool:
     """Whether the host of `url`, or the proxy in front of it, accepts a connection within `seconds`."""
     parts = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or url)
-    connected = threading.Event()
-
-    def connect():  # in a thread, because a DNS look-up has no time-out
-        with contextlib.suppress(OSError):
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname, port), timeout=seconds).close()
-            connected.set()
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return connected.is_set()
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with contextlib.suppress(OSError):  # in a thread, because a DNS look-up has no time-out
+        connecting = ThreadPoolExecutor(1).submit(socket.create_connection, (parts.hostname, port), seconds)
+        connecting.result(seconds).close()
+        return True
+    return False
 
 
 def pieces(blocks):
@@ -1036,7 +1054,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         for key in manifest["settings"] | settings:
             before = manifest["settings"].get(key)
             now = settings.get(key)
-            if before != now and (key != "source" or not same_source(before, now)):
+            if before != now:
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): choose "
                                 "another --out, or delete it.")
         if manifest["complete"]:
@@ -1150,6 +1168,13 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
             print(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short", flush=True)
     else:
         tokenizer = load_tokenizer(name)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        some = itertools.chain(*(item[-1] for item in itertools.islice(read_pieces(source, settings), 1000)))
+        if lost := tokenizer.lost_in("".join(itertools.islice(some, BLOCK))):
+            text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
+            if lost > 0.01:
+                raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
+            print(f"WARNING: {text}", flush=True)
     pairs = settings["row"] is not None
     if pairs:
         tokenizer = with_roles(tokenizer)
@@ -1556,7 +1581,7 @@ def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
 class Dataset:
     """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice per epoch.
 
-    Has `train` (Shards), `val` (Shards by the name of the validation set, see name_of_set), `tokenizer`,
+    Has `train` (Shards), `val` (Shards by the name of the validation set), `tokenizer`,
     `roles`, `name`, and `fingerprint`, which is the same on two machines with the same data. Raises UserError
     for a directory that is damaged, unfinished or too small, or whose tokenizer is not that of the first.
     """
@@ -1582,10 +1607,17 @@ class Dataset:
         for directory in directories:
             train += [directory / shard["file"] for shard in found[directory][0]["shards"]
                       if shard["split"] == "train"]
+        splits = [split for manifest, _ in found.values()
+                  for split in {shard["split"] for shard in manifest["shards"]}]
+        labels = [directory.name for directory in found]
         for directory, (manifest, _) in found.items():
+            label = directory.name if labels.count(directory.name) == 1 else str(directory)
             for shard in manifest["shards"]:
-                if shard["split"] != "train":
-                    name = name_of_set(shard["split"][4:], directory, found)
+                split = shard["split"]
+                # of several directories, sets without a name of their own have that of the directory
+                own = len(found) == 1 or split != "val" and splits.count(split) == 1
+                name = split[4:] if own else f"{label}-{split[4:]}".strip("-")
+                if split != "train":
                     held_out[name].append(directory / shard["file"])
         names = ", ".join(map(str, found))
         if not train:
@@ -1627,21 +1659,6 @@ class Dataset:
         response = self.tokenizer.decode(row[middle + 1:min(ends, default=len(row))])
         same = middle and prompt_ids(self.tokenizer, prompt).tolist()[1:-1] == row[:middle]
         return (prompt, response) if same else ("", "")
-
-
-def name_of_set(name: str, directory: Path, directories: dict) -> str:
-    """The name of a validation set if several directories are read; `directories` maps each to what
-    read_directory returned. It is the set's own name, if it has one that no other directory uses. Otherwise
-    the directory's name goes in front.
-    """
-    def has_it(other: Path) -> bool:
-        return any(shard["split"] == f"val_{name}" for shard in directories[other][0]["shards"])
-
-    if len(directories) == 1 or name and sum(map(has_it, directories)) == 1:
-        return name
-    unique = [other.name for other in directories].count(directory.name) == 1
-    label = directory.name if unique else str(directory)
-    return f"{label}-{name}" if name else label
 
 
 def read_directory(directory: Path, seq_len: int,
@@ -1868,18 +1885,13 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     return out
 
 
-def same_source(before: str, now: str) -> bool:
-    """Whether a source is that of a manifest, which before issue 48 had no digest of the content."""
-    return before in (now, now.partition(", content ")[0])
-
-
 def check_source(data: str, out: Path, settings: dict) -> None:
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
         identity = Source(data, settings).identity
     except UserError as error:  # the source is gone; the shards suffice
         return print(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used", flush=True)
-    if not same_source(settings["source"], identity):
+    if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one in another --out, and name that with --data.")
 

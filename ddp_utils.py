@@ -11,7 +11,6 @@ One rule holds everywhere: all ranks call the same collectives in the same order
 import argparse
 import concurrent.futures
 import contextlib
-import copy
 import errno
 import fcntl
 import functools
@@ -22,6 +21,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import re
 import shlex
@@ -214,7 +214,6 @@ class World:
     nodes: int
     device: torch.device
     backend: str
-    backend_reason: str
     timeout: float = 600  # of a collective, in seconds
 
     @property
@@ -253,7 +252,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
     rank, world_size, store = join(timeout) if launched else (0, 1, dist.HashStore())
     local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-    where, backend, reason = on_all("device", lambda: choose_device(backend, device, local_world_size))
+    where, backend = on_all("device", lambda: choose_device(backend, device, local_world_size))
     if compare:
         compare(where, backend)
     if heartbeat:
@@ -287,7 +286,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         dist.init_process_group, backend, store=dist.PrefixStore("process group", store), rank=rank,
         world_size=world_size, timeout=timedelta(seconds=timeout), device_id=gpu))
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
-                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, reason, timeout)
+                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, timeout)
 
 
 def connect(backend: str, function) -> None:
@@ -332,8 +331,8 @@ def refuse_lone_tasks() -> None:
                 "cluster/ddp_launch.sh.")
 
 
-def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str, str]:
-    """This process's device, the backend and the reason for it. UserError if the machine lacks either."""
+def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
+    """This process's device and the backend. UserError if the machine lacks either."""
     host = os.uname().nodename
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
@@ -360,12 +359,10 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     has_nccl = device == "cuda" and dist.is_nccl_available()
     if backend == "nccl" and not has_nccl:
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    reason = "as asked"
     if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
         backend = "nccl" if has_nccl else "gloo"
-        reason = "GPUs" if has_nccl else "no GPU is used" if device == "cpu" else "this torch has no NCCL"
     # the local rank, because each node numbers its own GPUs
-    return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend, reason
+    return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend
 
 
 def hardware(device: torch.device) -> str:
@@ -762,7 +759,6 @@ def add_running_flags(parser: ArgumentParser) -> None:
     flag = flag_group(parser, "output")
     flag("--out", utf8_path, None, "directory of the run (default: runs/MODEL-SIZE-DATA)")
     flag("--log-every", positive_int, 10, "steps between log lines")
-    flag("--wandb", bool, None, "send the curves to Weights & Biases as well")
     flag("--eval-every", positive_int, None, "steps between evaluations; a longer epoch also ends with one")
     flag("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all")
     flag("--save-every", positive_int, None, "steps between checkpoints")
@@ -928,6 +924,13 @@ def on_rank0(world: World, function):
     return answer[0]
 
 
+def from_all(value) -> list:
+    """The values of all ranks, small and plain, on each."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def reduce_sum(values: list, world: World) -> list[float]:
     """Sums a few numbers, floats or scalar tensors, over all ranks in one float64 all-reduce."""
     packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
@@ -966,8 +969,7 @@ def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
     if not len(different):
         return None
     index = int(different[0])
-    values = [0] * dist.get_world_size()
-    dist.all_gather_object(values, int(numbers[index]))
+    values = from_all(int(numbers[index]))
     usual = max(values, key=values.count)  # the first of the most frequent
     return index, next(rank for rank, value in enumerate(values) if value != usual)
 
@@ -1188,7 +1190,7 @@ def assert_family(saved: dict, model_class: type) -> None:
 
 def load_run(model_class: type, run: str | Path, device="cpu") -> tuple:
     """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
-    use in a script of one's own: with averaged weights if there are any, and without a World. Raises RunError.
+    use in a script of one's own: with averaged weights if there are any, without a World. Raises RunError.
     """
     path = next(iter(list_checkpoints(run)), Path(run))
     saved = read_checkpoint(path)
@@ -1256,23 +1258,6 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return choice
 
 
-def count_graphs(say):
-    """A callback for the compiler that says now and then how many graphs it has begun, because the first step
-    takes minutes.
-    """
-    graphs = 0
-    next_line = 0.0
-
-    def begun(_) -> None:
-        nonlocal graphs, next_line
-        graphs += 1
-        if time.monotonic() > next_line:
-            say(f"compiling graph {graphs}")
-            next_line = time.monotonic() + 10
-
-    return begun
-
-
 def set_modes(model: nn.Module, args: argparse.Namespace, world: World, say) -> None:
     """Applies --precision, --checkpoint-activations and --compile."""
     compiled = compiles(args.compile, world.device)
@@ -1280,7 +1265,7 @@ def set_modes(model: nn.Module, args: argparse.Namespace, world: World, say) -> 
     model.compile_loss = compiled and world.device.type == "cuda"
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
     if compiled:
-        torch._dynamo.callback.on_compile_start(count_graphs(say))
+        say("compiling: the first step takes minutes")
     for block in blocks_of(model):
         block.checkpointing = args.checkpoint_activations
         if compiled:  # rounds where eager code does, so that recomputing gives the same bits
@@ -1326,11 +1311,6 @@ def assert_all_train(model: nn.Module, optimizers: list) -> None:
     if odd:
         raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: one in none would "
                         "never train, so freeze it with requires_grad_(False) if you mean that.")
-
-
-def inner_optimizer(optimizer):
-    """The optimizer that holds this process's part of the state."""
-    return getattr(optimizer, "optim", optimizer)
 
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:
@@ -1404,6 +1384,13 @@ class TrainState:
         self.model = model
         self.world = world
         self.optimizers = shard_optimizers(optimizers, strategy)
+        # those that hold the state, with zero1 of a part of the parameters
+        self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
+        self.zero1 = self.inner != self.optimizers
+        self.groups = {}  # the parameter groups by name, such as "AdamW 0.1"
+        for i, (inner, optimizer) in enumerate(zip(self.inner, self.optimizers)):
+            for j, group in enumerate(optimizer.param_groups):
+                self.groups[f"{type(inner).__name__} {i}.{j}"] = group
         self._made = {name: repr(value) for name, value in self._group_values().items()}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, ema) if ema else None
@@ -1496,15 +1483,13 @@ class TrainState:
         ranks. If `owner` is None, all ranks have the tensor or a shard of it (DTensor). Otherwise only rank
         `owner` has it, and the other ranks yield a meta tensor of its shape.
         """
-        zero1 = any(inner_optimizer(o) is not o for o in self.optimizers)  # each rank has a part of the state
         held = self.optimizer_tensors()
         groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
-                  "optimizer": {} if zero1 else held}
+                  "optimizer": {} if self.zero1 else held}
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
-        if zero1:
-            of_ranks = [None] * self.world.world_size
-            dist.all_gather_object(of_ranks, {name: tensor.to("meta") for name, tensor in held.items()})
+        if self.zero1:
+            of_ranks = from_all({name: tensor.to("meta") for name, tensor in held.items()})
             for owner, shapes in enumerate(of_ranks):
                 for name, shape in shapes.items():
                     yield "optimizer", name, held.get(name, shape), owner
@@ -1517,7 +1502,7 @@ class TrainState:
         """This process's optimizer state by parameter and key. Raises RunError for state of anything else."""
         names = {p: name for name, p in self.model.named_parameters()}
         found = {}
-        for optimizer in map(inner_optimizer, self.optimizers):
+        for optimizer in self.inner:
             for p, state in optimizer.state.items():
                 if p not in names:
                     raise RunError(f"{type(optimizer).__name__} keeps state of {p}, which is no parameter, "
@@ -1525,15 +1510,9 @@ class TrainState:
                 found |= {f"{names[p]}/{key}": value for key, value in state.items()}
         return found
 
-    def _groups(self) -> dict[str, dict]:
-        """The parameter groups by name, such as `AdamW 0.1`."""
-        return {f"{type(inner_optimizer(optimizer)).__name__} {i}.{j}": group
-                for i, optimizer in enumerate(self.optimizers)
-                for j, group in enumerate(optimizer.param_groups)}
-
     def _group_values(self) -> dict:
         """What the optimizers keep in their groups beside what the trainer sets, by group and key."""
-        return {f"{name}/{key}": value for name, group in self._groups().items()
+        return {f"{name}/{key}": value for name, group in self.groups.items()
                 for key, value in group.items() if key not in OF_TRAINER}
 
     def plain_values(self) -> dict:
@@ -1541,10 +1520,8 @@ class TrainState:
         groups that they have changed. Every rank calls this. Raises RunError for what JSON cannot hold.
         """
         found = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
-        if any(inner_optimizer(o) is not o for o in self.optimizers):  # zero1: each rank has a part
-            of_ranks = [None] * self.world.world_size
-            dist.all_gather_object(of_ranks, found)
-            found = {name: value for part in of_ranks for name, value in part.items()}
+        if self.zero1:
+            found = functools.reduce(operator.or_, from_all(found))
         found |= {name: value for name, value in self._group_values().items()
                   if repr(value) != self._made.get(name)}
         for name, value in found.items():
@@ -1581,15 +1558,14 @@ class TrainState:
                     copy_from_rank0(tensor, tensors[group][name], world)
                 elif (received := transfer(tensors[group][name], 0, owner, world)) is not None:
                     tensor.copy_(received)
-        for optimizer in map(inner_optimizer, self.optimizers):
+        for optimizer in self.inner:
             for name in changed:
                 optimizer.state.pop(parameters.get(name), None)
-        groups = self._groups()
         for name, value in plain.items():
             owner, _, key = name.rpartition("/")
-            if owner in groups:
-                groups[owner][key] = value
-            for optimizer in map(inner_optimizer, self.optimizers):
+            if owner in self.groups:
+                self.groups[owner][key] = value
+            for optimizer in self.inner:
                 if (p := parameters.get(owner)) in optimizer.state:
                     optimizer.state[p][key] = value
         if saved["scaler"]:
@@ -1599,15 +1575,17 @@ class TrainState:
         """Steps with gradient and learning rate 0, one parameter at a time, to hold only one gradient. The
         parameter groups stay as they are.
         """
-        for optimizer in map(inner_optimizer, self.optimizers):
-            groups = optimizer.param_groups
-            optimizer.param_groups = [{key: value if key == "params" else copy.deepcopy(value)
-                                       for key, value in group.items()} | {"lr": 0.0} for group in groups]
-            for p in itertools.chain(*(group["params"] for group in groups)):
-                p.grad = torch.zeros_like(p)
-                optimizer.step()
-                p.grad = None
-            optimizer.param_groups = groups
+        for optimizer in self.inner:
+            before = [dict(group) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+                    optimizer.step()
+                    p.grad = None
+            for group, values in zip(optimizer.param_groups, before):
+                group.clear()
+                group.update(values)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1701,20 +1679,13 @@ def tokenizer_in(directory: Path) -> str | None:
     return str(path) if path.is_file() else None
 
 
-def check_resumable(saved: dict, now: dict, config_class: type, say) -> None:
-    """Raises UserError if the model, tokenizer, data or seed has changed; prints other changes."""
-    if saved["family"] == now["family"]:  # a field that it lacks counts as its default
-        saved["model_config"] = asdict(config_of(config_class, saved["model_config"], saved["path"]))
-
-    def fixed(run: dict) -> dict:
-        model = {k: v for k, v in run["model_config"].items() if k not in CHANGEABLE}
-        fixed = {k: run[k] for k in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed")}
-        return fixed | model | fixed  # the keys of `fixed` first; seq_len is that of the rows
-
-    was, is_ = fixed(saved), fixed(now)
-    for what in is_:
-        if was[what] != is_[what]:
-            raise UserError(f"{saved['path']} cannot be resumed: {what} was {was[what]}, now {is_[what]}; "
+def check_resumable(saved: dict, now: dict, say) -> None:
+    """Raises UserError if the family of the model, tokenizer, data or seed has changed (its shape is that of
+    the checkpoint, see find_run); prints other changes.
+    """
+    for what in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed"):
+        if saved[what] != now[what]:
+            raise UserError(f"{saved['path']} cannot be resumed: {what} was {saved[what]}, now {now[what]}; "
                             "use the original flags, or start a new run with another --out.")
     for flag, value in now["settings"].items():
         if (before := saved["settings"].get(flag, value)) != value:
@@ -1768,7 +1739,7 @@ class Checkpoints:
         """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
         if not saved:
             return 0, 0
-        check_resumable(saved, identity, type(state.model.config), self.say)
+        check_resumable(saved, identity, self.say)
         state.restore(saved, self.say)
         del saved["tensors"]
         if Path(saved["path"]).parent == self.directory:
@@ -2094,15 +2065,12 @@ def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
     if resume not in ("auto", "none"):
         return load_checkpoint(resume, world, print)
     newest = max(map(step_of, list_checkpoints(out)), default=0)
-    latest = int(largest(newest, world))
-    first = on_rank0(world, lambda: newest)
+    found = from_all((newest, f"{world.node} ({os.uname().nodename})"))
+    first = found[0][0]
+    latest, where = max(found)
     if latest > first:
-        holder = int(largest(world.rank if newest == latest else 0, world))
-        where = [f"{world.node} ({os.uname().nodename})"]
-        dist.broadcast_object_list(where, src=holder, device=world.device)
-        raise UserError(f"{where[0]} holds step {latest} of {out}, node0 only step {first}: start that "
-                        f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
-                        "checkpoints.")
+        raise UserError(f"{where} holds step {latest} of {out}, node0 only step {first}: start that machine "
+                        f"as node 0, copy its {out} to node 0, or, to go back, delete its later checkpoints.")
     if resume == "none" or not first:
         return None
     if world.is_rank0:
@@ -2257,11 +2225,10 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
     ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"
     log.say(f"{identity['family']} {settings['size']}: {parameters}; {', '.join(shape)}; {ids}")
 
-    names = [None] * world.world_size
-    dist.all_gather_object(names, hardware(world.device))
+    names = from_all(hardware(world.device))
     hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     processes = (f"processes {world.world_size}, nodes {world.nodes}, backend {world.backend} "
-                 f"({world.backend_reason})")
+                 f"(--backend {settings['backend']}, on {world.device.type})")
     scaler = f"GradScaler {'on' if state.scaler.is_enabled() else 'off'}"
     compiled = f"compile {'on' if compiles(settings['compile'], world.device) else 'off'}"
     saving = f"activation checkpointing {settings['checkpoint_activations']}, strategy {settings['strategy']}"
@@ -2436,9 +2403,8 @@ def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, li
 
 def results_of(sums: dict[str, float]) -> dict[str, float]:
     """The means to report, from the sums over a validation set."""
-    of_pairs = ("samples", "exact", "labels", "bytes")
     found = {f"val_{name}": total / max(sums["labels"], 1) for name, total in sums.items()
-             if name not in of_pairs}
+             if name not in ("samples", "exact", "labels", "bytes")}
     if "correct" in sums:
         found["val_accuracy"] = found.pop("val_correct")
     if "exact" in sums:

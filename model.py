@@ -1028,8 +1028,8 @@ def fill_masks(model: MLM, tokenizer, text: str):
     ids, parts = [tokenizer.eot], text.split("[MASK]")
     for i, part in enumerate(parts):
         ids += [tokenizer.mask] * (i > 0)
-        # a token includes the space before its word, so the mask replaces that space, too
-        ids += tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part).tolist()
+        blank = " " if i < len(parts) - 1 and tokenizer.takes_blank else ""
+        ids += tokenizer.encode(part.removesuffix(blank)).tolist()
     if len(ids) > model.config.seq_len:
         raise UserError(f"the text has {len(ids)} tokens, more than the {model.config.seq_len} of the model.")
     x = torch.tensor([ids], device=model.embed.weight.device)
@@ -1181,6 +1181,8 @@ def gpt2_to_hf(c: GPT2Config) -> dict:
 
 
 def gpt2_from_hf(config: dict) -> dict:
+    if config.get("activation_function") == "gelu_pytorch_tanh":  # a later name
+        config = config | {"activation_function": "gelu_new"}
     odd = {"n_inner": config.get("n_inner") not in (None, 4 * config["n_embd"])}
     refuse_import(config, odd, "train_gpt2.py", activation_function="gelu_new", scale_attn_weights=True,
                   scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False,
@@ -1308,9 +1310,11 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
         special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if masked:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
-                                 "lstrip": True, "rstrip": False, "normalized": False, "single_word": False,
-                                 "special": True}
+                                 "lstrip": tokenizer.takes_blank, "rstrip": False, "normalized": False,
+                                 "single_word": False, "special": True}
     words = json.loads(tokenizer.to_json(with_mask=masked))
+    for token in words["added_tokens"]:
+        token["lstrip"] &= tokenizer.takes_blank
     words["post_processor"] = _post_processor(around, prefix)
     contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
     if not masked:
@@ -1353,17 +1357,22 @@ def config_from_hf(model_class: type, source: str):
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # comes with datasets
         try:
-            directory = Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors"]))
+            directory = Path(snapshot_download(source, allow_patterns=["*config.json", "*.safetensors*"]))
         except (OSError, ValueError) as error:
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{str(error).splitlines()[0]}")
     files = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if index.exists():  # other files may be left over
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = [directory / name for name in sorted({*names})]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         config = None
     if not isinstance(config, dict) or not files:
-        raise UserError(f"{source} has no readable config.json with *.safetensors beside it.")
+        raise UserError(f"{source} has no readable config.json with *.safetensors beside it: where there is "
+                        "a pytorch_model.bin, transformers' from_pretrained and save_pretrained write them.")
     if config.get("model_type") != family.model_type:
         raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; "
                         f"{model_class.__name__} reads {family.model_type!r}.")

@@ -17,14 +17,11 @@ trainers import torch, so the commands start at once.
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import math
 import os
 import re
 import resource
-import secrets
-import statistics
 import sys
 import threading
 import time
@@ -200,7 +197,7 @@ def format_reading(r: dict) -> list[str]:
 # -----------------------------------------------------------------------------------------------------------
 # What a trainer reports
 
-# Tags of the curves in TensorBoard and wandb, by the keys of a record
+# Tags of the curves in TensorBoard, by the keys of a record
 TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss": "Loss/val_epoch",
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
         "tokens_per_sec": "Throughput/tokens_per_sec", "mfu": "Throughput/mfu",
@@ -266,24 +263,11 @@ def curve_values(record: dict) -> dict[str, float]:
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
 
 
-def grouped_sets(found: dict) -> str:
-    """The results of an evaluation on each named set: exact matches for pairs, losses otherwise. Sets such as
-    trained-1 and trained-2 become a group with their mean: 'trained 97.5% (1 98.0%, 2 97.0%)'.
-    """
+def named_sets(found: dict) -> list[str]:
+    """The result of an evaluation on each named set: exact matches for pairs, losses otherwise."""
     prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in found else ("val_loss/", "{} {:.4f}")
-    groups = {}
-    for key in found:
-        if key.startswith(prefix):
-            group, _, member = key.removeprefix(prefix).rpartition("-")
-            groups.setdefault(group, {})[member] = found[key]
-    texts = []
-    for group, members in groups.items():
-        if len(members) > 1 and group:
-            each = ", ".join(form.format(member, value) for member, value in members.items())
-            texts.append(f"{form.format(group, statistics.fmean(members.values()))} ({each})")
-        else:
-            texts += [form.format(f"{group}-{member}".strip("-"), value) for member, value in members.items()]
-    return ", ".join(texts)
+    return [form.format(key.removeprefix(prefix), value) for key, value in found.items()
+            if key.startswith(prefix)]
 
 
 @dataclass
@@ -314,7 +298,7 @@ class RunLog:
         self.files = {}  # texts that belong into the directory, by name
         self.lost = lambda: ""  # why nothing may be written any more, see ddp_utils.RunLock
         self._next_drawing = 0.0
-        self._bar = self._tensorboard = self._wandb = self._metrics = None
+        self._bar = self._tensorboard = self._metrics = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
         self._text = None
         if active:
@@ -336,13 +320,11 @@ class RunLog:
     def begin(self, step: int, settings: dict) -> dict[int, float]:
         """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. On rank 0,
         returns the validation losses by step. That of `step` may be missing if the run was killed before its
-        evaluation. Raises UserError if --wandb does not work, or nothing can be written.
+        evaluation. Raises UserError if nothing can be written.
         """
         self.settings = settings
         if not self.active:
             return {}
-        if settings.get("wandb"):
-            self._open_wandb()
         with contextlib.suppress(FileNotFoundError):
             for record in read_metrics(self.out, self.say):
                 # an evaluation of this step without a finite loss is repeated
@@ -350,7 +332,7 @@ class RunLog:
                 if record["step"] < step or record["step"] == step and not failed:
                     self.records.append(record)
         self._open_files(step)
-        if self._tensorboard or self._wandb:
+        if self._tensorboard:
             try:
                 cpu_and_ram()  # the first record has the mean from now on
             except ImportError:
@@ -498,20 +480,6 @@ class RunLog:
             elif not created:
                 self._to_tensorboard(curve_values(record), record)
 
-    def _open_wandb(self) -> None:
-        path = self.out / "wandb-id"  # a resumed run continues its curves; wandb ignores steps it already has
-        try:
-            import wandb
-            if not path.exists():
-                write_atomically(path, secrets.token_hex(4).encode())
-            self._wandb = wandb.init(project="flat-distributed-training", name=self.out.name,
-                                     config=self.settings, dir=self.out, id=path.read_text(), resume="allow")
-            self._wandb.define_metric("step")
-            self._wandb.define_metric("*", step_metric="step")  # the x axis of charts
-        except Exception as error:  # not installed, not logged in, no network: their types vary
-            raise UserError(f"--wandb does not start ({error}): pip install wandb, then `wandb login` or "
-                            "WANDB_MODE=offline, or leave it out.") from None
-
     def tick(self, step: int) -> None:
         """Advances the progress bar."""
         if self._bar is not None:
@@ -538,15 +506,15 @@ class RunLog:
         before = evaluations_of(self.records[:-1]).values()
         parts = [f"step {step}", *format_known(found, EVALUATION)]
         parts += [f"{key} {found[key]:.4g}" for key in own_keys(found) if "/" not in key]
-        if sets := grouped_sets(found):
-            parts.append(sets)
+        if sets := named_sets(found):
+            parts.append(", ".join(sets))
         parts.append(f"unigram entropy {entropy:.4f}")
         if before and found["val_loss"] < min(before):
             parts.append("best so far")
         self.say(" | ".join(parts))
 
     def write(self, record: dict, machines: dict[str, float] | None = None) -> None:
-        """Adds the record of a step or an evaluation to all curves. TensorBoard and wandb also get
+        """Adds the record of a step or an evaluation to all curves. TensorBoard also gets
         `machines`, the curves of all nodes, or those of this machine if it is None. NaN and infinity, which
         JSON lacks, become null. TensorBoard is first, so a kill can leave it too many points, which `begin`
         drops, but never too few.
@@ -561,10 +529,6 @@ class RunLog:
         self.records.append(record)
         values = curve_values(record) | (machine_curves() if machines is None else machines)
         self._to_tensorboard(values, record)
-        if self._wandb:
-            # an evaluation, which a resumed run may have to make, comes after its training step
-            number = 2 * record["step"] + ("val_loss" in record)
-            self._wandb.log(values | {"step": record["step"]}, step=number)
         try:
             if self._metrics is None:
                 self._rewrite_metrics()
@@ -618,8 +582,6 @@ class RunLog:
         if self._tensorboard:
             with contextlib.suppress(OSError):
                 self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -627,12 +589,11 @@ class RunLog:
 
 
 def draw_curves(name: str, records: list[dict], path: Path) -> None:
-    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches (of all and of each
-    validation set) over steps into a PNG 800 pixels wide. Raises ImportError and UserError.
+    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
+    800 pixels wide. Raises ImportError and UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     own = dict.fromkeys(key for record in records for key in own_keys(record) if "/" not in key)
-    sets = dict.fromkeys(key for record in records for key in record if key.startswith("val_exact/"))
     rows = ["lr", "tokens_per_sec", *own]
     rows += ["val_exact"] * any("val_exact" in record for record in records)
     figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)))
@@ -650,10 +611,6 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
     for key, axes in below.items():
         curve(axes, key)
         axes.set(ylabel=key)
-    for key, marker in zip(sets, itertools.cycle("os^DvPX")):  # markers tell them apart in grey too
-        curve(below["val_exact"], key, marker=marker, markersize=3, label=key.removeprefix("val_exact/"))
-    if sets:
-        below["val_exact"].legend(fontsize=6, ncols=2)
     below["lr"].set(ylabel="learning rate")
     below["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
     below["tokens_per_sec"].set(ylabel="tokens/s", ylim=(0, None))

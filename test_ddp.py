@@ -1,17 +1,16 @@
 """Checks a cluster before a long run, and measures its network. Ends with OK, or with an error.
 
     torchrun --nproc_per_node=8 test_ddp.py                                    # one machine
-    cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096 --size gpt2        # on each of several
+    cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096                    # on each of several
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py     # without torchrun
 
 All ranks first compare software, devices and data, because unequal ranks would only hang. Then they join one
-process group and take every step together. With --size, the script prints how long the gradients of that
-preset take on this network. The trainers' --dry-run is here, too.
+process group, take every step together, and measure how long gradients take on this network. The trainers'
+--dry-run is here, too.
 """
 
 import argparse
 import hashlib
-import importlib
 import json
 import os
 import platform
@@ -35,12 +34,9 @@ from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, s
 from ddp_utils import (SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
                        hardware, init, largest, launch, number, on_all, recipe,
                        refuse_lone_tasks)
-from model import GPT2, HRM, LOSS_ROWS, MLM, blocks_of, hidden_matrices, num_params, pad_vocab
+from model import LOSS_ROWS, blocks_of, hidden_matrices, num_params, pad_vocab
 
-MODELS = {"gpt2": GPT2, "hrm": HRM, "mlm": MLM}
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
-BUCKET = 25 * 2**20  # bytes; DDP sends gradients in such buckets
-GOOD = 0.93  # smallest fraction of the time to spend computing
 
 # -----------------------------------------------------------------------------------------------------------
 # Before there is a process group
@@ -51,7 +47,7 @@ def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> d
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py")))
     report = {"host": platform.node(), "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
               "backend": backend, "python": platform.python_version(), "torch": torch.__version__}
-    report |= {"code": hashlib.sha256(code).hexdigest()[:12], "size": f"{args.model} {args.size}"}
+    report |= {"code": hashlib.sha256(code).hexdigest()[:12]}
     report |= {"nccl": "none", "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
     if device.type == "cuda":
         report |= {"gpu": hardware(device), "uuid": str(torch.cuda.get_device_properties(device).uuid)}
@@ -75,7 +71,6 @@ def problem_in(reports: list[dict]) -> str:
             "world size": "give all the same WORLD_SIZE",
             "device": "see whether nvidia-smi works there, or give all the same --device",
             "backend": "give all the same --backend",
-            "size": "start all with the same flags",
             "python": "install the same version everywhere",
             "torch": "install the same torch everywhere, such as -c .ci/constraints.txt",
             "nccl": "install the same build of torch everywhere",
@@ -164,8 +159,8 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
     return largest(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions)), world)
 
 
-def measure_network(world: World, limit: float) -> tuple[float, float]:
-    """An all-reduce's latency in seconds, and its seconds for each further byte. Prints all measurements."""
+def measure_network(world: World, limit: float) -> None:
+    """Prints how long all-reduces take, and so the gradients of a model in each step."""
     found = {1_000: all_reduce_seconds(1_000, 21, world), 1_000_000: all_reduce_seconds(1_000_000, 7, world)}
     expected = 100 * found[1_000_000]  # for 100 MB; the same on all ranks
     large = 100_000_000 if expected < limit / 2 else 10_000_000
@@ -177,30 +172,8 @@ def measure_network(world: World, limit: float) -> tuple[float, float]:
                   "each rank", flush=True)
         if large < 100_000_000:
             print("the network is too slow to send 100 MB in time, so 10 MB were sent")
-    latency = found[1_000]
-    return latency, max(found[large] - latency, 0) / large
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Time to send the gradients of a preset
-
-
-def print_gradients(args: argparse.Namespace, world: World, latency: float, per_byte: float) -> None:
-    """Prints how long gradients take with each --comm, and how long a step has to compute for this to matter
-    little. Nothing is computed here, so the times hold if nothing else is sent or computed meanwhile.
-    """
-    trainer = importlib.import_module(f"train_{args.model}")
-    flags = trainer.parse_args(["--size", args.size])
-    parameters = num_params(empty_model(MODELS[args.model], flags))
-    print(f"train_{args.model}.py --size {args.size}: {parameters:,} parameters")
-    buckets = 4 * parameters // BUCKET + 1
-    for comm, nbytes in (("fp32", 4 * parameters), ("bf16", 2 * parameters)):
-        seconds = buckets * latency + nbytes * per_byte if world.world_size > 1 else 0.0
-        enough = seconds * GOOD / (1 - GOOD)
-        print(f"--comm {comm} | {nbytes / 1e6:8,.1f} MB of gradients a step | {seconds:8.3f} s | {GOOD:.0%} "
-              f"efficient if a step computes for {enough:.3g} s or longer")
-    print("so take the first of these that a step of yours computes long enough for, or a larger "
-          "--global-batch, with which it computes for longer", flush=True)
+        print(f"so the gradients of each 100 M parameters take {4e8 * found[large] / large:.3g} s of a step, "
+              "with --comm bf16 half of that; a larger --global-batch sends them less often", flush=True)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -372,12 +345,7 @@ def main() -> None:
     flag("--timeout", type=number(4), default=60, help="seconds until who is missing is named (60)")
     flag("--data", help="a prepared directory, which has to be the same on all machines")
     flag("--tokenizer", help="of --data, if that has no manifest")
-    flag("--model", choices=MODELS, default="gpt2", help="whose --size (gpt2)")
-    flag("--size", help="say how long the gradients of this preset take")
     args = parser.parse_args()
-    sizes = importlib.import_module(f"train_{args.model}").SIZES
-    if args.size and args.size not in sizes:
-        raise UserError(f"train_{args.model}.py has no --size {args.size}, but {', '.join(sizes)}.")
 
     refuse_lone_tasks()
     world = step("the start of the process group", init, args.backend, args.device, args.timeout,
@@ -394,9 +362,7 @@ def main() -> None:
     on_all("collectives", judge)
     if world.is_rank0:
         print("collectives are right", flush=True)
-    network = step("the measurement of the network", measure_network, world, args.timeout / 2)
-    if args.size and world.is_rank0:
-        print_gradients(args, world, *network)
+    step("the measurement of the network", measure_network, world, args.timeout / 2)
     print(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}", flush=True)
     for _ in range(2):  # an NCCL collective that times out returns, and the next one raises
         step("the end", dist.barrier)

@@ -70,13 +70,12 @@ def faulty(tmp_path_factory) -> Path:
 
 
 def test_check_says_ok(shards):
-    ended = run(2, "test_ddp.py", "--device", "cpu", "--data", shards, "--size", "tiny", timeout=60)
+    ended = run(2, "test_ddp.py", "--device", "cpu", "--data", shards, timeout=60)
     assert ended.code == 0 and ended.out.splitlines()[-1] == "OK", ended.out
     for line in (r"^rank 1: \S+, cpu ; backend gloo, python 3\.",
                  r"^collectives are right$",
-                 r"^all_reduce of +100 MB: +[\d.]+ ms", "^train_gpt2.py --size tiny: 1,350,400 parameters",
-                 r"^--comm fp32 +\| +5\.4 MB .* [\d.]+ s \|.* computes for [\d.e-]+ s or longer$",
-                 r"^--comm bf16 +\| +2\.7 MB"):
+                 r"^all_reduce of +100 MB: +[\d.]+ ms",
+                 r"^so the gradients of each 100 M parameters take [\d.e-]+ s of a step"):
         assert re.search(line, ended.out, re.M), (line, ended.out)
 
 
@@ -136,13 +135,13 @@ def test_environment_by_hand():
 
 
 def test_reports_are_compared():
-    report = {"host": "pc1", "world size": "3", "device": "cuda", "backend": "nccl", "size": "gpt2 None",
+    report = {"host": "pc1", "world size": "3", "device": "cuda", "backend": "nccl",
               "python": "3.11.2", "torch": "2.13.0", "nccl": "2.27.7", "code": "a", "data": "b", "gpu": "RTX",
               "wrong": ""}
     reports = [report | {"host": f"pc{rank}", "uuid": f"GPU-{rank}"} for rank in range(3)]
     assert test_ddp.problem_in(reports) == ""
     assert test_ddp.problem_in([*reports[:2], reports[2] | {"python": "3.11.9"}]) == ""
-    for what in ("world size", "device", "backend", "size", "torch", "nccl", "code", "data"):
+    for what in ("world size", "device", "backend", "torch", "nccl", "code", "data"):
         sentence = test_ddp.problem_in([reports[0], reports[1] | {what: "x"}, reports[2]])
         assert sentence.startswith(f"{what} is x on rank 1 (pc1), but {report[what]} on rank 0 (pc0): ")
     sentence = test_ddp.problem_in([*reports[:2], reports[2] | {"python": "3.12.9"}])

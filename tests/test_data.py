@@ -163,15 +163,24 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
     """The first of two, by its number, which in a file of JSON lines is that of the line."""
     spec = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
             "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "model": {"type": "WordLevel", "vocab": {"known": 0, "[UNK]": 1}, "unk_token": "[MISSING]"}}
+            "model": {"type": "WordLevel", "vocab": {"known": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    plain = data.HuggingFaceTokenizer.encode
+
+    def fragile(self, text):
+        if text == "other" or text == "more":
+            raise ValueError("no token")
+        return plain(self, text)
+
+    monkeypatch.setattr(data.HuggingFaceTokenizer, "encode", fragile)
+    monkeypatch.setattr(data.HuggingFaceTokenizer, "lost_in", lambda *_: 0)
     source = write_jsonl(tmp_path / "a.jsonl", ["known"] * 40 + ["other"] + ["known"] * 40 + ["more"] * 40)
     monkeypatch.setattr(data.in_batches, "__defaults__", (60,))  # a batch has twelve lines
 
     def prepare(name: str, tokenizer: str) -> None:
         data.prepare(f"jsonl:{source}", tmp_path / name, tokenizer, workers=workers)
 
-    with pytest.raises(data.UserError, match=r"a.jsonl, document 41, cannot be encoded: Exception\(.*UNK"):
+    with pytest.raises(data.UserError, match=r"a.jsonl, document 41, cannot be encoded: ValueError\(.*no token"):
         prepare("out", str(tmp_path / "tokenizer.json"))
 
     class Panic(BaseException):

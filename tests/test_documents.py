@@ -11,7 +11,7 @@ from runs import Trainer
 
 import test_ddp
 from ddp_utils import STRATEGIES
-from model import num_params
+from model import GPT2, HRM, MLM, num_params
 
 DOCUMENTS = [ROOT / folder / "README.md" for folder in (".", "cluster", "tests")]
 
@@ -66,7 +66,7 @@ MEMORY = re.findall(r"^\| [\w-]+ ([\d.]+)([MB]) \(`train_(\w+)\.py (.+?)`\) \|([
 
 def model_of(name: str, flags: str):
     args = importlib.import_module(f"train_{name}").parse_args(flags.split())
-    return args, test_ddp.empty_model(test_ddp.MODELS[name], args)
+    return args, test_ddp.empty_model({"gpt2": GPT2, "hrm": HRM, "mlm": MLM}[name], args)
 
 
 def rounded(cell: str) -> float:

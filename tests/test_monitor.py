@@ -363,44 +363,6 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2]
 
 
-@needs_psutil
-def test_wandb(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text(
-        "calls = []\n"
-        "class Error(Exception): pass\n"
-        "class Run:\n"
-        "    def log(self, scalars, step): calls.append((step, scalars))\n"
-        "    def define_metric(self, *names, **options): pass\n"
-        "    def finish(self): calls.append('finish')\n"
-        "def init(**options):\n"
-        "    if options['config']['lr'] == 0: raise Error('not logged in')\n"
-        "    calls.append(options)\n"
-        "    return Run()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    out = tmp_path / "run"
-    out.mkdir()
-    for step in (0, 1):  # the second one resumes, and makes the evaluation of step 1
-        log = begun(out, step, wandb=True)
-        if step == 1:
-            log.write({"step": 1, "val_loss": 4.5}, {})
-        log.write(record(step + 1))
-        log.close()
-    first, point, _, second, *later, _ = sys.modules.pop("wandb").calls
-    assert first["id"] == second["id"] and first["resume"] == "allow" and first["name"] == "run"
-    assert first["config"]["bp_steps"] == [2, 5]
-    numbers = [number for number, _ in (point, *later)]
-    assert numbers == sorted(set(numbers))  # wandb drops what comes with a number that it has had
-    assert [values["step"] for _, values in (point, *later)] == [1, 1, 2]
-    assert later[0][1] == {"step": 1, "Loss/val_epoch": 4.5}
-    assert point[1]["Loss/train_step"] == 4.9 and "System/CPU_percent" in point[1]
-    with pytest.raises(UserError, match="not logged in.*wandb login"):
-        begun(out, wandb=True, lr=0)
-    block(monkeypatch, "wandb")
-    with pytest.raises(UserError, match="pip install wandb"):
-        begun(out, wandb=True)
-
-
 @pytest.mark.parametrize("found, line", [
     ({"val_accuracy": None}, "step 9 | validation loss 4.6251 | unigram entropy 2.8986\n"),
     ({"val_accuracy": 0.1234, "val_bits_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
@@ -457,7 +419,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log = RunLog(tmp_path, False, "")
-    assert log.begin(0, {"wandb": True}) == {}
+    assert log.begin(0, {}) == {}
     log.say("x")
     log.tick(1)
     log.write(record(1))
@@ -575,7 +537,7 @@ def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsy
     assert png_size(tmp_path / "training_history.png") == (800, 960)  # a picture below the three others
 
 
-def test_the_picture_has_the_exact_matches_of_each_level(tmp_path, monkeypatch):
+def test_the_picture_has_the_exact_matches(tmp_path, monkeypatch):
     figures = pytest.importorskip("matplotlib.figure")
     drawn = []
     save = figures.Figure.savefig
@@ -585,10 +547,8 @@ def test_the_picture_has_the_exact_matches_of_each_level(tmp_path, monkeypatch):
     records = [record(1), {"step": 1, "tokens": 32, **found}]
     monitor.draw_curves("run", records, tmp_path / "run.png")
     axes, = drawn
-    mean, *sets = axes.lines
-    assert axes.get_ylabel() == "val_exact" and [*mean.get_ydata()] == [0.5]
-    assert {line.get_label(): [*line.get_ydata()] for line in sets} == {"easy": [0.75], "hard": [0.25]}
-    assert len({line.get_marker() for line in sets}) == 2  # to be told apart in grey
+    line, = axes.lines
+    assert axes.get_ylabel() == "val_exact" and [*line.get_ydata()] == [0.5]
 
 
 def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):

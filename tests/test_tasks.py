@@ -105,7 +105,7 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     done = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2).train(
         0, "task:addition", tmp_path / "run", steps=2, eval_every=2)
     assert done.code == 0 and "task:addition is prepared up to 30,000 tokens" in done.out, done.out
-    groups = r"\| trained \d+\.\d% \(1 \d+\.\d%, .*\), untrained \d+\.\d% \(5 .*, 8 \d+\.\d%\)"
+    groups = r"\| trained-1 \d+\.\d%, .*, untrained-5 \d+\.\d%, .*, untrained-8 \d+\.\d% \|"
     assert re.search("exact match .*" + groups, done.out) and "rows of 256" in done.out, done.out
     assert "bits per byte" not in done.out and "cycles" not in done.out
     assert (tmp_path / "shards" / "task-addition-bytes" / "manifest.json").exists()

@@ -140,7 +140,7 @@ def test_memory_is_estimated(script, shards, tmp_path, capsys):
 # ------------------------------------------------------------------------------ traps of a model of one's own
 
 TINY = {"vocab_size": 258, "padded_vocab": 320, "seq_len": 16}
-WORLD = World(0, 1, 0, "node0", 1, torch.device("cpu"), "gloo", "")
+WORLD = World(0, 1, 0, "node0", 1, torch.device("cpu"), "gloo")
 
 
 class Other(CausalLM):

@@ -1,0 +1,182 @@
+"""Tokenizers of other people: what is stored in them, gaps, text that would become a marker, text they lose;
+blanks before a mask; and the files of weights of other people.
+"""
+
+import json
+
+import pytest
+import torch
+from test_model_gpt2_mlm import export, tiny
+
+import data
+from data import UserError
+from model import GPT2, MLM, from_hf
+
+
+@pytest.fixture
+def tokenizer():
+    return data.load_tokenizer("bytes")
+
+
+def word_level(vocab: dict, **changes) -> str:
+    """A tokenizer.json of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    built = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return json.dumps(json.loads(built.to_str()) | changes)
+
+
+def test_stored_truncation_and_padding_are_switched_off():
+    vocab = {"[UNK]": 0, "a": 1, "b": 2}
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+           "pad_type_id": 0, "pad_token": "[UNK]"}
+    for changes in {"truncation": cut}, {"padding": pad}, {"truncation": cut, "padding": pad}:
+        tokenizer = data.parse_tokenizer_json("stored", word_level(vocab, **changes))
+        assert tokenizer.encode("a b a b a").tolist() == [1, 2, 1, 2, 1]
+        exported = json.loads(tokenizer.to_json())
+        assert exported["truncation"] is None and exported["padding"] is None
+
+
+def test_gaps_in_the_ids_give_no_id_two_tokens():
+    with pytest.raises(UserError, match="gaps.*without gaps"):
+        data.parse_tokenizer_json("gaps", word_level({"[UNK]": 0, "a": 1, "b": 4, "c": 3, "d": 5}))
+    tokenizer = data.with_roles(data.parse_tokenizer_json("dense", word_level({"[UNK]": 0, "a": 1, "b": 2})))
+    ids = [tokenizer.eot, tokenizer.mask, tokenizer.roles["response"]]
+    assert len({0, 1, 2, *ids}) == 6
+
+
+def test_a_tokenizer_that_reads_text_as_special_ids_is_refused():
+    """A Unigram or WordLevel model that has a special token among its own pieces; not one that has its
+    unknown token there.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), ("a", -3.0)], 0))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.add_special_tokens(["<unk>", "</s>"])
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "[MASK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["[UNK]", "[MASK]"])
+    for built, special in (unigram, "</s>"), (words, r"\[MASK\]"):
+        with pytest.raises(UserError, match=f"the text {special} to a special id"):
+            data.parse_tokenizer_json("forged", built.to_str())
+    plain = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain.add_special_tokens(["[UNK]"])
+    tokenizer = data.with_roles(data.parse_tokenizer_json("plain", plain.to_str()))
+    assert tokenizer.encode("a </s> [UNK]").tolist() == [1, 0, 0]
+
+
+def test_stored_dropout_is_switched_off():
+    from tokenizers import Tokenizer, models
+    stored = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")], dropout=0.9)).to_str()
+    tokenizer = data.parse_tokenizer_json("stored", stored)
+    assert tokenizer.encode("ab" * 50).tolist() == [2] * 50
+
+
+# ---------------------------------------------------------------------------------- text that has no tokens
+
+
+def test_text_without_tokens_is_counted_and_refused_above_a_hundredth(tmp_path, capsys):
+    """A BPE without an unknown token, which would drop its letters without a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    bpe.train_from_iterator(["hello world and more"] * 9, trainers.BpeTrainer(show_progress=False))
+    bpe.save(str(tmp_path / "t.json"))
+
+    def prepared(text: str, name: str):
+        (tmp_path / f"{name}.txt").write_text(text)
+        return data.prepare(f"text:{tmp_path / name}.txt", tmp_path / name, str(tmp_path / "t.json"))
+
+    with pytest.raises(UserError, match=r"loses 50\.00% of the characters of this text.* gpt2 or bpe:N"):
+        prepared("hello 你好你好你 " * 90, "half")
+    capsys.readouterr()
+    prepared("hello " * 999 + "你", "few")
+    assert "WARNING" in (said := capsys.readouterr().out) and "loses 0.02% of the characters" in said
+    prepared("hello world " * 99, "none")
+    assert "loses" not in capsys.readouterr().out
+
+
+def test_lowercasing_and_nfkc_are_no_loss(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    bpe = Tokenizer(models.BPE(unk_token="[UNK]"))
+    bpe.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    bpe.train_from_iterator(["office hello"] * 9, trainers.BpeTrainer(special_tokens=["[UNK]"]))
+    bpe.save(str(tmp_path / "t.json"))
+    (tmp_path / "a.txt").write_text("HELLO o\ufb03ce " * 90)
+    data.prepare(f"text:{tmp_path}/a.txt", tmp_path / "out", str(tmp_path / "t.json"))
+    assert "loses" not in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------ blanks before a mask
+
+
+@pytest.mark.parametrize("name, lstrip", [("bytes", False), ("bpe", True)])
+def test_a_mask_takes_one_blank_only_where_a_token_would(tmp_path, name, lstrip):
+    tokenizer = data.train_bpe(["the cat sat on the mat"] * 30, 300) if lstrip else data.load_tokenizer(name)
+    export(tiny(MLM, 0, vocab_size=tokenizer.num_ids), tokenizer, tmp_path)
+    added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    assert {token["content"]: token["lstrip"] for token in added} == {data.EOT: False, "[MASK]": lstrip}
+    special = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert special["mask_token"]["lstrip"] is lstrip
+
+
+@pytest.mark.parametrize("name, text, before", [
+    ("bytes", "the [MASK]", "the "), ("bpe", "the [MASK]", "the"), ("bpe", "the  [MASK]", "the "),
+    ("bytes", "a\t[MASK]", "a\t"), ("bpe", "a\t[MASK]", "a\t"), ("bpe", "a\n[MASK]", "a\n")])
+def test_fill_asks_about_the_position_of_the_mask(name, text, before):
+    from model import fill_masks
+    bpe = data.train_bpe(["the cat sat on the mat"] * 30, 300)
+    tokenizer = bpe if name == "bpe" else data.load_tokenizer("bytes")
+    seen = []
+
+    class Spy(MLM):
+        def forward(self, idx, *rest):
+            seen.append(idx[0].tolist())
+            return super().forward(idx, *rest)
+
+    config = MLM.Config(vocab_size=tokenizer.num_ids, padded_vocab=320, seq_len=32, n_layer=1, n_head=2,
+                        d_model=16, ff=16, eot=tokenizer.eot)
+    list(fill_masks(Spy(config), tokenizer, text))
+    assert seen == [[tokenizer.eot, *tokenizer.encode(before).tolist(), tokenizer.mask]]
+
+
+# ------------------------------------------------------------------------------------------ other people's files
+
+
+def test_the_index_decides_which_files_are_read(tokenizer, tmp_path):
+    """Shards left over from another saving lie beside those of the index."""
+    import safetensors.torch
+    ours = tiny(GPT2, 0)
+    file = export(ours, tokenizer, tmp_path) / "model.safetensors"
+    file = file.rename(tmp_path / "model-00001-of-00001.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    left = {name: t + 1 for name, t in tensors.items()}
+    safetensors.torch.save_file(left, tmp_path / "model-00002-of-00002.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+    back = from_hf(GPT2, tmp_path)
+    assert torch.equal(back.transformer["blocks"][0].qkv.weight, ours.transformer["blocks"][0].qkv.weight)
+    for content in "{", "[]", "{}", '{"weight_map": 1}':
+        index.write_text(content)
+        with pytest.raises(UserError, match="no readable config.json with"):
+            from_hf(GPT2, tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "missing.safetensors")}))
+    with pytest.raises(UserError, match="missing.safetensors cannot be read"):
+        from_hf(GPT2, tmp_path)
+
+
+def test_the_later_name_of_gelu_new_is_read(tokenizer, tmp_path):
+    ours = tiny(GPT2, 0)
+    path = export(ours, tokenizer, tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"activation_function": "gelu_pytorch_tanh"}))
+    assert from_hf(GPT2, tmp_path).config == ours.config
+
+
+def test_weights_of_torch_save_are_named_with_the_way_to_convert_them(tokenizer, tmp_path):
+    export(tiny(GPT2, 0), tokenizer, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin.*save_pretrained"):
+        from_hf(GPT2, tmp_path)
