@@ -859,13 +859,9 @@ def nearest_size(sizes: dict[str, dict], record: dict) -> str:
     """The size that a record names, or the first of those that differ from it in the fewest fields."""
     config = record["model_config"]
     size = record["settings"].get("size")
-    if size in sizes:
-        return size
-
-    def unlike(name: str) -> int:
-        return sum(sizes[name].get(key, config[key]) != config[key] for key in config)
-
-    return min(sizes, key=unlike)
+    unlike = {name: sum(row.get(key, config[key]) != config[key] for key in config)
+              for name, row in sizes.items()}
+    return size if size in sizes else min(unlike, key=unlike.get)
 
 
 def shape_of(config_class: type, record: dict, given: argparse.Namespace, free: tuple[str, ...]) -> dict:
@@ -1050,7 +1046,7 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp") 
     torch.manual_seed(0)  # so that random buffers are the same on all ranks, and in a resumed run
     with register_module_parameter_registration_hook(on_meta):
         model = model_class(config)
-    names: dict[nn.Parameter, str] = {}
+    names = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if (first := names.setdefault(p, name)) != name:
             raise UserError(f"{first} and {name} of {model_class.__name__} are one parameter, which would "
@@ -1140,9 +1136,9 @@ def config_of(config_class: type, saved: dict, where):
 
 def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
                strategy: str = "ddp", ids: int = 0, saved: dict | None = None,
-               **changes) -> tuple[nn.Module, dict | None]:
+               **changes) -> tuple[nn.Module, dict]:
     """Loads a model, with averaged weights if there are any, from a run directory, a file or hf:DIR_OR_ID,
-    or from `saved`, a checkpoint that was loaded before. Returns it and its checkpoint (None for hf:).
+    or from `saved`, a checkpoint that was loaded before. Returns it and its checkpoint.
     `changes` replaces fields of the configuration that do not affect the parameters. The context
     is extended to `seq_len`, if the positional encoding allows that, and the vocabulary to `ids`. The
     embeddings of new ids start as the mean of the existing ones.
@@ -1152,16 +1148,18 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
     def read_hf() -> dict:
         model = from_hf(model_class, str(source)[3:])
         weights.update(model.state_dict())
-        return asdict(model.config)
+        file = tokenizer_in(config_from_hf(model_class, str(source)[3:])[1][0].parent)
+        return {"path": source, "model_config": asdict(model.config),
+                "tokenizer": tokenizer_id(load_tokenizer(file)) if file else ""}
 
     if str(source).startswith("hf:"):
-        config = on_rank0(world, read_hf)
+        saved = on_rank0(world, read_hf)
     else:
         saved = saved or load_checkpoint(source, world, say)
         assert_family(saved, model_class)
-        config = saved["model_config"]
         if world.is_rank0:
             weights = saved["tensors"]["model"] | saved["tensors"]["ema"]
+    config = saved["model_config"]
     if config.get("attention") == "prefix" != changes.get("attention", "prefix"):
         say(f"WARNING: {source} was trained with prefix attention; this run has --attention "
             f"{changes['attention']}")
@@ -1175,7 +1173,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, seq_len
             weights[name] = torch.cat((weights[name][:known], new))
     changes["seq_len"] = max(seq_len, config["seq_len"])
     model = build_model(model_class, config_of(model_class.Config, config | changes, source), world, strategy)
-    if saved:
+    if "tensors" in saved:
         assert_same_parameters(model, saved)
     assert_context(source, model, config["seq_len"], seq_len)
     copy_weights(model, weights, world)
@@ -1225,8 +1223,7 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
     print(f"step {saved['step']} from {saved['path']}", flush=True)
     if args.export:
         to_hf(model, out / "hf", tokenizer)
-        auto_class = "AutoModelForMaskedLM" if "fill" in args else "AutoModelForCausalLM"
-        print(f"{out / 'hf'} is ready for {auto_class}.from_pretrained", flush=True)
+        print(f"{out / 'hf'} is ready for from_pretrained of transformers", flush=True)
         if model_class is GPT2 and model.config.attention == "prefix":
             print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
     if vars(args).get("fill") is not None:
@@ -1708,7 +1705,7 @@ class Checkpoints:
         self.world = world
         self.keep_last = keep_last
         self.say = say
-        self._copies: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._unsaved = set()  # steps with an evaluation, but without a checkpoint
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
@@ -1774,8 +1771,7 @@ class Checkpoints:
         assert_in_sync(state.model)
         world = self.world
         self.saved_step = step
-        steps = meta["settings"]["steps"]
-        say_on_other_nodes(world, f"step {step}/{steps} | in sync, node 0 saves a checkpoint")
+        say_on_other_nodes(world, f"step {step} of {meta['settings']['steps']} | in sync, node 0 saves it")
         lost = self.lost()
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
         while (sums := reduce_sum([not all(job.done() for job in self.unwritten), bool(lost)], world))[0]:
@@ -2102,8 +2098,7 @@ def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: Worl
     if global_batch * args.seq_len > 1e9:
         raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
                         "--global-batch, or --batch and --grad-accum.")
-    chosen = args.global_batch or args.batch and args.grad_accum
-    if not chosen and global_batch != wanted:
+    if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
         say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
             f"{global_batch}")
         if abs(global_batch / wanted - 1) > 0.05:
@@ -2154,18 +2149,18 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
     tokenizer = dataset.tokenizer
     model, source = load_model(model_class, args.init_from, world, say, args.seq_len, args.strategy,
                                vocab_size if pairs else 0, **changes)
-    say(f"starting from {source['path'] if source else args.init_from}")
+    say(f"starting from {source['path']}")
     digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
-    if source and source["tokenizer"].split()[-1] not in digests:
-        raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
-                        f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
     known = model.config.vocab_size
     ids = f"{args.init_from} knows {known} ids, {tokenizer.name} {vocab_size}"
+    if source["tokenizer"].rpartition(" ")[2] not in digests:
+        if "tensors" in source:
+            raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
+                            f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use the --tokenizer of "
+            "that model")
     if known < vocab_size:
         raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-    if known > vocab_size:
-        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use the "
-            "--tokenizer of that model")
     return model
 
 
@@ -2225,8 +2220,8 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
     ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"
     log.say(f"{identity['family']} {settings['size']}: {parameters}; {', '.join(shape)}; {ids}")
 
-    names = from_all(hardware(world.device))
-    hosts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    machines = Counter(from_all(hardware(world.device)))
+    hosts = ", ".join(f"{count} x {name}" for name, count in machines.items())
     processes = (f"processes {world.world_size}, nodes {world.nodes}, backend {world.backend} "
                  f"(--backend {settings['backend']}, on {world.device.type})")
     scaler = f"GradScaler {'on' if state.scaler.is_enabled() else 'off'}"
@@ -2423,9 +2418,8 @@ def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]
     if dataset.roles["response"] >= 0:
         if not prompt and not args.condition:
             prompt, expected = dataset.first_pair()
-        tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
-        if tokens >= args.seq_len:
-            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
+        if len(prompt_ids(dataset.tokenizer, prompt, args.condition)) >= args.seq_len:
+            raise UserError(f"--sample-prompt has more tokens than a row, {args.seq_len}: shorten it.")
     return prompt, expected
 
 

@@ -1177,7 +1177,7 @@ def hrm_from_hf(config: dict) -> dict:
 def gpt2_to_hf(c: GPT2Config) -> dict:
     refuse_export(c, "modern")
     return {"activation_function": "gelu_new", "tie_word_embeddings": True, "resid_pdrop": c.dropout,
-            "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+            "n_ctx": c.seq_len, "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
 
 
 def gpt2_from_hf(config: dict) -> dict:
@@ -1196,7 +1196,8 @@ def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
 
 def mlm_to_hf(c: MLMConfig) -> dict:
     return {"layer_types": mlm_layer_types(c.n_layer, c.global_every),
-            "global_attn_every_n_layers": c.global_every,
+            "global_attn_every_n_layers": c.global_every, "global_rope_theta": c.global_theta,
+            "local_rope_theta": c.local_theta,  # as transformers 4 calls them
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": c.global_theta},
                 "sliding_attention": {"rope_type": "default", "rope_theta": c.local_theta}},
@@ -1251,6 +1252,9 @@ HF_FAMILIES = {
          "n_head": "num_attention_heads", "d_model": "hidden_size", "ff": "intermediate_size",
          "window": "local_attention", "norm_eps": "norm_eps"},
         mlm_to_hf, mlm_from_hf)}
+CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}ANSWER"
+                 "{{ m['content'] + eos_token }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+                 "{% if add_generation_prompt %}ANSWER{% endif %}")
 VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # padded_vocab rows; theirs have vocab_size
 
 
@@ -1299,15 +1303,15 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
 
     bos, eos = tokenizer.decode([first]), tokenizer.decode([last])
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": bos,
-               "eos_token": eos, "pad_token": eos, "clean_up_tokenization_spaces": False}
+               "eos_token": eos, "pad_token": eos, "unk_token": eos, "clean_up_tokenization_spaces": False,
+               # transformers 4 would add other types to the embeddings of GPT-2
+               "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
     around = {bos: first}
     if pairs:
         answer = tokenizer.decode([c.response])
         around[answer] = c.response
-        # one prompt, one answer; it sets no types, so with a prefix pass token_type_ids of ones
-        special["chat_template"] = "{{ bos_token + messages[-1]['content'] }}" + answer
-    if prefix:
-        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+        # it sets no types, so with a prefix pass token_type_ids of ones
+        special["chat_template"] = CHAT_TEMPLATE.replace("ANSWER", answer)
     if masked:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
                                  "lstrip": tokenizer.takes_blank, "rstrip": False, "normalized": False,

@@ -39,13 +39,12 @@ SIZES = {
     "gpt2-xl": dict(n_layer=48, n_head=25, d_model=1600, batch=8, lr=2e-4, warmup=1000, steps=60000,
                     eval_every=500, save_every=500, **WEB),
 }
-BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
+BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
 
 
 def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, GPT2Config, SIZES)
-    parser.set_defaults(weight_decay=WEIGHT_DECAY)
     return parse(parser, GPT2Config, SIZES, argv, **records)
 
 

@@ -46,7 +46,7 @@ SIZES = {
 SIZES["1b-published"] = SIZES["1b"] | dict(  # where HRM-Text 1B differs from 1b
     vocab_size=65536, init="published", global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
     schedule="constant", grad_clip=0.0, ema=0.9999)
-BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
+BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
 VOCAB_LR = 4.0  # learning rate of embedding and head / --lr; 1 with Muon, --init-from or another --init
 PONDER_COST = 0.01  # of each further cycle, with --halt
 RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
@@ -59,7 +59,6 @@ def as_range(low: int, high: int) -> str:
 def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, HRMConfig, SIZES)
-    parser.set_defaults(weight_decay=WEIGHT_DECAY)
     flag = flag_group(parser, "recurrence")
     flag("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "

@@ -52,7 +52,7 @@ PRESETS = {
 }
 RECIPES = SIZES | {name: SIZES[size] | flags for name, (_, _, size, flags) in PRESETS.items()}
 EVAL_RATE = 0.15
-BETAS, WEIGHT_DECAY, MIN_LR_RATIO = (0.9, 0.95), 0.1, 0.1  # the last: final learning rate / --lr
+BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
 
 
 def list_presets() -> None:
@@ -74,7 +74,6 @@ def list_presets() -> None:
 def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
-    parser.set_defaults(weight_decay=WEIGHT_DECAY)
     flag = flag_group(parser, "masked language model")
     flag("--list-presets", bool, None, "print all presets with their commands")
     flag("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored")

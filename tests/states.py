@@ -10,5 +10,5 @@ def train_state(model, world, **changes) -> ddp_utils.TrainState:
     args = train_hrm.parse_args(["--precision", "fp32", "--lr", "1e-2"])
     vars(args).update(changes)
     ddp_utils.set_modes(model, args, world, print)
-    optimizers = make_optimizers(model, args.optimizer, args.lr, train_hrm.BETAS, train_hrm.WEIGHT_DECAY)
+    optimizers = make_optimizers(model, args.optimizer, args.lr, train_hrm.BETAS, args.weight_decay)
     return ddp_utils.TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)

@@ -347,7 +347,7 @@ def test_another_constant_of_the_trainer_is_printed_on_a_resume(shards, tmp_path
     same = trainer.train(0, shards, tmp_path / "run", steps=4)
     assert "resuming with" not in same.out, same.out
     changed = tmp_path / "train_constant_changed.py"
-    changed.write_text(text.replace("(0.9, 0.95), 0.1, 0.1", "(0.9, 0.99), 0.1, 0.1"))
+    changed.write_text(text.replace("(0.9, 0.95), 0.1 ", "(0.9, 0.99), 0.1 "))
     other = Trainer(str(changed), **FLAGS).train(0, shards, tmp_path / "run", steps=8)
     assert other.code == 0 and "resuming with BETAS [0.9, 0.99] (was [0.9, 0.95])" in other.out, other.out
 

@@ -184,7 +184,7 @@ def test_a_row_with_an_unknown_key_is_refused_by_name(module, monkeypatch):
     monkeypatch.setitem(module.SIZES, "mine", module.SIZES["tiny"] | nested)
     assert module.parse_args(["--size", "mine"]).weight_decay == 0.05
     assert module.parse_args(["--size", "mine", "--weight-decay", "0.01"]).weight_decay == 0.01
-    assert module.parse_args([]).weight_decay == module.WEIGHT_DECAY == 0.1
+    assert module.parse_args([]).weight_decay == 0.1
 
 
 @pytest.mark.parametrize("row, words", [

@@ -3,9 +3,11 @@ blanks before a mask; and the files of weights of other people.
 """
 
 import json
+import re
 
 import pytest
 import torch
+from runs import Trainer
 from test_model_gpt2_mlm import export, tiny
 
 import data
@@ -143,7 +145,22 @@ def test_fill_asks_about_the_position_of_the_mask(name, text, before):
     assert seen == [[tokenizer.eot, *tokenizer.encode(before).tolist(), tokenizer.mask]]
 
 
-# ------------------------------------------------------------------------------------------ other people's files
+# ----------------------------------------------------------------------------------- other people's files
+
+
+def test_data_of_another_tokenizer_than_that_of_the_weights_are_warned_of(tmp_path, shards, corpus):
+    """Of hf: weights, whose files may have their tokenizer or not; of ours they are refused."""
+    bpe = data.train_bpe([corpus.read_text()[:20000]], 300)
+    export(tiny(GPT2, 0, vocab_size=300, seq_len=32), bpe, tmp_path / "hf")
+    other = data.prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "hf" / "tokenizer.json"))
+    trainer = Trainer("train_gpt2.py", steps=1, d_model=None, n_layer=None, n_head=None)
+    warning = "WARNING: hf:.* its weights are of use only if these ids mean the same"
+    same = trainer.train(0, other, tmp_path / "same", init_from=f"hf:{tmp_path / 'hf'}")
+    foreign = trainer.train(0, shards, tmp_path / "foreign", init_from=f"hf:{tmp_path / 'hf'}")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    unknown = trainer.train(0, other, tmp_path / "unknown", init_from=f"hf:{tmp_path / 'hf'}")
+    for done, warned in ((same, False), (foreign, True), (unknown, True)):
+        assert done.code == 0 and bool(re.search(warning, done.out)) == warned, done.out
 
 
 def test_the_index_decides_which_files_are_read(tokenizer, tmp_path):

@@ -251,7 +251,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
               "init": "published", "h_cycles": 2, "l_cycles": 3, "optimizer": "adam-atan2", "grad_clip": 0,
               "lr": 2.2e-4, "warmup": 2000, "schedule": "constant", "ema": 0.9999, "bp_steps": (2, 5)}
     tuned = {"lr": 3e-5, "warmup": 0, "schedule": "cosine", "ema": 0.999, "bp_steps": (5, 5)}
-    assert (train_hrm.BETAS, train_hrm.WEIGHT_DECAY, train_hrm.MIN_LR_RATIO) == ((0.9, 0.95), 0.1, 0.1)
+    assert (train_hrm.BETAS, train_hrm.MIN_LR_RATIO) == ((0.9, 0.95), 0.1)
 
     def differ(wanted, *flags):
         args = vars(parsed(*flags))
@@ -296,12 +296,11 @@ def test_init_says_what_the_weights_start_as(shards, tmp_path):
     pytest.param({"init": "identity", "optimizer": "muon"}, 1, marks=pytest.mark.full)])
 def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, times, monkeypatch):
     """Four times that of the rest, where the model starts as the identity and AdamW trains it."""
-    monkeypatch.setattr(train_hrm, "WEIGHT_DECAY", 0.0)
     found = []
     for lr, vocab_lr in ((0, 4.0), (1e-3, 1.0), (1e-3, 4.0)):
         monkeypatch.setattr(train_hrm, "VOCAB_LR", vocab_lr)
         out = tmp_path / str(len(found))
-        assert train(0, shards, out, steps=1, eval_every=1, lr=lr, bp_steps=4, **changes).code == 0
+        assert train(0, shards, out, steps=1, eval_every=1, lr=lr, bp_steps=4, weight_decay=0, **changes).code == 0
         found.append({name: t for name, t in tensors_of(out).items() if name.startswith("model/")})
     start, one, four = found
     for name in start:
