@@ -356,7 +356,7 @@ def test_documents_come_back_in_order(documents, undisturbed):
 def words(tmp_path_factory) -> Path:
     """A directory of uint32 shards: its tokenizer knows 70,000 words and is not a byte-level BPE."""
     folder = tmp_path_factory.mktemp("words")
-    vocab = {f"w{i}": i for i in range(70_000)} | {EOT: 70_000, "[UNK]": 70_001}
+    vocab = {f"w{i}": i for i in range(70_000)} | {"[UNK]": 70_000}
     spec = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
             "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}}
@@ -367,10 +367,10 @@ def words(tmp_path_factory) -> Path:
 
 def test_a_large_vocabulary_makes_shards_of_32_bits(words):
     tokens = read_like_llmc(words / "train_000000.bin")
-    assert tokens.dtype == np.uint32 and tokens[0] == 70_000 and tokens.max() > 65_535
+    assert tokens.dtype == np.uint32 and tokens[0] == 70_001 and tokens.max() > 65_535
     dataset = data.Dataset([words], 50)
     (x, _), *_ = data.validation_batches(dataset.train, 32, place(0, 1))
-    assert x.flatten().tolist() == [70_000, *(i * 7 % 70_000 for i in range(32 * 50 - 1))]
+    assert x.flatten().tolist() == [70_001, *(i * 7 % 70_000 for i in range(32 * 50 - 1))]
     assert dataset.tokenizer.decode(x[1]) == " ".join(f"w{i * 7 % 70_000}" for i in range(49, 99))
 
 

@@ -394,7 +394,7 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode):
 @pytest.mark.full
 @pytest.mark.parametrize("command, code, sentence", [
     (["-c", "import os, torch, ddp_utils\n"
-            "unlike = lambda *_: (torch.device('cpu'), ('gloo', 'nccl')[int(os.environ['RANK'])], '')\n"
+            "unlike = lambda *_: (torch.device('cpu'), ('gloo', 'nccl')[int(os.environ['RANK'])])\n"
             "ddp_utils.choose_device = unlike\nddp_utils.launch(lambda: ddp_utils.init(timeout=20))"], 2,
      "error: rank {rank} is one of 1 among 2 that use"),
     (["train_gpt2.py", "--data", "text:/nonexistent/*.txt", "--timeout", "20"], None, "error: ")])
