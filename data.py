@@ -278,9 +278,9 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 def short_runs(texts):
     """Yields the texts for train_bpe, cut to pieces of LONGEST_RUN characters if they have a longer run."""
-    run = re.compile(r"\S{%d}|\s{%d}" % (LONGEST_RUN, LONGEST_RUN))
     for text in map(without_surrogates, texts):
-        size = LONGEST_RUN if run.search(text) else len(text) + 1
+        long = re.search(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}", text)
+        size = LONGEST_RUN if long else len(text) + 1
         yield from (text[i:i + size] for i in range(0, len(text), size))
 
 

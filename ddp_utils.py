@@ -1186,7 +1186,7 @@ def assert_family(saved: dict, model_class: type) -> None:
                         f"{model_class.__name__}: use its own trainer.")
 
 
-def load_run(model_class: type, run: str | Path, device="cpu") -> tuple:
+def load_run(model_class: type, run: str | Path) -> tuple:
     """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
     use in a script of one's own: with averaged weights if there are any, without a World. Raises RunError.
     """
@@ -1194,7 +1194,7 @@ def load_run(model_class: type, run: str | Path, device="cpu") -> tuple:
     saved = read_checkpoint(path)
     model = model_class(config_of(model_class.Config, saved["model_config"], path))
     model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
-    return model.eval().to(device), load_tokenizer(str(path.parent.parent))
+    return model.eval(), load_tokenizer(str(path.parent.parent))
 
 
 def tokenizer_id(tokenizer) -> str:
@@ -1771,7 +1771,8 @@ class Checkpoints:
         assert_in_sync(state.model)
         world = self.world
         self.saved_step = step
-        say_on_other_nodes(world, f"step {step} of {meta['settings']['steps']} | in sync, node 0 saves it")
+        say_on_other_nodes(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a "
+                                  "checkpoint")
         lost = self.lost()
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
         while (sums := reduce_sum([not all(job.done() for job in self.unwritten), bool(lost)], world))[0]:
@@ -2418,8 +2419,9 @@ def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]
     if dataset.roles["response"] >= 0:
         if not prompt and not args.condition:
             prompt, expected = dataset.first_pair()
-        if len(prompt_ids(dataset.tokenizer, prompt, args.condition)) >= args.seq_len:
-            raise UserError(f"--sample-prompt has more tokens than a row, {args.seq_len}: shorten it.")
+        tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
+        if tokens >= args.seq_len:
+            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
     return prompt, expected
 
 

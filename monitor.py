@@ -649,13 +649,16 @@ def watch_machine(args: argparse.Namespace) -> None:
 
 
 def show_run(run: Path) -> None:
+    warnings = []
     try:
-        records = read_metrics(run, lambda text: print(text, file=sys.stderr))
+        records = read_metrics(run, warnings.append)
     except OSError as error:
         raise UserError(f"{run} has no metrics.jsonl that can be read ({error.strerror}): name the "
                         "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None
     if not records and (run / "metrics.jsonl").stat().st_size > 0:
         raise UserError(f"not a run: {run}/metrics.jsonl does not begin with the record of a step.")
+    for warning in warnings:
+        print(warning, file=sys.stderr)
     name = run.resolve().name
     print(json.dumps({"run": name} | summarize(records)), flush=True)
     path = run / "training_history.png"

@@ -98,7 +98,8 @@ def test_llama_cpp_writes_the_same_text(name, tokenizer, corpus, tmp_path, monke
         compare(answers[0], *expected(model, [words.eot, *words.encode(prompts[0]).tolist()], 9))
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "hrm"])
 def test_llama_cpp_answers_a_chat(name, tmp_path):
     path = tmp_path / "qa.jsonl"
     path.write_text("".join(json.dumps({"q": f"{n} and 1?", "a": f"it is {n + 1}"}) + "\n" for n in range(300)))

@@ -137,6 +137,7 @@ class SlowToHear:
         ddp_utils.Heartbeat.add = slow
 
 
+@pytest.mark.full
 def test_the_process_that_hosts_the_store_leaves_last(tmp_path, shards):
     flags = GPT2.flags(shards, tmp_path / "run", steps=2, global_batch=16, batch=8)
     done = Group("train_gpt2.py", *flags, ranks=2, fault=SlowToHear(), fault_rank=1).finish(60)

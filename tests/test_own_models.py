@@ -395,7 +395,7 @@ def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
         assert code == 0 or "error: the validation set more has another tokenizer" in done.out, done.out
 
 
-@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("ema", [0.9, pytest.param(0.0, marks=pytest.mark.full)])
 def test_a_run_is_loaded_for_use_as_it_was_evaluated(ema, shards, tmp_path):
     trainer = Trainer("train_gpt2.py", **FLAGS)
     assert trainer.train(0, shards, tmp_path / "run", ema=ema, eval_batches=0).code == 0

@@ -209,6 +209,7 @@ def test_a_value_that_its_flag_would_refuse_is_refused_in_a_row(row, words, monk
     assert train_gpt2.parse_args(["--size", "mine"]).schedule == "wsd"
 
 
+@pytest.mark.full
 def test_weight_decay_is_a_flag(tmp_path, shards):
     """It reaches the optimizer, and a resume prints a change and takes it."""
     for name, decay in (("none", 0), ("much", 50)):
