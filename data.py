@@ -459,7 +459,8 @@ class Source:
             self.total = sum(size for _, size in sizes)
             self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
             digest = sha256_of if self.total < 64 * BLOCK else sample_digest
-            self.identity += f", content {digest_json([*map(digest, self.files)])[:16]}"
+            self.identity += (", content "
+                              f"{digest_json([prefix == 'hub' and where, *map(digest, self.files)])[:16]}")
         val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
         if self.tail and prefix != "text":
@@ -645,7 +646,7 @@ PACKED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zX": lzma.open,
 
 def find_files(where: str, say=lambda text: None) -> list[Path]:
     """The files of a path or pattern, sorted, each real file once. Brackets may be part of a name."""
-    path = Path(where).expanduser()
+    path = Path(os.path.expanduser(where))
     names = glob.glob(str(path), recursive=True) if not path.is_file() else [path]
     names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
     found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)

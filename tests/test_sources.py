@@ -200,6 +200,15 @@ def test_another_content_of_the_same_length_is_refused(here, monkeypatch):
         data.check_source("text:a/n.txt", out, data.read_manifest(out)["settings"])
 
 
+def test_a_local_folder_of_hf_that_has_changed_is_refused(here):
+    (here / "set").mkdir()
+    write_rows(here / "set" / "a.jsonl", *({"text": f"row {n}"} for n in range(50)))
+    out = prepared("hf:set", "out")
+    assert prepared("hf:set", "out") == out
+    write_rows(here / "set" / "a.jsonl", *({"text": f"now {n}"} for n in range(50)))
+    assert "another source" in refused("hf:set", "out")
+
+
 def test_links_give_each_file_once(here, capsys):
     (here / "loop" / "sub").mkdir(parents=True)
     (here / "loop" / "sub" / "t.txt").write_text("text")
