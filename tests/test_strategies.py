@@ -120,6 +120,7 @@ def test_adaptive_depth_is_agreed_on_under_fsdp():
 BF16 = {"comm": "bf16", "d_model": 160, "n_layer": 3}  # more than fits DDP's first bucket
 
 
+@pytest.mark.full
 def test_gradients_sent_as_bf16_resume_bit_for_bit(tmp_path, shards):
     run_all(2, shards, tmp_path, [("gpt2", "whole", BF16), ("gpt2", "fp32", BF16 | {"comm": "fp32"})])
     copy_of_the_first_half(tmp_path / "whole", tmp_path / "again")

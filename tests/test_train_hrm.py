@@ -137,6 +137,7 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
         assert abs(evaluations_of(new)[0]["val_loss"] - evaluations_of(out)[-1]["val_loss"]) < 1e-5
 
 
+@pytest.mark.full
 def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
     """The way of the default command, with a smaller corpus: below the unigram entropy within a minute."""
     done = run(2, "train_hrm.py", "--data", f"text:{corpus}", "--tokenizer", "bpe:512", "--steps", "60",

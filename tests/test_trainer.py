@@ -34,7 +34,8 @@ TRAINERS = {
 def pytest_generate_tests(metafunc):
     if "script" in metafunc.fixturenames:
         metafunc.parametrize("script", metafunc.config.getoption("trainer") or [
-            pytest.param(script, marks=[pytest.mark.full] * (script == RECURRENT)) for script in TRAINERS])
+            pytest.param(script, marks=[pytest.mark.full] * (script in (RECURRENT, "train_mlm.py")))
+            for script in TRAINERS])
 
 
 def trainer_of(script: str, capsys) -> Trainer:
