@@ -572,7 +572,8 @@ class Source:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON, or nested too deeply: each line must be one JSON object.")
+            raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line must be one "
+                            "JSON object.")
         self._check_fields(where, row)
         yield from self._texts(where, [row[field] for field in self.fields])
 
@@ -677,7 +678,8 @@ def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
     return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
                      f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16LE), "
                      f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes "
-                     f"with tr -d '\\000' < {name} > new.txt.")
+                     f"with tr -d '\\000' < {name} > new.txt. A packed file has to be unpacked before that, "
+                     "and a parquet file named as parquet:.")
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:
@@ -1170,8 +1172,7 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     else:
         tokenizer = load_tokenizer(name)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        some = itertools.chain(*(item[-1] for item in itertools.islice(read_pieces(source, settings), 1000)))
-        if lost := tokenizer.lost_in("".join(itertools.islice(some, BLOCK))):
+        if lost := tokenizer.lost_in("\n".join(first_texts(source, settings, BLOCK, splits=""))):
             text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
             if lost > 0.01:
                 raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
@@ -1199,12 +1200,11 @@ def row_for(source: Source, settings: dict, tokenizer) -> int:
     return min(64 * (longest // 64 + 1), LARGEST_ROW)
 
 
-def first_texts(source: Source, settings: dict) -> list[str]:
-    """About the first BPE_TRAIN_CHARS characters of the training split."""
+def first_texts(source: Source, settings: dict, budget: int = BPE_TRAIN_CHARS, splits="train") -> list[str]:
+    """About the first `budget` characters of the splits whose names begin so."""
     texts = []
-    budget = BPE_TRAIN_CHARS
     for _, _, split, text in read_pieces(source, settings):
-        if split == "train":
+        if split.startswith(splits):
             texts += [text] if isinstance(text, str) else text
             budget -= characters(text)
         if budget <= 0:
@@ -1336,7 +1336,8 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{documents:,} documents")
     if not val:
-        text += " (nothing to evaluate: prepare with --val-split hash:0.1 in another --out)"
+        text += (" (nothing to evaluate: prepare with --val-split hash:0.1, or a single document with "
+                 "tail:0.1, in another --out)")
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
         shown = sorted(counts.keys() - {"read", "documents", "tokens"})
@@ -1894,7 +1895,8 @@ def check_source(data: str, out: Path, settings: dict) -> None:
         return print(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used", flush=True)
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
-                        "delete it, or prepare this one in another --out, and name that with --data.")
+                        "delete it, or prepare this one in another --out, and name that with --data; either "
+                        "needs another --out in training.")
 
 
 # -----------------------------------------------------------------------------------------------------------

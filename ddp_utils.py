@@ -1306,8 +1306,9 @@ def assert_all_train(model: nn.Module, optimizers: list) -> None:
     odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
            if p.requires_grad and count[p] != 1]
     if odd:
-        raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: one in none would "
-                        "never train, so freeze it with requires_grad_(False) if you mean that.")
+        raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: name one "
+                        "that is in 2 only once. One in 0 would never train, so freeze it with "
+                        "requires_grad_(False) if you mean that.")
 
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:

@@ -100,6 +100,14 @@ def test_text_without_tokens_is_counted_and_refused_above_a_hundredth(tmp_path, 
     assert "loses" not in capsys.readouterr().out
 
 
+def test_the_end_of_one_document_and_the_next_make_no_unknown_word(tmp_path, capsys):
+    """One that has all words of each row loses none, although the rows have no white space at their ends."""
+    (tmp_path / "t.json").write_text(word_level({"[UNK]": 0, "good": 1, "river": 2}))
+    (tmp_path / "x.jsonl").write_text('{"text": "good river"}\n' * 99)
+    data.prepare(f"jsonl:{tmp_path}/x.jsonl", tmp_path / "out", str(tmp_path / "t.json"))
+    assert "loses" not in capsys.readouterr().out
+
+
 def test_lowercasing_and_nfkc_are_no_loss(tmp_path, capsys):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     bpe = Tokenizer(models.BPE(unk_token="[UNK]"))
