@@ -277,11 +277,11 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def short_runs(texts):
-    """Yields the texts for train_bpe, cut to pieces of LONGEST_RUN characters if they have a longer run."""
+    """Yields the texts for train_bpe, cut to pieces of LONGEST_RUN characters if one piece is a single run."""
     for text in map(without_surrogates, texts):
-        long = re.search(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}", text)
-        size = LONGEST_RUN if long else len(text) + 1
-        yield from (text[i:i + size] for i in range(0, len(text), size))
+        pieces = [text[i:i + LONGEST_RUN] for i in range(0, len(text), LONGEST_RUN)]
+        one_run = rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}"
+        yield from pieces if any(re.match(one_run, piece) for piece in pieces) else [text]
 
 
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
@@ -1226,7 +1226,8 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
         for batch, arrays in in_order(batches, workers, encode, source, tokenizer):
             for (document, piece, split, text), tokens in zip(batch, arrays):
                 if not limit or counts["read"] < limit:
-                    marks += "".join(text).count(EOT)
+                    if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
+                        marks += str(text).count(EOT)  # of a text or of a pair
                     writer.add(document, piece, split, tokens)
             bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
             done = min(counts["read"], limit) if limit else source.done
@@ -1234,8 +1235,8 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
             if limit and counts["read"] >= limit:
                 break
     if marks:
-        print(f"note: {EOT} occurs {marks:,} times, as plain text; with a text: source --split-on '{EOT}' "
-              "makes documents of what is between", flush=True)
+        print(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
+              f"--split-on '{EOT}' makes documents of what is between", flush=True)
 
 
 def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
