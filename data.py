@@ -111,6 +111,9 @@ CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
+say = functools.partial(print, flush=True)  # in a pipe, too, at once
+
+
 def roles_of(specials: dict[str, int], eot: int) -> dict[str, int] | None:
     """The ids that mark a sample's `start`, `response` and `end` (−1: the next start), or None."""
     if all(name in specials for name in HRM_TEXT_ROLES):
@@ -1061,10 +1064,10 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): choose "
                                 "another --out, or delete it.")
         if manifest["complete"]:
-            print(f"{out} is already prepared: {describe(manifest)}", flush=True)
+            say(f"{out} is already prepared: {describe(manifest)}")
             return out
         if manifest["shards"]:
-            print(f"{out} resumes after {len(manifest['shards'])} shards", flush=True)
+            say(f"{out} resumes after {len(manifest['shards'])} shards")
         writer = ShardWriter(out, manifest, thread)
         tokenizer = parse_tokenizer_json(tokenizer_name, read_tokenizer_json(out, manifest))
         tokenize(writer, source, tokenizer, workers or cpu_count())
@@ -1073,7 +1076,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
                             "longer than --row, or all of it fell into the validation split.")
         writer.commit(complete=True)
         writer.writing.result()
-    print(f"{out} is ready: {describe(manifest)}", flush=True)
+    say(f"{out} is ready: {describe(manifest)}")
     return out
 
 
@@ -1143,7 +1146,7 @@ def lock_directory(out: Path):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that is preparing {out}", flush=True)
+            say(f"waiting for another process that is preparing {out}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks
@@ -1164,11 +1167,11 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     if bpe := re.fullmatch(r"bpe:(\d+)", name):
         if not 300 <= int(bpe[1]) <= 1_000_000:
             raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
-        print(f"training {name} on {dataset}", flush=True)
+        say(f"training {name} on {dataset}")
         texts = first_texts(source, settings)
         (_, tokenizer), = in_order([texts], 1, train_bpe, int(bpe[1]))  # in a thread, for Ctrl-C's sake
         if tokenizer.num_ids < int(bpe[1]):
-            print(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short", flush=True)
+            say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
     else:
         tokenizer = load_tokenizer(name)
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -1176,7 +1179,7 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
             text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
             if lost > 0.01:
                 raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
-            print(f"WARNING: {text}", flush=True)
+            say(f"WARNING: {text}")
     pairs = settings["row"] is not None
     if pairs:
         tokenizer = with_roles(tokenizer)
@@ -1218,6 +1221,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
     settings = writer.manifest["settings"]
     counts = writer.counts
     marks = 0
+    without = 0
     limit = settings["max_tokens"]
     source.done = 0  # beginnings may have been read
     batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
@@ -1229,14 +1233,17 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
                     if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
                         marks += str(text).count(EOT)  # of a text or of a pair
                     writer.add(document, piece, split, tokens)
+                    without = document + 1 - counts["documents"]
             bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
             done = min(counts["read"], limit) if limit else source.done
             bar.update(done - bar.n)
             if limit and counts["read"] >= limit:
                 break
     if marks:
-        print(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
-              f"--split-on '{EOT}' makes documents of what is between", flush=True)
+        say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
+            f"--split-on '{EOT}' makes documents of what is between")
+    if without:
+        say(f"note: {without:,} documents have no text or fewer words than --min-words")
 
 
 def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
@@ -1877,14 +1884,13 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     else:
         if endless and not max_tokens:
             why = "" if prefix == "task" else ", 20 for each parameter"
-            print(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
-                  "another number", flush=True)
+            say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
+                "another number")
         options = {key: value for key, value in settings.items() if key not in ("source", "tokenizer")}
         prepare(data, out, tokenizer_name, **options)
     if endless and not max_tokens and (settings["max_tokens"] or useful) < useful / 2:
-        print(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
-              f"{useful:,}: python data.py prepare --max-tokens makes a larger one in another --out",
-              flush=True)
+        say(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
+            f"{useful:,}: python data.py prepare --max-tokens makes a larger one in another --out")
     return out
 
 
@@ -1893,7 +1899,7 @@ def check_source(data: str, out: Path, settings: dict) -> None:
     try:
         identity = Source(data, settings).identity
     except UserError as error:  # the source is gone; the shards suffice
-        return print(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used", flush=True)
+        return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one in another --out, and name that with --data; either "

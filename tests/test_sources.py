@@ -273,3 +273,15 @@ def test_blank_lines_are_no_documents_of_a_resumed_source(here, options):
     source = data.Source("jsonl:x.jsonl", data.settings_of("jsonl:x.jsonl", **options))
     whole = [list(document) for document, _, _ in source.documents(0)]
     assert [list(document) for document, _, _ in source.documents(4)] == whole[4:] and len(whole) == 9
+
+
+def test_documents_without_text_are_counted(here, capsys):
+    dataset = write_rows(here / "x.jsonl", *({"text": text} for text in ("a", None, " \n", "", "b c", "d")))
+    prepared(dataset, "out")
+    assert "note: 3 documents have no text" in capsys.readouterr().out
+    prepared(dataset, "words", min_words=2, val_split="hash:0.000001")
+    assert "note: 4 documents have no text or fewer words" in capsys.readouterr().out
+    prepared(dataset, "limited", max_tokens=1, val_split="hash:0.000001")
+    assert "note" not in capsys.readouterr().out
+    prepared(write_rows(here / "y.jsonl", {"text": "a"}, {"text": "b"}), "full")
+    assert "note" not in capsys.readouterr().out
