@@ -1638,8 +1638,9 @@ class Dataset:
                             f"of {seq_len}; lower --seq-len or prepare more text.")
         sets = {name: Shards(paths, seq_len, which) for name, paths in held_out.items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
+        ids = self.tokenizer.to_json(), self.roles
         for shards in (self.train, *self.val.values()):
-            shards.ids = self.tokenizer.to_json(), self.roles
+            shards.ids = ids
         self.name = "+".join(directory.name for directory in directories)
         digests = [digest_of(found[directory][0]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
@@ -1898,12 +1899,12 @@ def check_source(data: str, out: Path, settings: dict) -> None:
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
         identity = Source(data, settings).identity
-    except UserError as error:  # the source is gone; the shards suffice
+    except (UserError, OSError) as error:  # the source is gone; the shards suffice
         return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one in another --out, and name that with --data; either "
-                        "needs another --out in training.")
+                        f"needs another --out in training. To go on with the old text, use --data {out}.")
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -2159,8 +2159,8 @@ def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset,
         if "tensors" in source:
             raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
                             f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same; use the --tokenizer of "
-            "that model")
+        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
+            "here: use the tokenizer of that model")
     if known < vocab_size:
         raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
     return model

@@ -398,7 +398,8 @@ class LanguageModel(nn.Module):
     * `forward(idx)` returns logits (B, T, vocab_size) for tokens idx (B, T), int64. With targets (B, T), as
       the loader yields them, it returns the objective, which is differentiated, and a dictionary of detached
       scalars, which includes `loss` in nats. All are sums over the targets that count, those ≥ 0. The log
-      shows the scalars per target, as NAME and val_NAME. CausalLM implements `forward` for models with
+      shows the scalars per target, as NAME and val_NAME (not labels, bytes, samples, correct, exact, accuracy
+      or bits_per_byte, which evaluations have themselves). CausalLM implements `forward` for models with
       `hidden` and `head_weight`.
     * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
     * Only layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
@@ -1371,7 +1372,7 @@ def config_from_hf(model_class: type, source: str):
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if index.exists():  # other files may be left over
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            files = [directory / name for name in sorted({*names})]
+            files = [directory / Path(name).name for name in sorted({*names})]  # none elsewhere
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         config = None
     if not isinstance(config, dict) or not files:

@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 bench/evaluate.py runs/x --strategy zero3    # a model too large for one process
 
 Prints the results as a line, and as JSON for a script. With the run's own data, batches and number of processes the
-losses are those of its log, beside training too.
+losses are those of its log (up to rounding if blocks were compiled), beside training too. All nodes need the same flags.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import ArgumentParser, Dataset, Masker, UserError, directory_of, sources_of  # noqa: E402
+from data import ArgumentParser, Dataset, Masker, UserError, directory_of, read_manifest, sources_of  # noqa: E402
 from ddp_utils import (STRATEGIES, StopVote, evaluate, init, launch, load_checkpoint, load_model,  # noqa: E402
                        nonnegative_int, positive_int, tokenizer_id)
 from monitor import EVALUATION, format_known, named_sets  # noqa: E402
@@ -51,7 +51,9 @@ def main() -> None:
     model.compute_dtype = getattr(torch, run["precision"])
 
     directories = [directory_of(source, run["tokenizer"]) for source in sources_of(args.data or run["data"])]
-    dataset = Dataset(directories, saved["seq_len"], None, saved["loss_on"])
+    # shards of other programs come without a tokenizer
+    foreign = None if any(map(read_manifest, directories)) else saved["tokenizer_file"]
+    dataset = Dataset(directories, saved["seq_len"], foreign, saved["loss_on"])
     if tokenizer_id(dataset.tokenizer).split()[-1] != saved["tokenizer"].split()[-1]:  # only the digests
         raise UserError(f"{args.run} was trained with the tokenizer {saved['tokenizer']}, the data have "
                         f"{tokenizer_id(dataset.tokenizer)}: prepare them with its tokenizer.json.")
@@ -64,7 +66,9 @@ def main() -> None:
     state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
     found = evaluate(state, dataset, StopVote(world), args.batch or run["batch"], batches * run["global_batch"],
                      masker)
-    if found is None or not world.is_rank0:  # a signal has ended it
+    if found is None:  # a signal has ended it
+        raise KeyboardInterrupt
+    if not world.is_rank0:
         return
     parts = [f"step {saved['step']} on {dataset.name}", *format_known(found, EVALUATION), *named_sets(found)]
     print(" | ".join(parts))

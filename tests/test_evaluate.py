@@ -1,6 +1,7 @@
 """bench/evaluate.py: the losses of a run that is there, as its log has them; nothing in it changes."""
 
 import json
+import shutil
 
 import pytest
 from conftest import ROOT, finish, run, start
@@ -47,6 +48,10 @@ def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
         (), ("--eval-cycles", 5), ("--data", other)))
     assert same["val_cycles"] == 1 and more["val_cycles"] == 5 and more["val_loss"] != same["val_loss"]
     assert further["data"] == "other" and further["val_loss"] != same["val_loss"]
+    (tmp_path / "bare").mkdir()
+    for path in shards.glob("*.bin"):
+        shutil.copy(path, tmp_path / "bare")
+    assert result(fork(0, "bench/evaluate.py", out, "--data", tmp_path / "bare"))["val_loss"] == same["val_loss"]
     foreign = data.prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
     refused = fork(0, "bench/evaluate.py", out, "--data", foreign)
     assert refused.code == 2 and "was trained with the tokenizer bytes" in refused.out, refused.out

@@ -509,7 +509,7 @@ def test_a_copied_file_among_the_curves_does_not_end_a_run(tmp_path):
 
 
 def test_files_that_vanish_do_not_end_a_finished_run(tmp_path, monkeypatch):
-    """Such as those of wandb's service, while the size of the run is added up."""
+    """Such as those of another service, while the size of the run is added up."""
     log = begun(tmp_path, seq_len=8)
     log.start_clock(0, 0)
     walk = os.walk

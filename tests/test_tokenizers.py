@@ -191,6 +191,13 @@ def test_the_index_decides_which_files_are_read(tokenizer, tmp_path):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "missing.safetensors")}))
     with pytest.raises(UserError, match="missing.safetensors cannot be read"):
         from_hf(GPT2, tmp_path)
+    (tmp_path / "inside").mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).rename(tmp_path / "inside" / name)
+    outside = dict.fromkeys(tensors, f"../{file.name}")
+    (tmp_path / "inside" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": outside}))
+    with pytest.raises(UserError, match=f"inside/{file.name} cannot be read"):  # no file outside is
+        from_hf(GPT2, tmp_path / "inside")
 
 
 def test_the_later_name_of_gelu_new_is_read(tokenizer, tmp_path):
