@@ -285,3 +285,14 @@ def test_documents_without_text_are_counted(here, capsys):
     assert "note" not in capsys.readouterr().out
     prepared(write_rows(here / "y.jsonl", {"text": "a"}, {"text": "b"}), "full")
     assert "note" not in capsys.readouterr().out
+
+
+def test_a_source_that_cannot_be_read_any_more_is_not_needed(here, capsys, monkeypatch):
+    (here / "x.txt").write_text(TEXT)
+    settings = data.read_manifest(prepared("text:x.txt", here / "out"))["settings"]
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    monkeypatch.setattr(data, "sha256_of", forbidden)
+    data.check_source("text:x.txt", here / "out", settings)
+    assert "Permission denied" in (said := capsys.readouterr().out) and "prepared before, is used" in said
