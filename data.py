@@ -280,7 +280,7 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def short_runs(texts):
-    """Yields the texts for train_bpe, cut to pieces of LONGEST_RUN characters if one piece is a single run."""
+    """Yields the texts for train_bpe, in pieces of LONGEST_RUN characters if one piece is a single run."""
     for text in map(without_surrogates, texts):
         pieces = [text[i:i + LONGEST_RUN] for i in range(0, len(text), LONGEST_RUN)]
         one_run = rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}"
@@ -670,8 +670,8 @@ def text_of(value, where: str) -> str:
         return value or ""
     if not isinstance(value, numbers.Number | datetime.date | datetime.time):
         raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
-                        'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field prompt '
-                        "--response-field response (cluster/README.md, Chats).")
+                        'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field '
+                        "prompt --response-field response (cluster/README.md, Chats).")
     return str(value)
 
 

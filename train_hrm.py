@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
-        if not c.reaches_embedding(*plan(step)[1:]):
+        if not c.reaches_embedding(bp_steps, cycles):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         stop.vote()  # whether a rank got a signal; the next step reads it

@@ -1,11 +1,13 @@
-"""nanoGPT and train_gpt2.py on the same text, the same cores, in the same time: the table of README's first screen.
+"""nanoGPT and train_gpt2.py on the same text, the same cores, in the same time: the table of README's first
+screen.
 
     git clone https://github.com/karpathy/nanoGPT
-    python bench/nanogpt.py nanoGPT shakespeare.txt                      # five minutes; nothing else should run
+    python bench/nanogpt.py nanoGPT shakespeare.txt     # five minutes; nothing else should run
 
-Runs in turn nanoGPT's recipe for CPUs (the one of its README, and stretched to the longer time) and README's recipe
-for a text of one's own, and prints the whole time of each command, its start included, and its validation loss. Both
-hold out the last tenth of the text, and evaluate in nats per character, nanoGPT on as many random pieces as cover it.
+Runs in turn nanoGPT's recipe for CPUs (the one of its README, and stretched to the longer time) and README's
+recipe for a text of one's own, and prints the whole time of each command, its start included, and its
+validation loss. Both hold out the last tenth of the text, and evaluate in nats per character, nanoGPT on as
+many random pieces as cover it.
 """
 
 import re
@@ -21,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import ArgumentParser, cpu_count  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-THEIRS = ("--device=cpu --compile=False --log_interval=200 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
-          "--n_embd=128 --dropout=0.0 --eval_iters=145")  # 145 * 12 * 64 characters, a tenth of the text
+THEIRS = ("--device=cpu --compile=False --log_interval=200 --block_size=64 --batch_size=12 --n_layer=4 "
+          "--n_head=4 --n_embd=128 --dropout=0.0 "
+          "--eval_iters=145")  # 145 * 12 * 64 characters, a tenth of the text
 OURS = "--modern --optimizer muon --lr 1e-2 --tokenizer bytes --max-new-tokens 5"
 
 
@@ -43,8 +46,9 @@ def nanogpt(where: Path, iterations: int) -> tuple[float, float]:
 
 def ours(text: Path, steps: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = ["torchrun", f"--nproc_per_node={min(2, cpu_count())}", ROOT / "train_gpt2.py", *OURS.split(),
-                   "--data", f"text:{text}", "--steps", steps, "--eval-every", steps, "--out", "run"]
+        command = ["torchrun", f"--nproc_per_node={min(2, cpu_count())}", ROOT / "train_gpt2.py",
+                   *OURS.split(), "--data", f"text:{text}", "--steps", steps, "--eval-every", steps,
+                   "--out", "run"]
         seconds, printed = run(command, Path(folder))
     return seconds, float(re.findall(r"validation loss ([\d.]+)", printed)[-1])
 
@@ -57,15 +61,17 @@ def main() -> None:
     parser.add_argument("--steps", default="320,600", help="of train_gpt2.py, for about the same times")
     args = parser.parse_args()
     if not (args.nanogpt / "train.py").exists():
-        raise SystemExit(f"error: {args.nanogpt} is no nanoGPT: git clone https://github.com/karpathy/nanoGPT")
+        raise SystemExit(f"error: {args.nanogpt} is no nanoGPT: git clone "
+                         "https://github.com/karpathy/nanoGPT")
     folder = args.nanogpt / "data" / "shakespeare_char"
     shutil.copyfile(args.text, folder / "input.txt")
     run([sys.executable, "prepare.py"], folder)
     print("| | seconds | validation loss per character |\n|---|---|---|", flush=True)
     for iterations, steps in zip(args.iterations.split(","), args.steps.split(",")):
-        for name, (seconds, loss) in ((f"nanoGPT, {iterations} iterations", nanogpt(args.nanogpt, int(iterations))),
-                                      (f"train_gpt2.py, {steps} steps", ours(args.text.resolve(), int(steps)))):
-            print(f"| {name} | {seconds:.0f} | {loss:.3f} |", flush=True)
+        seconds, loss = nanogpt(args.nanogpt, int(iterations))
+        print(f"| nanoGPT, {iterations} iterations | {seconds:.0f} | {loss:.3f} |", flush=True)
+        seconds, loss = ours(args.text.resolve(), int(steps))
+        print(f"| train_gpt2.py, {steps} steps | {seconds:.0f} | {loss:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

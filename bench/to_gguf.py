@@ -3,9 +3,9 @@
     python bench/to_gguf.py runs/gpt2-tiny-stdlib-bpe4096            # writes runs/…/model.gguf, in float32
     llama-cli -m runs/gpt2-tiny-stdlib-bpe4096/model.gguf -p "def main(" --temp 0
 
-It takes a GPT-2 or an HRM of train_gpt2.py or train_hrm.py with a tokenizer of this project (gpt2, cl100k_base, bytes,
-bpe:N), and pairs trained with --attention isolated. llama.cpp knows neither the attention `prefix`, --modern, --halt and
---inject-input nor masked language models.
+It takes a GPT-2 or an HRM of train_gpt2.py or train_hrm.py with a tokenizer of this project (gpt2,
+cl100k_base, bytes, bpe:N), and pairs trained with --attention isolated. llama.cpp knows neither the attention `prefix`,
+--modern, --halt and --inject-input nor masked language models.
 """
 
 import json
@@ -41,7 +41,8 @@ def add_shape(writer, model) -> None:
         writer.add_block_count(c.n_layer)
         writer.add_layer_norm_eps(c.norm_eps)
         return
-    writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))  # one slot of the cache for each call
+    # one slot of the cache for each call
+    writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(c.rope_theta)
@@ -85,12 +86,12 @@ def to_gguf(model, path: Path, tokenizer) -> None:
         raise UserError("GGUF needs the package gguf: pip install gguf.") from None
     refuse_export(model.config, *(("halt", "inject_input") if isinstance(model, HRM) else ("modern",)))
     if not isinstance(tokenizer, Tokenizer) or tokenizer.pattern not in CUTS:
-        raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, bytes or "
-                        "bpe:N.")
+        raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
+                        "bytes or bpe:N.")
     c = model.config
-    if c.attention == "prefix":  # its hrm_text keeps the field, but attends causally (tried with xllamacpp 2026.10)
-        raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with it would "
-                        "answer otherwise there: train with --attention isolated.")
+    if c.attention == "prefix":  # its hrm_text keeps the field, but attends causally (xllamacpp 2026.10)
+        raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with "
+                        "it would answer otherwise there: train with --attention isolated.")
     writer = GGUFWriter(path, "hrm_text" if isinstance(model, HRM) else "gpt2")
     add_shape(writer, model)
     add_tokenizer(writer, tokenizer, c)
@@ -117,7 +118,8 @@ def main() -> None:
     family = read_checkpoint(newest, checked=False)["family"]
     families = {"GPT2": GPT2, "HRM": HRM}
     if family not in families:
-        raise UserError(f"{args.run} holds a model of the family {family}, and llama.cpp runs only GPT2 and HRM.")
+        raise UserError(f"{args.run} holds a model of the family {family}, and llama.cpp runs only "
+                        "GPT2 and HRM.")
     model, tokenizer = load_run(families[family], args.run)
     out = args.out or newest.parent.parent / "model.gguf"
     to_gguf(model, out, tokenizer)

@@ -51,7 +51,8 @@ def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
     (tmp_path / "bare").mkdir()
     for path in shards.glob("*.bin"):
         shutil.copy(path, tmp_path / "bare")
-    assert result(fork(0, "bench/evaluate.py", out, "--data", tmp_path / "bare"))["val_loss"] == same["val_loss"]
+    bare = result(fork(0, "bench/evaluate.py", out, "--data", tmp_path / "bare"))
+    assert bare["val_loss"] == same["val_loss"]
     foreign = data.prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
     refused = fork(0, "bench/evaluate.py", out, "--data", foreign)
     assert refused.code == 2 and "was trained with the tokenizer bytes" in refused.out, refused.out

@@ -102,7 +102,8 @@ def test_llama_cpp_writes_the_same_text(name, tokenizer, corpus, tmp_path, monke
 @pytest.mark.parametrize("name", ["gpt2", "hrm"])
 def test_llama_cpp_answers_a_chat(name, tmp_path):
     path = tmp_path / "qa.jsonl"
-    path.write_text("".join(json.dumps({"q": f"{n} and 1?", "a": f"it is {n + 1}"}) + "\n" for n in range(300)))
+    rows = [{"q": f"{n} and 1?", "a": f"it is {n + 1}"} for n in range(300)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shards = data.prepare(f"jsonl:{path}", tmp_path / "shards", "bytes", prompt_field="q", response_field="a",
                           row=64)
     model_class, trainer = MODELS[name]
