@@ -4,8 +4,8 @@
     llama-cli -m runs/gpt2-tiny-stdlib-bpe4096/model.gguf -p "def main(" --temp 0
 
 It takes a GPT-2 or an HRM of train_gpt2.py or train_hrm.py with a tokenizer of this project (gpt2,
-cl100k_base, bytes, bpe:N), and pairs trained with --attention isolated. llama.cpp knows neither the attention `prefix`,
---modern, --halt and --inject-input nor masked language models.
+cl100k_base, bytes, bpe:N), and pairs trained with --attention isolated. llama.cpp knows neither the attention
+`prefix`, --modern, --halt and --inject-input nor masked language models.
 """
 
 import json
