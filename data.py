@@ -305,26 +305,34 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
     return Tokenizer(f"bpe:{vocab_size}", ranks, pattern, {EOT: len(ranks), MASK: len(ranks) + 1})
 
 
-def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
-    """Reads what Tokenizer.to_json wrote as a Tokenizer; `tokenizers` runs any other tokenizer.json."""
-    try:
-        spec = json.loads(text)
-        model = spec["model"]
-        stage = spec["pre_tokenizer"]
-        pattern = None
-        if stage and stage["type"] == "Sequence" and stage["pretokenizers"]:
-            split = stage["pretokenizers"][0]
+def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
+    """What Tokenizer.to_json wrote, or the tokenizer.json of GPT-2, as a Tokenizer; None for any other."""
+    model = spec["model"]
+    stage = spec["pre_tokenizer"] or {}
+    pattern = None
+    if model.keys() == {"type", "vocab", "merges"}:
+        if stage["type"] == "Sequence":
+            pattern = stage["pretokenizers"][0]["pattern"]["Regex"]
             stage = stage["pretokenizers"][-1]
-            pattern = split.get("pattern", {}).get("Regex")
-        # other programs write more keys of a model, such as dropout
-        if model.keys() == {"type", "vocab", "merges"} and stage == BYTE_LEVEL and not spec.get("normalizer"):
-            merged = [token for token in sorted(model["vocab"], key=model["vocab"].get) if len(token) > 1]
-            if merged != ["".join(parts) for parts in model["merges"]]:
-                raise ValueError("merges that do not follow the ids")
-            ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in model["vocab"].items()}
-            return Tokenizer(name, ranks, pattern, {t["content"]: t["id"] for t in spec["added_tokens"]})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json.")
+    elif not any(model.get(key) for key in model.keys() - {"type", "vocab", "merges"}):
+        pattern = PATTERNS["gpt2"]  # which this stage has unless it says otherwise
+        stage = stage | {"use_regex": not stage.get("use_regex", True)}
+    if stage != BYTE_LEVEL or spec.get("normalizer"):
+        return None
+    specials = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    words = sorted(model["vocab"].keys() - specials.keys(), key=model["vocab"].get)
+    merged = ["".join(parts).replace(" ", "") for parts in model["merges"]]
+    if EOT not in specials or [word for word in words if len(word) > 1] != merged:
+        return None
+    ranks = {bytes(CHAR_TO_BYTE[c] for c in word): model["vocab"][word] for word in words}
+    return Tokenizer(name, ranks, pattern, specials)
+
+
+def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
+    """Reads a tokenizer.json. If it is not a `byte_level_bpe`, the package `tokenizers` runs it."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        if found := byte_level_bpe(name, json.loads(text)):
+            return found
     try:
         return HuggingFaceTokenizer(name, text)
     except ImportError:
@@ -332,7 +340,7 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} cannot be read by tokenizers: {error}.")
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}.")
 
 
 def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
@@ -351,6 +359,12 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     if path.is_file():
         return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
+    merges = Path(name, "merges.txt")
+    if merges.is_file():  # the older form of GPT-2's tokenizer
+        from tokenizers import ByteLevelBPETokenizer
+        old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
+        old.add_special_tokens([EOT])
+        return parse_tokenizer_json(name, old.to_str())
     if name.startswith("bpe:"):
         raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
     raise UserError(f"unknown tokenizer {name!r}: use {TOKENIZERS}.")
@@ -804,27 +818,14 @@ def open_shard(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", HEADER_BYTES))
 
 
-def check_types(part: dict, **types: type) -> None:
-    for name, expected in types.items():
-        if not isinstance(part[name], expected):
-            raise ValueError(f"{name} is of the wrong type")
-
-
 def read_manifest(directory: Path) -> dict | None:
     """The manifest of a prepared directory, None if it has none. Raises UserError if it is malformed."""
     path = directory / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        check_types(manifest, dataset=str, settings=dict, complete=bool, dtype=str, tokenizer=dict,
-                    shards=list)
-        check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
-        if "roles" in manifest:
-            check_types(manifest, row=int, roles=dict)
-            check_types(manifest["roles"], start=int, response=int, end=int)
         if manifest["format"] != 1:
             raise ValueError("another format")
         for shard in manifest["shards"]:
-            check_types(shard, tokens=int, documents=int, sha256=str, end=list)
             # never a path elsewhere
             match = re.fullmatch(r"(train|val|val_[\w-]+)_[0-9]{6}\.bin", shard["file"])
             if not match or match[1] != shard["split"]:

@@ -8,7 +8,6 @@ each step's metrics over all ranks. The trainers show the order of the calls.
 One rule holds everywhere: all ranks call the same collectives in the same order.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import errno
@@ -33,7 +32,9 @@ import threading
 import time
 import warnings
 import zipfile
+from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -52,9 +53,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
-                  load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, sources_of,
-                  unigram_entropy, validation_batches, without_response, without_surrogates)
-from model import (GPT2, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
+                  load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, say,
+                  sources_of, unigram_entropy, validation_batches, without_response, without_surrogates)
+from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
@@ -64,6 +65,7 @@ CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
 FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+GPT2_DIGEST = "ce2c7b368254)"  # of the tokenizer gpt2, see tokenizer_id
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 sys.path.append(str(Path(__file__).resolve().with_name("cluster")))
@@ -163,7 +165,7 @@ def launch(main) -> None:
     concurrent.futures.wait(unwritten, timeout=15)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
         dist.destroy_process_group()
-    with contextlib.suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()  # stderr is line-buffered
     os._exit(code)
 
@@ -229,7 +231,7 @@ class World:
         torch.get_device_module(self.device).synchronize()
 
 
-def start(args: argparse.Namespace) -> World:
+def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
@@ -439,7 +441,7 @@ def address_towards(address: str) -> str:
     """This machine's IPv4 address on the way to that one, "" if it is not known or no other machine's way."""
     own = ""
     if roll_call:
-        with contextlib.suppress(roll_call.Problem):  # as with IPv6
+        with suppress(roll_call.Problem):  # as with IPv6
             own = roll_call.address_towards(address)
     return "" if own.startswith("127.") else own
 
@@ -542,7 +544,7 @@ class Heartbeat:
         answer = []
 
         def attempt():
-            with contextlib.suppress(Exception):  # the connection is lost
+            with suppress(Exception):  # the connection is lost
                 answer.append(function())
 
         thread = threading.Thread(target=attempt, daemon=True)
@@ -562,10 +564,10 @@ class Heartbeat:
         self._state = "ended"
         if reason:
             self._own_cause = f"{self.name} failed first: {reason}"
-        with contextlib.suppress(RunError):
+        with suppress(RunError):
             self.call(self._beat, 2 * self.BEAT)
         deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
-        with contextlib.suppress(RunError):  # it hosts the store of those that still wait in `on_all`
+        with suppress(RunError):  # it hosts the store of those that still wait in `on_all`
             while self._leaves_last and time.monotonic() < deadline and not self._all_ended():
                 time.sleep(self.BEAT / 20)
 
@@ -574,7 +576,7 @@ class Heartbeat:
         return all(beat.endswith(b"|ended") for beat in beats)
 
     def _beat_on(self) -> None:
-        with contextlib.suppress(Exception):  # the store is gone
+        with suppress(Exception):  # the store is gone
             while not self.cause and not self._stopped.wait(self.BEAT):
                 self._beat()
 
@@ -621,7 +623,7 @@ def number(low: float, high: float = math.inf, number_type=float, open_end: bool
         if not math.isfinite(value) or not low <= value <= high or open_end and value == high:
             limit = f"in [{low:g}, {high:g}{')' if open_end else ']'}"
             limit = limit if high < math.inf else f"at least {low:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not {limit}")
+            raise ArgumentTypeError(f"{text} is not {limit}")
         return value
     parse.__name__ = "whole number" if number_type is int else "number"
     return parse
@@ -641,11 +643,11 @@ def steps_or_fraction(text: str) -> int | float:
     """A type for argparse: a number of steps, or below 1 a fraction of the run."""
     value = number(0)(text)
     if value > 1 and value % 1:
-        raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor below 1")
+        raise ArgumentTypeError(f"{text} is neither a whole number nor below 1")
     return int(value) if value >= 1 else value
 
 
-def flag_group(parser: argparse.ArgumentParser, title: str):
+def flag_group(parser: ArgumentParser, title: str):
     """Begins a group of flags. Returns a function that adds a flag, given name, type, default and help. The
     type is bool, a tuple of choices or a function.
     """
@@ -691,7 +693,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         name = field.name.replace("_", "-")
         text = field.metadata["help"]
         if field.type is bool:
-            group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
+            group.add_argument(f"--{name}", action=BooleanOptionalAction, help=text)
         elif choices := field.metadata["choices"]:
             group.add_argument(f"--{name}", choices=choices, help=text)
         else:  # `parse` sets the default, because sizes have their own defaults
@@ -699,7 +701,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
             whole = nonnegative_int if field.default == 0 else positive_int
             number_type = whole if field.type is int else fraction
             group.add_argument(f"--{name}", type=field.metadata["type"] or number_type, help=text)
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction,
+    group.add_argument("--compile", action=BooleanOptionalAction,
                        help="compile each block (default: on GPUs)")
     add_training_flags(parser)
     add_running_flags(parser)
@@ -784,7 +786,7 @@ def add_text_flags(parser: ArgumentParser) -> None:
     flag("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all")
 
 
-def recipe(args: argparse.Namespace, size: dict) -> dict:
+def recipe(args: Namespace, size: dict) -> dict:
     """The row of the size, with gentler defaults if --init-from continues from trained weights."""
     if args.init_from:
         size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
@@ -793,7 +795,7 @@ def recipe(args: argparse.Namespace, size: dict) -> dict:
     return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
 
 
-def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> None:
+def refuse_combinations(args: Namespace, given: Namespace) -> None:
     """Raises UserError for flags that exclude each other; in `given` a flag left at its default is None."""
     if given.steps and given.epochs:
         raise UserError("--epochs is not allowed with --steps: leave one of them out.")
@@ -806,13 +808,13 @@ def refuse_combinations(args: argparse.Namespace, given: argparse.Namespace) -> 
 
 
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], argv: list[str] | None,
-          saved: dict | None = None, weights: dict | None = None) -> argparse.Namespace:
+          saved: dict | None = None, weights: dict | None = None) -> Namespace:
     """Parses the flags. Defaults come from `saved`, the checkpoint that is resumed, or else from `weights`,
     what is known of those of --init-from (see find_run), then from the row of the size, the model's
     configuration and the parser. Raises UserError for flags that exclude each other, or contradict a record.
     """
-    unset = {action.dest: None for action in parser._actions if action.default is not argparse.SUPPRESS}
-    given = parser.parse_args(argv, argparse.Namespace(**unset))
+    unset = {action.dest: None for action in parser._actions if action.default is not SUPPRESS}
+    given = parser.parse_args(argv, Namespace(**unset))
     for name, row in sizes.items():
         check_row(parser, name, row)
     record = saved or weights or {"model_config": {}, "settings": {}}
@@ -826,8 +828,9 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     defaults |= {"vocab_size": None} | recipe(given, sizes[size])
     defaults |= {"size": size, "global_batch": None, "batch": None}  # plan_run computes the last two
     if record["model_config"]:
-        defaults |= shape_of(config_class, record, given, CHANGEABLE if saved else FREE)
-    args = argparse.Namespace(**vars(given) | defaults)
+        lacking = defaults.keys() - record["model_config"].keys()
+        defaults |= shape_of(config_class, record, given, CHANGEABLE if saved else {*FREE, *lacking})
+    args = Namespace(**vars(given) | defaults)
     for name, value in vars(given).items():
         if value is not None:
             setattr(args, name, value)
@@ -864,7 +867,7 @@ def nearest_size(sizes: dict[str, dict], record: dict) -> str:
     return size if size in sizes else min(unlike, key=unlike.get)
 
 
-def shape_of(config_class: type, record: dict, given: argparse.Namespace, free: tuple[str, ...]) -> dict:
+def shape_of(config_class: type, record: dict, given: Namespace, free: tuple[str, ...]) -> dict:
     """The model's flags as in a record, but for those that are `free`. Raises UserError for a flag that is
     given and contradicts.
     """
@@ -900,7 +903,7 @@ def on_all(what: str, function):
         result = function()
     except BaseException as error:
         reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
-        with contextlib.suppress(RunError):
+        with suppress(RunError):
             heartbeat.call(lambda: store.set(f"{what} failed", reason))
         raise
     heartbeat.add(what, 1)
@@ -1008,7 +1011,7 @@ def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: in
         raise UserError(f"{source} has learned positions for {known} tokens: lower --seq-len.")
 
 
-def load_data(model_class: type, args: argparse.Namespace, world: World) -> Dataset:
+def load_data(model_class: type, args: Namespace, world: World) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens.
     """
@@ -1134,50 +1137,54 @@ def config_of(config_class: type, saved: dict, where):
     return config_class(**saved)
 
 
-def load_model(model_class: type, source: str | Path, world: World, say, seq_len: int = 0,
-               strategy: str = "ddp", ids: int = 0, saved: dict | None = None,
-               **changes) -> tuple[nn.Module, dict]:
-    """Loads a model, with averaged weights if there are any, from a run directory, a file or hf:DIR_OR_ID,
-    or from `saved`, a checkpoint that was loaded before. Returns it and its checkpoint.
-    `changes` replaces fields of the configuration that do not affect the parameters. The context
-    is extended to `seq_len`, if the positional encoding allows that, and the vocabulary to `ids`. The
-    embeddings of new ids start as the mean of the existing ones.
+def load_model(model_class: type, source: str | Path, world: World, say, strategy: str = "ddp",
+               saved: dict | None = None, **changes) -> tuple[nn.Module, dict]:
+    """Loads a model, with averaged weights if there are any, from a run directory or a file, or from `saved`,
+    a checkpoint that was loaded before. Returns it and its checkpoint. `changes` replaces fields of the
+    configuration that do not affect the parameters.
+    """
+    saved = saved or load_checkpoint(source, world, say)
+    assert_family(saved, model_class)
+    config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
+    model = build_model(model_class, config, world, strategy)
+    assert_same_parameters(model, saved)
+    copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
+    return model, saved
+
+
+def weights_of(model_class: type, source: str, world: World, complete: bool = True) -> dict:
+    """What is known of the weights of --init-from: `path`, `model_config` (what the model does not know of it
+    is in `left_over`), tokenizer, `settings` of their run, and on rank 0, if `complete`, their tensors in
+    `weights`. Raises UserError on all ranks.
     """
     weights = {}
 
     def read_hf() -> dict:
-        model = from_hf(model_class, str(source)[3:])
-        weights.update(model.state_dict())
-        file = tokenizer_in(config_from_hf(model_class, str(source)[3:])[1][0].parent)
-        return {"path": source, "model_config": asdict(model.config),
-                "tokenizer": tokenizer_id(load_tokenizer(file)) if file else ""}
+        theirs = next((base for base in model_class.__mro__ if base in HF_FAMILIES), model_class)
+        config, files = config_from_hf(theirs, source[3:])
+        if complete:
+            weights.update(from_hf(theirs, source[3:]).state_dict())
+        file = tokenizer_in(files[0].parent)
+        known = ""
+        with suppress(UserError):  # one that is refused matters only if it is used
+            known = tokenizer_id(load_tokenizer(file)) if file else ""
+        return {"path": source, "model_config": asdict(config), "settings": {}, "tokenizer": known,
+                "tokenizer_file": "gpt2" if known.endswith(GPT2_DIGEST) else file}
 
-    if str(source).startswith("hf:"):
-        saved = on_rank0(world, read_hf)
+    if source.startswith("hf:"):
+        found = on_rank0(world, read_hf)
     else:
-        saved = saved or load_checkpoint(source, world, say)
-        assert_family(saved, model_class)
-        if world.is_rank0:
-            weights = saved["tensors"]["model"] | saved["tensors"]["ema"]
-    config = saved["model_config"]
-    if config.get("attention") == "prefix" != changes.get("attention", "prefix"):
-        say(f"WARNING: {source} was trained with prefix attention; this run has --attention "
-            f"{changes['attention']}")
-    if ids > (known := config["vocab_size"]):
-        say(f"{source} knows {known} of {ids} ids: embeddings of new ids start as the mean of the "
-            "existing ones")
-        config |= {"vocab_size": ids, "padded_vocab": max(pad_vocab(ids), config["padded_vocab"])}
-        for name in VOCAB_TENSORS & weights.keys():
-            mean = weights[name][:known].mean(0, keepdim=True)
-            new = mean.expand(config["padded_vocab"] - known, *mean.shape[1:])
-            weights[name] = torch.cat((weights[name][:known], new))
-    changes["seq_len"] = max(seq_len, config["seq_len"])
-    model = build_model(model_class, config_of(model_class.Config, config | changes, source), world, strategy)
-    if "tensors" in saved:
-        assert_same_parameters(model, saved)
-    assert_context(source, model, config["seq_len"], seq_len)
-    copy_weights(model, weights, world)
-    return model, saved
+        found = load_checkpoint(source, world, print, checked=complete)
+        weights = found["tensors"]["model"] | found["tensors"]["ema"]
+        if model_class in HF_FAMILIES:  # a model of one's own may start from any other
+            assert_family(found, model_class)
+            config_of(model_class.Config, found["model_config"], found["path"])
+    ours = {field.name for field in fields(model_class.Config)}
+    config = {name: value for name, value in found["model_config"].items() if name in ours}
+    # a new run may have longer rows than that one, and always has its tokenizer
+    return found | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
+                    "tokenizer_flag": found["tokenizer_file"],
+                    "left_over": sorted(found["model_config"].keys() - ours)}
 
 
 def assert_family(saved: dict, model_class: type) -> None:
@@ -1202,7 +1209,7 @@ def tokenizer_id(tokenizer) -> str:
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
 
 
-def use_model(model_class: type, args: argparse.Namespace, world: World, out: Path,
+def use_model(model_class: type, args: Namespace, world: World, out: Path,
               saved: dict | None) -> None:
     """--export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of --resume."""
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
@@ -1220,10 +1227,10 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
     if tokenizer_id(tokenizer).split()[-1] != saved["tokenizer"].split()[-1]:  # only the digests
         raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, which is not "
                         f"that of {out}: name the directory of that run with --out.")
-    print(f"step {saved['step']} from {saved['path']}", flush=True)
+    say(f"step {saved['step']} from {saved['path']}")
     if args.export:
         to_hf(model, out / "hf", tokenizer)
-        print(f"{out / 'hf'} is ready for from_pretrained of transformers", flush=True)
+        say(f"{out / 'hf'} is ready for from_pretrained of transformers")
         if model_class is GPT2 and model.config.attention == "prefix":
             print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
     if vars(args).get("fill") is not None:
@@ -1234,7 +1241,7 @@ def use_model(model_class: type, args: argparse.Namespace, world: World, out: Pa
         pieces = answer(prompt)
         print(prompt, end="\n" * (model.config.response >= 0))
         print_pieces(pieces)
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with suppress(EOFError, KeyboardInterrupt):
         while chat:
             try:
                 print_pieces(answer(input("> ")))
@@ -1255,7 +1262,7 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return choice
 
 
-def set_modes(model: nn.Module, args: argparse.Namespace, world: World, say) -> None:
+def set_modes(model: nn.Module, args: Namespace, world: World, say) -> None:
     """Applies --precision, --checkpoint-activations and --compile."""
     compiled = compiles(args.compile, world.device)
     model.compute_dtype = compute_dtype(args.precision, world.device)
@@ -1673,8 +1680,9 @@ def load_checkpoint(where: str | Path, world: World, say, checked: bool = True) 
 
 
 def tokenizer_in(directory: Path) -> str | None:
-    path = directory / "tokenizer.json"
-    return str(path) if path.is_file() else None
+    if (path := directory / "tokenizer.json").is_file():
+        return str(path)
+    return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
 
 
 def check_resumable(saved: dict, now: dict, say) -> None:
@@ -1708,7 +1716,7 @@ class Checkpoints:
         self.say = say
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
-        self._unsaved = set()  # steps with an evaluation, but without a checkpoint
+        self._best = math.inf  # the validation loss of best.pt
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
 
@@ -1750,18 +1758,17 @@ class Checkpoints:
         """Replaces a best.pt of a later step by the best of the checkpoints that there are."""
         files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         best = self.directory / "best.pt"
-        with contextlib.suppress(RunError):
+        with suppress(RunError):
             marked = read_checkpoint(best, checked=False)["step"]
             files.setdefault(marked, best)
             if marked > step:
                 best.unlink()
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
-            losses = {at: loss for at, loss in losses.items() if at <= step}
-            self._unsaved = losses.keys() - files.keys()
-            left = losses.keys() & files.keys()
+            left = {at: loss for at, loss in losses.items() if at <= step and at in files}
+            self._best = min(left.values(), default=math.inf)
             if left and not best.exists():
-                self._link(files[min(left, key=losses.get)])
+                self._link(files[min(left, key=left.get)])
 
     def save(self, step: int, state: TrainState, meta: dict) -> None:
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -1802,14 +1809,12 @@ class Checkpoints:
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
-    def mark_best(self, step: int, loss: float, others: dict[int, float]) -> None:
-        """Links best.pt to the checkpoint of `step`, once it is written, if its validation loss is lower than
-        all `others`, which are given by step.
+    def mark_best(self, step: int, loss: float) -> None:
+        """Links best.pt to the checkpoint of `step`, once it is written, if there is one and its validation
+        loss is the lowest.
         """
-        if self.saved_step != step:  # the update was skipped
-            self._unsaved.add(step)
-        elif self.world.is_rank0:
-            self._submit(self._link_best, self.directory / "best.pt", self._newest, step, loss, dict(others))
+        if self.world.is_rank0 and self.saved_step == step:  # not if the update was skipped
+            self._submit(self._link_best, self.directory / "best.pt", self._newest, loss)
 
     def close(self) -> None:
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1828,7 +1833,7 @@ class Checkpoints:
                 function(path, *args)
             except Exception as error:  # mostly a full disk, which torch.save does not name
                 reason = first_line(error)
-                with contextlib.suppress(OSError):  # the directory may be gone
+                with suppress(OSError):  # the directory may be gone
                     free = shutil.disk_usage(self.directory).free
                     reason += f", with {free / 1e9:.2f} GB free on the disk"
                 self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
@@ -1849,14 +1854,10 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link_best(self, path: Path, newest: Path, step: int, loss: float, others: dict) -> None:
-        if not newest.exists():  # its save failed, and said so
-            self._unsaved.add(step)
-            return
-        saved = [other for at, other in others.items() if at not in self._unsaved]
-        if not loss < min(saved, default=math.inf):
-            return
-        self._link(newest)
+    def _link_best(self, path: Path, newest: Path, loss: float) -> None:
+        if loss < self._best and newest.exists():  # else its save failed, and said so
+            self._link(newest)
+            self._best = loss
 
     def _link(self, source: Path) -> None:
         """Makes best.pt a link to a checkpoint."""
@@ -1899,12 +1900,12 @@ class RunLock:
             with file:
                 raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
         except OSError as error:
-            print(f"WARNING: {self.out} is on a file system without locks ({error.strerror}): make sure that "
-                  "no other run writes there", flush=True)
+            say(f"WARNING: {self.out} is on a file system without locks ({error.strerror}): make sure that "
+                "no other run writes there")
         self._file = file
         self.held.append(file)
         self._owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
-        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
+        with suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
             os.write(descriptor, self._owner.encode())
         for leftover in (self.out / "checkpoints").glob(".tmp-*"):
@@ -1938,7 +1939,7 @@ class RunLock:
             self._acquire()
         except UserError as error:
             return str(error)
-        print(f"WARNING: {self.out} was removed and is made again", flush=True)
+        say(f"WARNING: {self.out} was removed and is made again")
         return ""
 
     @classmethod
@@ -2002,8 +2003,8 @@ class StopVote:
         return values
 
 
-def find_run(model_class: type, args: argparse.Namespace, world: World,
-             parse_args, argv: list[str] | None) -> tuple[argparse.Namespace, Path, dict | None]:
+def find_run(model_class: type, args: Namespace, world: World,
+             parse_args, argv: list[str] | None) -> tuple[Namespace, Path, dict | None]:
     """Returns the flags, the run directory, and the checkpoint to resume from or None. All ranks call this.
 
     What a flag does not say comes from that checkpoint, else from the weights of --init-from, else from its
@@ -2013,7 +2014,7 @@ def find_run(model_class: type, args: argparse.Namespace, world: World,
     weights = missing = None
     if args.init_from:
         try:
-            weights = record_of_weights(model_class, args.init_from, world)
+            weights = weights_of(model_class, args.init_from, world, complete=False)
         except UserError as error:  # does not matter to a run that has begun
             missing = error
         args = parse_args(argv, weights=weights)
@@ -2030,29 +2031,12 @@ def find_run(model_class: type, args: argparse.Namespace, world: World,
     return args, out, saved
 
 
-def run_directory(args: argparse.Namespace, model_class: type) -> Path:
+def run_directory(args: Namespace, model_class: type) -> Path:
     """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096."""
     family = model_class.__name__.lower()
     names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
     names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
     return args.out or Path("runs", "-".join(names))
-
-
-def record_of_weights(model_class: type, source: str, world: World) -> dict:
-    """What is known of the weights of --init-from: their configuration, tokenizer.json and, if they are ours,
-    the settings of their run. Raises UserError on all ranks.
-    """
-    def read_hf() -> dict:
-        config, files = config_from_hf(model_class, source[3:])
-        return {"path": source, "model_config": asdict(config), "settings": {}, "seq_len": config.seq_len,
-                "tokenizer_flag": tokenizer_in(files[0].parent)}
-
-    if source.startswith("hf:"):
-        return on_rank0(world, read_hf)
-    saved = load_checkpoint(source, world, print, checked=False)  # load_model checks it
-    assert_family(saved, model_class)
-    # a new run may have longer rows than that one, and always has its tokenizer
-    return saved | {"seq_len": saved["model_config"]["seq_len"], "tokenizer_flag": saved["tokenizer_file"]}
 
 
 def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
@@ -2072,11 +2056,11 @@ def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
     if resume == "none" or not first:
         return None
     if world.is_rank0:
-        print(f"reading the checkpoint of step {first} in {out}", flush=True)  # which can take a while
+        say(f"reading the checkpoint of step {first} in {out}")  # which can take a while
     return load_checkpoint(out, world, print)
 
 
-def open_run(out: Path, args: argparse.Namespace, world: World,
+def open_run(out: Path, args: Namespace, world: World,
              saved: dict | None) -> tuple[monitor.RunLog, Checkpoints, dict | None]:
     """Locks a run directory and opens its log. Returns `saved` of find_run, or what has become the newest
     checkpoint since.
@@ -2088,7 +2072,7 @@ def open_run(out: Path, args: argparse.Namespace, world: World,
     return log, checkpoints, checkpoints.load(args.resume, saved)
 
 
-def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
+def plan_run(args: Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
              say) -> tuple[int, int, int, int]:
     """Returns sequences per step and per micro-batch, micro-batches per step, and steps of the run. A resumed
     run keeps its global batch, unless the flags name another; then --epochs counts what is left with that.
@@ -2114,7 +2098,7 @@ def plan_run(args: argparse.Namespace, size: dict, dataset: Dataset, world: Worl
     return global_batch, micro_batch, grad_accum_steps, steps
 
 
-def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, world: World,
+def new_model(model_class: type, args: Namespace, dataset: Dataset, world: World,
               saved: dict | None, say, **config) -> nn.Module:
     """The model to train: random or from --init-from, or uninitialized if `saved` will be restored into it.
     `config` has the fields of its configuration that come from the data.
@@ -2126,13 +2110,12 @@ def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, wor
         raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                         "they are to learn: use isolated or causal, or prepare the data with "
                         "--prompt-field and --response-field.")
-    pairs = vars(config).get("response", -1) >= 0
-    if pairs:
+    if vars(config).get("response", -1) >= 0:
         sample_prompt(args, dataset)
     names = (*CHANGEABLE, "eot", "attention", "start", "response", "end")
     changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if args.init_from and not saved:
-        return trained_model(model_class, args, dataset, world, say, config.vocab_size, pairs, changes)
+        return trained_model(model_class, args, dataset, world, say, asdict(config), changes)
     if saved and saved["family"] == model_class.__name__:  # otherwise check_resumable refuses it
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, args.strategy)
@@ -2143,30 +2126,67 @@ def new_model(model_class: type, args: argparse.Namespace, dataset: Dataset, wor
     return model
 
 
-def trained_model(model_class: type, args: argparse.Namespace, dataset: Dataset, world: World, say,
-                  vocab_size: int, pairs: bool, changes: dict) -> nn.Module:
-    """The model of --init-from, with `changes` to its configuration. Raises UserError if it was trained with
-    a tokenizer other than that of the data.
+def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: World, say, config: dict,
+                  changes: dict) -> nn.Module:
+    """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
+    the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
+    that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
+    Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
     """
+    found = weights_of(model_class, args.init_from, world)
+    source, weights, known = found["path"], found["weights"], found["model_config"]
+    say(f"starting from {source}")
     tokenizer = dataset.tokenizer
-    model, source = load_model(model_class, args.init_from, world, say, args.seq_len, args.strategy,
-                               vocab_size if pairs else 0, **changes)
-    say(f"starting from {source['path']}")
     digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
-    known = model.config.vocab_size
-    ids = f"{args.init_from} knows {known} ids, {tokenizer.name} {vocab_size}"
-    if source["tokenizer"].rpartition(" ")[2] not in digests:
-        if "tensors" in source:
-            raise UserError(f"{args.init_from} was trained with the tokenizer {source['tokenizer']}, the "
-                            f"data have {tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+    most, vocab_size = known["vocab_size"], config["vocab_size"]
+    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
+    if not found["tokenizer"]:
         say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
             "here: use the tokenizer of that model")
-    if known < vocab_size:
+    elif found["tokenizer"].split()[-1] not in digests:
+        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
+                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+    if most < vocab_size and config.get("response", -1) < 0:
         raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+    if known.get("attention") == "prefix" != changes.get("attention"):
+        say(f"WARNING: {source} was trained with prefix attention; this run has --attention "
+            f"{changes.get('attention')}")
+    changes["seq_len"] = max(args.seq_len, known["seq_len"])
+    if most < vocab_size:
+        say(f"{source} knows {most} of {vocab_size} ids: embeddings of new ids start as the mean of the "
+            "existing ones")
+        rows = max(pad_vocab(vocab_size), known["padded_vocab"])
+        changes |= {"vocab_size": vocab_size, "padded_vocab": rows}
+        for name in VOCAB_TENSORS & weights.keys():
+            mean = weights[name][:most].mean(0, keepdim=True)
+            weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
+    model = build_model(model_class, model_class.Config(**config | known | changes), world, args.strategy)
+    assert_context(source, model, known["seq_len"], args.seq_len)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+    def complete() -> list[str]:
+        """Adds what the weights lack, and names it."""
+        for name in shapes.keys() & weights.keys():
+            if weights[name].shape != shapes[name]:
+                raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
+                                f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
+        lacking = shapes.keys() - weights.keys()
+        torch.manual_seed(args.seed)
+        fresh = model_class(model.config).state_dict() if lacking else {}
+        weights.update({name: fresh[name] for name in lacking})
+        return sorted(lacking)
+
+    left_over = found["left_over"] + sorted(weights.keys() - shapes.keys())
+    lacking = sorted(config.keys() - known.keys()) + on_rank0(world, complete)
+    if lacking:
+        say(f"{source} lacks {listed(lacking)}: as in a new model")
+    if left_over:
+        say(f"{source} has {listed(left_over)}, which this model does not use")
+    copy_weights(model, weights, world)
     return model
 
 
-def identity_of(model_class: type, model: nn.Module, args: argparse.Namespace, dataset: Dataset,
+def identity_of(model_class: type, model: nn.Module, args: Namespace, dataset: Dataset,
                 world: World, constants: dict, **settings) -> dict:
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
     the flags, some of which `settings` replaces. Of `constants`, the names of the trainer's file, it has
@@ -2264,7 +2284,7 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
 def say_on_other_nodes(world: World, text: str) -> None:
     """Prints on the first process of a node without rank 0, which would otherwise print nothing."""
     if world.local_rank == 0 and not world.is_rank0:
-        print(f"{world.prefix} {text}", flush=True)
+        say(f"{world.prefix} {text}")
 
 
 class Metrics:
@@ -2411,7 +2431,7 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]:
+def sample_prompt(args: Namespace, dataset: Dataset) -> tuple[str, str]:
     """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
     the response is empty. Raises UserError if the prompt of a pair fills a row.
     """
@@ -2426,7 +2446,7 @@ def sample_prompt(args: argparse.Namespace, dataset: Dataset) -> tuple[str, str]
     return prompt, expected
 
 
-def sample(state: TrainState, dataset: Dataset, args: argparse.Namespace, log: monitor.RunLog,
+def sample(state: TrainState, dataset: Dataset, args: Namespace, log: monitor.RunLog,
            step: int) -> None:
     """Logs a text that the model writes. Rank 0 writes it alone, for as long as that takes, unless each rank
     holds a shard.

@@ -1362,7 +1362,8 @@ def config_from_hf(model_class: type, source: str):
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # comes with datasets
         try:
-            directory = Path(snapshot_download(source, allow_patterns=["*config.json", "*.safetensors*"]))
+            directory = Path(snapshot_download(source, allow_patterns=[
+                "*config.json", "*.safetensors*", "tokenizer.json", "vocab.json", "merges.txt"]))
         except (OSError, ValueError) as error:
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{str(error).splitlines()[0]}")

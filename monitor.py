@@ -14,8 +14,6 @@ in nvidia-smi, htop and torch's messages; only the size of a run on disk is in 1
 trainers import torch, so the commands start at once.
 """
 
-import argparse
-import contextlib
 import io
 import json
 import math
@@ -25,12 +23,16 @@ import resource
 import sys
 import threading
 import time
+from argparse import Namespace
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from data import ArgumentParser, UserError, write_atomically
+from tqdm import tqdm  # comes with datasets
+
+from data import ArgumentParser, UserError, say, write_atomically
 
 GB = 2**30
 MB = 2**20
@@ -64,23 +66,6 @@ def memory_gb(device) -> float:
     return peak / (GB if sys.platform == "darwin" else MB)
 
 
-def human_count(n: float) -> str:
-    """512345 → '512k'; about three digits."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.{2 if n < 10 * size else 1 if n < 100 * size else 0}f}{unit}"
-    return f"{n:.0f}"
-
-
-def human_time(seconds: float) -> str:
-    """11520 → '3h12m'."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
-
-
 # -----------------------------------------------------------------------------------------------------------
 # The machine
 
@@ -99,12 +84,12 @@ def machine_curves() -> dict[str, float]:
     """
     import torch
     values = {}
-    with contextlib.suppress(ImportError, OSError):  # RunLog.begin says what is missing
+    with suppress(ImportError, OSError):  # RunLog.begin says what is missing
         now = cpu_and_ram()
         values = {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
     if torch.cuda.is_initialized():
         values["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
-        with contextlib.suppress(Exception):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
+        with suppress(Exception):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
             values["System/GPU_percent"] = torch.cuda.utilization()
     return values
 
@@ -225,7 +210,7 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
     records = []
     lines = Path(run_directory, "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
             record["step"] + 0
             records.append(record)
@@ -309,12 +294,12 @@ class RunLog:
         if not self.active:
             return
         with self._lock:
-            with contextlib.suppress(OSError):  # the terminal may be gone
+            with suppress(OSError):  # the terminal may be gone
                 if on_screen and self._bar is not None:
                     self._bar.write(text)
                 elif on_screen:
-                    print(text, flush=True)
-            with contextlib.suppress(OSError):  # a full disk must not stop the training
+                    say(text)
+            with suppress(OSError):  # a full disk must not stop the training
                 self._text.write(text + "\n")
 
     def begin(self, step: int, settings: dict) -> dict[int, float]:
@@ -325,7 +310,7 @@ class RunLog:
         self.settings = settings
         if not self.active:
             return {}
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             for record in read_metrics(self.out, self.say):
                 # an evaluation of this step without a finite loss is repeated
                 failed = "loss" not in record and record.get("val_loss") is None
@@ -338,7 +323,6 @@ class RunLog:
             except ImportError:
                 self.say("curves of CPU and RAM are not written: pip install psutil")
         if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
-            from tqdm import tqdm  # comes with datasets
             self._bar = tqdm(total=settings["steps"], initial=step, dynamic_ncols=True,
                              bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
         return evaluations_of(self.records)
@@ -412,7 +396,7 @@ class RunLog:
     def _epoch_line(self, record: dict, val_loss: float) -> None:
         number = record["tokens"] // (self.facts["rows"] * self.settings["seq_len"])
         self.say(f"epoch {number} | training loss {record['epoch_loss']:.4f} | validation loss "
-                 f"{val_loss:.4f} | {human_time(record['epoch_seconds'])}")
+                 f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
 
     def finish(self, step: int, samples: int, peak_memory: float, ending: str) -> None:
         """Says how fast the run was, how large it is, and how it has ended."""
@@ -422,17 +406,17 @@ class RunLog:
         seq_len = self.settings["seq_len"]
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * seq_len / seconds
-        took = f"{step - clock.step} steps in {human_time(seconds)}, evaluations and saves included"
+        took = f"{step - clock.step} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
         sizes = {}  # a link counts once
         for directory, _, names in os.walk(self.out):
             for name in names:
-                with contextlib.suppress(OSError):  # it may vanish meanwhile
+                with suppress(OSError):  # it may vanish meanwhile
                     file = os.lstat(os.path.join(directory, name))
                     sizes[file.st_ino] = file.st_size
         size = sum(sizes.values())
         losses = [(loss, at) for at, loss in self.evaluations.items()]
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
-        self.say(f"{took}: {human_count(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
+        self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
                  f"{size / 1e9:.3g} GB on disk")
         self.close()
         self.say(ending)
@@ -489,10 +473,11 @@ class RunLog:
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds."""
         parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
         parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
-        parts.append(f"{human_count(record['tokens_per_sec'])} tok/s")
+        parts.append(f"{tqdm.format_sizeof(record['tokens_per_sec'])} tok/s")
         if record["mfu"] is not None:
             parts.append(f"{record['mfu']:.1%} MFU")
-        parts += [f"{record['mem_gb']:.1f} GB", f"eta {human_time(eta)}", f"Sync={self.facts['sync']}"]
+        parts += [f"{record['mem_gb']:.1f} GB", f"eta {tqdm.format_interval(eta)}"]
+        parts.append(f"Sync={self.facts['sync']}")
         line = " | ".join(parts)
         if self._bar is not None:
             self._bar.set_description_str(line, refresh=False)
@@ -523,7 +508,7 @@ class RunLog:
             return
         if self._metrics is not None and not (self.out / "metrics.jsonl").exists():
             self._metrics = None  # the directory was removed and made again
-            with contextlib.suppress(OSError, UserError):  # which is said below
+            with suppress(OSError, UserError):  # which is said below
                 self._open_files(record["step"])
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
@@ -555,7 +540,7 @@ class RunLog:
         """Prints a text that the model wrote, and shows it in TensorBoard."""
         self.say(f"a sample after step {step}:\n{text}\n")
         if self._tensorboard:
-            with contextlib.suppress(OSError):  # the next record reports it
+            with suppress(OSError):  # the next record reports it
                 self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
     def save_history(self, last: bool = False) -> None:
@@ -580,7 +565,7 @@ class RunLog:
         if self._bar is not None:
             self._bar.close()
         if self._tensorboard:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._tensorboard.close()
 
 
@@ -638,12 +623,12 @@ def summarize(records: list[dict]) -> dict:
 # Command line
 
 
-def watch_machine(args: argparse.Namespace) -> None:
+def watch_machine(args: Namespace) -> None:
     wait = min(0.5, args.interval)  # the first reading comes soon
     while True:
         reading = read_machine(wait)
         wait = args.interval
-        print(json.dumps(reading) if args.json else "\n".join(format_reading(reading)), flush=True)
+        say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
         if args.once:
             return
 
@@ -660,7 +645,7 @@ def show_run(run: Path) -> None:
     for warning in warnings:
         print(warning, file=sys.stderr)
     name = run.resolve().name
-    print(json.dumps({"run": name} | summarize(records)), flush=True)
+    say(json.dumps({"run": name} | summarize(records)))
     path = run / "training_history.png"
     try:
         draw_curves(name, records, path)

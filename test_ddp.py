@@ -9,7 +9,6 @@ process group, take every step together, and measure how long gradients take on 
 --dry-run is here, too.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ import platform
 import re
 import statistics
 import timeit
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ddp_utils
-from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, sources_of
+from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, say, sources_of
 from ddp_utils import (SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
                        hardware, init, largest, launch, number, on_all, recipe,
                        refuse_lone_tasks)
@@ -42,7 +42,7 @@ SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 # Before there is a process group
 
 
-def report_of(args: argparse.Namespace, device: torch.device, backend: str) -> dict:
+def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
     """This rank's software, device and data. `wrong` is a sentence, or empty."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py")))
     report = {"host": platform.node(), "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
@@ -104,7 +104,7 @@ def compare(report: dict) -> None:
     if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
             versions = ", ".join(f"{what} {found[what]}" for what in SHOWN)
-            print(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; {versions}", flush=True)
+            say(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; {versions}")
     verdict = problem_in(reports)
     if heartbeat:  # rank 0 decides, because a rank with another WORLD_SIZE has seen other reports
         if heartbeat.rank == 0:
@@ -168,12 +168,12 @@ def measure_network(world: World, limit: float) -> None:
     if world.is_rank0:
         for nbytes, seconds in found.items():
             wire = 2 * (world.world_size - 1) / world.world_size * nbytes * 8 / seconds / 1e9
-            print(f"all_reduce of {nbytes / 1e6:5g} MB: {seconds * 1e3:9.2f} ms, {wire:7.3f} Gbit/s out of "
-                  "each rank", flush=True)
+            say(f"all_reduce of {nbytes / 1e6:5g} MB: {seconds * 1e3:9.2f} ms, {wire:7.3f} Gbit/s out of "
+                "each rank")
         if large < 100_000_000:
             print("the network is too slow to send 100 MB in time, so 10 MB were sent")
-        print(f"so the gradients of each 100 M parameters take {4e8 * found[large] / large:.3g} s of a step, "
-              "with --comm bf16 half of that; a larger --global-batch sends them less often", flush=True)
+        say(f"so the gradients of each 100 M parameters take {4e8 * found[large] / large:.3g} s of a step, "
+            "with --comm bf16 half of that; a larger --global-batch sends them less often")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
         return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
 
 
-def memory_of(model: nn.Module, strategy: str, args: argparse.Namespace, processes: int,
+def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
               activations: int) -> dict[str, float]:
     """Peak bytes in each process, by type, with `strategy` instead of --strategy. zero2 and zero3 hold their
     shards, gathered parameters, and the gradients of one block and of parameters outside blocks. zero2
@@ -271,7 +271,7 @@ def fits(held: dict[str, float], gigabytes: float) -> bool:
     return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest: CUDA, its libraries, fragmentation
 
 
-def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
+def empty_model(model_class: type, args: Namespace) -> nn.Module:
     """The model that the flags of a trainer ask for, on the meta device."""
     ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data)[0], args.tokenizer))
     flags = flags_of_model(model_class.Config, args)
@@ -279,7 +279,7 @@ def empty_model(model_class: type, args: argparse.Namespace) -> nn.Module:
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def dry_run(model_class: type, args: argparse.Namespace, size: dict, **example) -> None:
+def dry_run(model_class: type, args: Namespace, size: dict, **example) -> None:
     """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
     if int(os.environ.get("RANK", 0)) > 0:
         return
@@ -361,13 +361,13 @@ def main() -> None:
 
     on_all("collectives", judge)
     if world.is_rank0:
-        print("collectives are right", flush=True)
+        say("collectives are right")
     step("the measurement of the network", measure_network, world, args.timeout / 2)
-    print(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}", flush=True)
+    say(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}")
     for _ in range(2):  # an NCCL collective that times out returns, and the next one raises
         step("the end", dist.barrier)
     if world.is_rank0:
-        print("OK", flush=True)
+        say("OK")
 
 
 if __name__ == "__main__":

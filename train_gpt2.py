@@ -15,7 +15,7 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
     torchrun --nnodes=5 … train_gpt2.py --size gpt2 --precision fp16 --batch 1 --global-batch 160
 """
 
-import argparse
+from argparse import Namespace
 
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
@@ -42,7 +42,7 @@ SIZES = {
 BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
 
 
-def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, **records) -> Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, GPT2Config, SIZES)
     return parse(parser, GPT2Config, SIZES, argv, **records)
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
             found = evaluate(state, dataset, stop, micro_batch, args.eval_batches * global_batch)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
+            checkpoints.mark_best(step, found["val_loss"])
             log.evaluation(step, samples, found, metrics.ends_epoch)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not done:
                 sample(state, dataset, args, log, step)

@@ -10,8 +10,8 @@ Run the same command again and it resumes where it stopped. Without torchrun it 
     python train_hrm.py --export                             # and becomes a directory for transformers
 """
 
-import argparse
 import random
+from argparse import Namespace
 
 import data
 from data import UserError
@@ -56,7 +56,7 @@ def as_range(low: int, high: int) -> str:
     return f"{low} to {high}" if low < high else f"{high}"
 
 
-def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, **records) -> Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, HRMConfig, SIZES)
     flag = flag_group(parser, "recurrence")
@@ -77,7 +77,7 @@ def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
     return args
 
 
-def truncation(args: argparse.Namespace, c: HRMConfig) -> tuple[int, int]:
+def truncation(args: Namespace, c: HRMConfig) -> tuple[int, int]:
     """The stack calls that keep a graph, at the start of the run and after the ramp. Raises UserError."""
     calls = c.l_cycles + 1  # of a cycle
     if args.bp_steps:
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
             found = evaluate(state, dataset, stop, micro_batch, args.eval_batches * global_batch)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
+            checkpoints.mark_best(step, found["val_loss"])
             log.evaluation(step, samples, found, metrics.ends_epoch)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not done:
                 sample(state, dataset, args, log, step)

@@ -14,7 +14,7 @@ Attention does not cross document boundaries. Training masks --mask-rate of the 
 masks the same 15 %.
 """
 
-import argparse
+from argparse import Namespace
 
 import data
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
@@ -71,7 +71,7 @@ def list_presets() -> None:
     print(*commands, sep="\n")
 
 
-def parse_args(argv: list[str] | None = None, **records) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, **records) -> Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     flag = flag_group(parser, "masked language model")
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
             found = evaluate(state, dataset, stop, micro_batch, args.eval_batches * global_batch, eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
+            checkpoints.mark_best(step, found["val_loss"])
             log.evaluation(step, samples, found, metrics.ends_epoch)
         if stopping or done:
             break

@@ -186,11 +186,10 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
 
 def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
     (tmp_path / "checkpoints").mkdir()
-    checkpoints, losses = Checkpoints(tmp_path, world, 2, print), {}
+    checkpoints = Checkpoints(tmp_path, world, 2, print)
     for step in range(1, 6):
         checkpoints.save(step, make_state(world), META)
-        checkpoints.mark_best(step, abs(step - 2), losses)
-        losses[step] = abs(step - 2)
+        checkpoints.mark_best(step, abs(step - 2))
     checkpoints.close()
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [5, 4]
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
@@ -250,7 +249,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     monkeypatch.setattr(torch, "save", fail)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=370e9))
     checkpoints.save(2, state, META)
-    checkpoints.mark_best(2, 2.0, {})
+    checkpoints.mark_best(2, 2.0)
     wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (")
     assert "with 370.00 GB free on the disk" in said[1]  # not 3.7e+02
@@ -260,7 +259,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     checkpoints.save(3, state, META)
     wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
-    checkpoints.mark_best(3, 2.1, {2: 2.0})  # worse than that of the lost one, but the best that there is
+    checkpoints.mark_best(3, 2.1)  # worse than that of the lost one, but the best that there is
     wait(checkpoints.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
@@ -272,12 +271,11 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
 def test_the_best_after_an_evaluation_without_a_checkpoint(tmp_path, world):
     """As after a skipped update: its loss counts as little as that of a checkpoint that was lost."""
     (tmp_path / "checkpoints").mkdir()
-    checkpoints, losses = Checkpoints(tmp_path, world, 3, print), {}
+    checkpoints = Checkpoints(tmp_path, world, 3, print)
     for step, loss, saved in ((1, 4.0, True), (2, 3.0, False), (3, 3.1, True), (4, 3.2, True)):
         if saved:
             checkpoints.save(step, make_state(world), META)
-        checkpoints.mark_best(step, loss, losses)
-        losses[step] = loss
+        checkpoints.mark_best(step, loss)
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
 
@@ -292,7 +290,7 @@ def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, w
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
         assert checkpoints.resume(saved, state, {}) == (1, 7)
-    checkpoints.mark_best(1, 2.0, {})
+    checkpoints.mark_best(1, 2.0)
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 1
 
@@ -528,9 +526,9 @@ def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, wor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
         checkpoints.resume(checkpoints.load("auto"), state, {})
-    for step, loss, others in ((2, 0.4, {1: 0.5}), (3, 0.45, {1: 0.5, 2: 0.4})):
+    for step, loss in ((2, 0.4), (3, 0.45)):
         checkpoints.save(step, state, META | {"samples": step})
-        checkpoints.mark_best(step, loss, others)
+        checkpoints.mark_best(step, loss)
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
 

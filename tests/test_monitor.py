@@ -398,10 +398,10 @@ def test_a_bar_of_120_columns_has_a_bar_one_eta_and_its_end(tmp_path, monkeypatc
     log = begun(tmp_path)
     log._bar.n, log._bar.total = 150, 300
     log._bar.set_description_str("loss 4.7627 | lr 4.1e-03 | grad 0.46 | 8.02k tok/s | 35.1% MFU | 0.9 GB | "
-                                 "eta 1m23s | Sync=OK", refresh=False)
+                                 "eta 01:23 | Sync=OK", refresh=False)
     text = log._bar.format_meter(**log._bar.format_dict | {"ncols": 120})
     log.close()
-    assert text.startswith("|█████     | 150/300 | loss 4.7627") and text.endswith("eta 1m23s | Sync=OK")
+    assert text.startswith("|█████     | 150/300 | loss 4.7627") and text.endswith("eta 01:23 | Sync=OK")
 
 
 @pytest.mark.parametrize("bar", [False, True], ids=["lines", "progress bar"])

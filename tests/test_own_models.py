@@ -16,7 +16,8 @@ import data
 import ddp_utils
 import model as model_module
 from data import UserError
-from ddp_utils import Checkpoints, RunError, TrainState, load_checkpoint
+from ddp_utils import (Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint,
+                       read_checkpoint)
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
 
 
@@ -411,3 +412,101 @@ def test_a_run_is_loaded_for_use_as_it_was_evaluated(ema, shards, tmp_path):
     assert tokenizer.decode(tokenizer.encode("def").tolist()) == "def"
     with pytest.raises(RunError):
         ddp_utils.load_run(GPT2, tmp_path)
+
+
+HEAD = """
+from dataclasses import dataclass
+import model
+from torch import nn
+
+@dataclass
+class GPT2Config(model.GPT2Config):
+    second: bool = model.flag(False, "a second head")
+
+class Variant(model.GPT2):
+    Config = GPT2Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.second:
+            self.second = model.Linear(config.d_model, WIDTH)
+
+    def loss(self, hidden, idx, targets):
+        objective, sums = super().loss(hidden, idx, targets)
+        if self.config.second:
+            objective = objective + 0.0 * self.second(hidden).sum()
+        return objective, sums
+
+"""
+
+
+def variant(path, width: int = 8) -> Trainer:
+    """train_gpt2.py with a model of one's own."""
+    head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
+    main = main.replace("(GPT2,", "(Variant,")
+    path.write_text(head + HEAD.replace("WIDTH", str(width)) + "# Only `tiny`" + main)
+    return Trainer(str(path), **FLAGS)
+
+
+def weights(run) -> dict:
+    return read_checkpoint(list_checkpoints(run)[0])["tensors"]["model"]
+
+
+@pytest.mark.parametrize("ranks, strategy", [
+    (0, "ddp"), pytest.param(2, "ddp", marks=pytest.mark.full),
+    pytest.param(2, "zero3", marks=pytest.mark.full)])
+def test_a_variant_starts_from_its_baseline(ranks, strategy, shards, tmp_path):
+    """What the weights lack begins anew, the rest is theirs, bit for bit, and both are named; the other way
+    round, too. A flag that contradicts them is refused, as is a tensor of another shape.
+    """
+    base = Trainer("train_gpt2.py", **FLAGS)
+    assert base.train(0, shards, tmp_path / "base", steps=4).code == 0
+    own = variant(tmp_path / "train_variant.py")
+    flags = {"init_from": tmp_path / "base", "steps": 1, "lr": 0.0, "strategy": strategy}
+    done = own.train(ranks, shards, tmp_path / "own", second=True, **flags)
+    assert done.code == 0, done.out
+    assert "lacks second, second.bias, second.weight: as in a new model" in done.out, done.out
+    before, after = weights(tmp_path / "base"), weights(tmp_path / "own")
+    assert after.keys() - before.keys() == {"second.weight", "second.bias"}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert after["second.weight"].std() > 0
+    again = own.train(ranks, shards, tmp_path / "again", second=True, **flags)
+    assert again.code == 0, again.out
+    assert torch.equal(after["second.weight"], weights(tmp_path / "again")["second.weight"])
+    assert own.train(ranks, shards, tmp_path / "own", second=True, strategy=strategy, steps=2).code == 0
+    back = own.train(ranks, shards, tmp_path / "back", **flags | {"init_from": tmp_path / "own"})
+    assert back.code == 0, back.out  # the shape is that of the weights
+    contradicts = own.train(ranks, shards, tmp_path / "odd", **flags | {"n_layer": 3})
+    assert contradicts.code and "was trained with n_layer" in contradicts.out, contradicts.out
+    wider = variant(tmp_path / "train_wider.py", 9)
+    refused = wider.train(ranks, shards, tmp_path / "wide", **flags | {"init_from": tmp_path / "own"})
+    assert refused.code and re.search(
+        r"second.(bias|weight) has the shape \[8.*\] in .*, but \[9.*\] in Variant: give it another name",
+        refused.out), refused.out
+    plain = base.train(ranks, shards, tmp_path / "plain", **flags | {"init_from": tmp_path / "own"})
+    assert plain.code and "holds a model of the family Variant, not GPT2" in plain.out, plain.out
+
+
+@pytest.mark.full
+def test_what_a_variant_does_not_use_is_named(shards, tmp_path):
+    own = variant(tmp_path / "train_variant.py")
+    assert own.train(0, shards, tmp_path / "own", second=True, steps=2).code == 0
+    text = (tmp_path / "train_variant.py").read_text()
+    less = text.replace('    second: bool = model.flag(False, "a second head")', "    third: int = 3")
+    (tmp_path / "train_less.py").write_text(less.replace("self.config.second", "False").replace(
+        "config.second", "False"))
+    done = Trainer(str(tmp_path / "train_less.py"), **FLAGS).train(
+        0, shards, tmp_path / "less", steps=1, init_from=tmp_path / "own")
+    assert done.code == 0 and "lacks third: as in a new model" in done.out, done.out
+    assert "has second, second.bias, second.weight, which this model does not use" in done.out, done.out
+
+
+@pytest.mark.full
+def test_a_variant_starts_from_hf_weights(shards, tmp_path):
+    base = Trainer("train_gpt2.py", **FLAGS)
+    assert base.train(0, shards, tmp_path / "base", steps=2).code == 0
+    assert base.train(0, shards, tmp_path / "base", export=True).code == 0
+    own = variant(tmp_path / "train_variant.py")
+    done = own.train(0, shards, tmp_path / "own", second=True, steps=1,
+                     init_from=f"hf:{tmp_path / 'base' / 'hf'}")
+    assert done.code == 0 and "lacks second, second.bias, second.weight" in done.out, done.out

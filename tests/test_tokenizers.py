@@ -7,17 +7,27 @@ import re
 
 import pytest
 import torch
+from conftest import SHARED
 from runs import Trainer
 from test_model_gpt2_mlm import export, tiny
 
 import data
 from data import UserError
+from ddp_utils import GPT2_DIGEST, tokenizer_id
 from model import GPT2, MLM, from_hf
 
 
 @pytest.fixture
 def tokenizer():
     return data.load_tokenizer("bytes")
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    if not (SHARED / "tiktoken").exists():
+        pytest.skip("the vocabulary of gpt2 is not in the cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
+    return data.load_tokenizer("gpt2")
 
 
 def word_level(vocab: dict, **changes) -> str:
@@ -156,8 +166,8 @@ def test_fill_asks_about_the_position_of_the_mask(name, text, before):
 # ----------------------------------------------------------------------------------- other people's files
 
 
-def test_data_of_another_tokenizer_than_that_of_the_weights_are_warned_of(tmp_path, shards, corpus):
-    """Of hf: weights, whose files may have their tokenizer or not; of ours they are refused."""
+def test_data_of_another_tokenizer_than_that_of_the_weights_are_refused(tmp_path, shards, corpus):
+    """Where it is not known they are warned of. One that lies there but is refused counts as not known."""
     bpe = data.train_bpe([corpus.read_text()[:20000]], 300)
     export(tiny(GPT2, 0, vocab_size=300, seq_len=32), bpe, tmp_path / "hf")
     other = data.prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "hf" / "tokenizer.json"))
@@ -165,10 +175,63 @@ def test_data_of_another_tokenizer_than_that_of_the_weights_are_warned_of(tmp_pa
     warning = "WARNING: hf:.* its weights are of use only if these ids mean the same"
     same = trainer.train(0, other, tmp_path / "same", init_from=f"hf:{tmp_path / 'hf'}")
     foreign = trainer.train(0, shards, tmp_path / "foreign", init_from=f"hf:{tmp_path / 'hf'}")
-    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert foreign.code == 2 and "was trained with the tokenizer" in foreign.out, foreign.out
+    file = tmp_path / "hf" / "tokenizer.json"
+    file.write_text(word_level({"[UNK]": 0, "a": 1, "b": 4, "c": 3, "d": 5}))  # has gaps
+    refused = trainer.train(0, other, tmp_path / "refused", init_from=f"hf:{tmp_path / 'hf'}")
+    file.unlink()
     unknown = trainer.train(0, other, tmp_path / "unknown", init_from=f"hf:{tmp_path / 'hf'}")
-    for done, warned in ((same, False), (foreign, True), (unknown, True)):
+    for done, warned in ((same, False), (refused, True), (unknown, True)):
         assert done.code == 0 and bool(re.search(warning, done.out)) == warned, done.out
+
+
+def as_on_the_hub(gpt2, **changes) -> dict:
+    """GPT-2's tokenizer.json as transformers writes it."""
+    own = json.loads(gpt2.to_json())["model"]
+    end = {"id": 50256, "content": data.EOT, "special": True, "single_word": False, "lstrip": False,
+           "rstrip": False, "normalized": True}
+    stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    words = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+             "fuse_unk": False, "vocab": own["vocab"] | {data.EOT: 50256},
+             "merges": [" ".join(pair) for pair in own["merges"]]}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+            "pre_tokenizer": stage, "post_processor": None, "decoder": stage, "model": words | changes}
+
+
+def test_gpt2_from_the_hub_is_that_of_tiktoken(gpt2, tmp_path, corpus):
+    """As tokenizer.json and as vocab.json with merges.txt; shards of one load with the other. What differs from
+    it in anything is not taken for it.
+    """
+    hub = as_on_the_hub(gpt2)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "tokenizer.json").write_text(json.dumps(hub))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "vocab.json").write_text(json.dumps(hub["model"]["vocab"]))
+    lines = ["#version: 0.2", *hub["model"]["merges"], ""]
+    (tmp_path / "old" / "merges.txt").write_text("\n".join(lines))
+    for name in "new", "old":
+        tokenizer = data.load_tokenizer(str(tmp_path / name))
+        assert tokenizer.to_json() == gpt2.to_json() and tokenizer_id(tokenizer).endswith(GPT2_DIGEST)
+        shards = data.prepare(f"text:{corpus}", tmp_path / f"shards-{name}", str(tmp_path / name))
+        assert data.Dataset([shards], 32, "gpt2").tokenizer.to_json() == gpt2.to_json()
+    one, *others = hub["model"]["merges"]
+    for changes in {"dropout": 0.1}, {"merges": [*others, one]}, {"merges": others}:
+        parsed = data.parse_tokenizer_json("odd", json.dumps(as_on_the_hub(gpt2, **changes)))
+        assert isinstance(parsed, data.HuggingFaceTokenizer), changes
+    for key, odd in {"normalizer": {"type": "Lowercase"},
+                     "pre_tokenizer": hub["pre_tokenizer"] | {"add_prefix_space": True}}.items():
+        parsed = data.parse_tokenizer_json("odd", json.dumps(hub | {key: odd}))
+        assert isinstance(parsed, data.HuggingFaceTokenizer), key
+
+
+def test_weights_with_gpt2s_files_take_the_name_gpt2(gpt2, tmp_path, corpus, monkeypatch):
+    """And so README's directories."""
+    export(tiny(GPT2, 0, vocab_size=50257, padded_vocab=50304, seq_len=32), gpt2, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(as_on_the_hub(gpt2)))
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer("train_gpt2.py", steps=1, d_model=None, n_layer=None, n_head=None)
+    done = trainer.train(0, f"text:{corpus}", None, init_from=f"hf:{tmp_path / 'hf'}")
+    assert done.code == 0 and "-gpt2 is ready" in done.out and "mean the same" not in done.out, done.out
 
 
 def test_the_index_decides_which_files_are_read(tokenizer, tmp_path):

@@ -122,7 +122,7 @@ def main(argv=None) -> None:
             found = evaluate(state, dataset, stop, batch, args.eval_batches * global_batch)
             if found is None:
                 continue
-            checkpoints.mark_best(step, found["val_loss"], log.evaluations)
+            checkpoints.mark_best(step, found["val_loss"])
             log.evaluation(step, samples, found, False)
         if ends:
             break
