@@ -78,6 +78,24 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+def flag_group(parser: ArgumentParser, title: str):
+    """Begins a group of flags. Returns a function that adds a flag, given name, type, default and help. The
+    type is bool, a tuple of choices or a function.
+    """
+    group = parser.add_argument_group(title)
+
+    def flag(name: str, flag_type, default, text: str):
+        text += "" if default in (None, "") else f" ({default})"
+        if flag_type is bool:
+            group.add_argument(name, action="store_true", help=text)
+        elif isinstance(flag_type, tuple):
+            group.add_argument(name, choices=flag_type, default=default, help=text)
+        else:
+            group.add_argument(name, type=flag_type, default=default, help=text)
+
+    return flag
+
+
 def cpu_count() -> int:
     """Cores that this process may use (on macOS, which cannot tell, all cores)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -308,16 +326,16 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
 def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
     """What Tokenizer.to_json wrote, or the tokenizer.json of GPT-2, as a Tokenizer; None for any other."""
     model = spec["model"]
-    stage = spec["pre_tokenizer"] or {}
+    stage = spec["pre_tokenizer"]
     pattern = None
-    if model.keys() == {"type", "vocab", "merges"}:
-        if stage["type"] == "Sequence":
-            pattern = stage["pretokenizers"][0]["pattern"]["Regex"]
-            stage = stage["pretokenizers"][-1]
-    elif not any(model.get(key) for key in model.keys() - {"type", "vocab", "merges"}):
-        pattern = PATTERNS["gpt2"]  # which this stage has unless it says otherwise
-        stage = stage | {"use_regex": not stage.get("use_regex", True)}
-    if stage != BYTE_LEVEL or spec.get("normalizer"):
+    others = model.keys() - {"type", "vocab", "merges"}  # which other programs write
+    if stage["type"] == "Sequence" and not others:
+        pattern = stage["pretokenizers"][0]["pattern"]["Regex"]
+        stage = stage["pretokenizers"][-1]
+    elif stage.get("use_regex", True):
+        pattern = PATTERNS["gpt2"]
+        stage = stage | {"use_regex": False}
+    if stage != BYTE_LEVEL or spec.get("normalizer") or any(model[key] for key in others):
         return None
     specials = {token["content"]: token["id"] for token in spec["added_tokens"]}
     words = sorted(model["vocab"].keys() - specials.keys(), key=model["vocab"].get)
@@ -325,12 +343,12 @@ def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
     if EOT not in specials or [word for word in words if len(word) > 1] != merged:
         return None
     ranks = {bytes(CHAR_TO_BYTE[c] for c in word): model["vocab"][word] for word in words}
-    return Tokenizer(name, ranks, pattern, specials)
+    return Tokenizer(name, ranks, pattern, specials) if pattern or not merged else None
 
 
 def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
     """Reads a tokenizer.json. If it is not a `byte_level_bpe`, the package `tokenizers` runs it."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         if found := byte_level_bpe(name, json.loads(text)):
             return found
     try:
@@ -476,8 +494,12 @@ class Source:
             self.total = sum(size for _, size in sizes)
             self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
             digest = sha256_of if self.total < 64 * BLOCK else sample_digest
-            self.identity += (", content "
-                              f"{digest_json([prefix == 'hub' and where, *map(digest, self.files)])[:16]}")
+            try:
+                content = digest_json([prefix == "hub" and where, *map(digest, self.files)])[:16]
+            except OSError as error:
+                raise UserError(f"{error.filename} cannot be read ({error.strerror}): make it readable, or "
+                                "name other files.")
+            self.identity += f", content {content}"
         val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
         if self.tail and prefix != "text":
@@ -550,6 +572,9 @@ class Source:
         for block in blocks:
             *texts, rest = (rest + block).split(self.split_on)
             yield from (([text], split) for text in texts)
+            if len(rest) > 64 * BLOCK:
+                raise UserError(f"{path} has {len(rest):,} characters without a {self.split_on!r}: leave "
+                                "--split-on out, or name what is between its documents.")
         yield [rest], split
 
     def _text_blocks(self, path, begin, end):
@@ -633,7 +658,10 @@ class Source:
                     yield self._texts(name, values), None
         except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
-            raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
+            way_out = "check it, and run the same command again"
+            if "load_from_disk" in reason:  # as datasets calls for
+                way_out = f"datasets.load_from_disk({name!r}).to_parquet('x.parquet') makes one for parquet:"
+            raise UserError(f"{name} cannot be read ({reason}): {way_out}.")
 
     def _check_fields(self, where, there):
         if missing := [field for field in self.fields if field not in there]:
@@ -668,7 +696,7 @@ def find_files(where: str, say=lambda text: None) -> list[Path]:
     names = glob.glob(str(path), recursive=True) if not path.is_file() else [path]
     names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
     found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
-    files = {path.resolve(): path for path in found}
+    files = {(path.stat().st_dev, path.stat().st_ino): path for path in found}
     if len(files) < len(found):
         say(f"note: {len(found)} names of {where} lead to {len(files)} files: each is read once")
     return sorted(files.values())
@@ -758,7 +786,7 @@ def shard_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size < 65_536 else "uint32"  # < because [MASK] may be one more id
 
 
-def fsync_directory(path: Path) -> None:
+def fsync_directory(path: Path):
     """Makes a rename in this directory survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -783,7 +811,7 @@ def replacing(path: Path):
         raise
 
 
-def write_atomically(path: Path, *chunks) -> None:
+def write_atomically(path: Path, *chunks):
     """Writes a whole file (see `replacing`), or raises NotNow."""
     try:
         with replacing(path) as file:
@@ -811,11 +839,19 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', 'too short')}.")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
     if dtype is None or len(header) < 256:
-        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing.")
+        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. Of "
+                        "nanoGPT's, data.write_shard(Path('x/train_000000.bin'), [np.fromfile('train.bin', "
+                        "np.uint16)], 'uint16') makes one.")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
         raise UserError(f"{path} has {size} bytes instead of {expected}: copy it or prepare the data again.")
     return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", HEADER_BYTES))
+
+
+def check_types(part: dict, **types: type):
+    for name, expected in types.items():
+        if not isinstance(part[name], expected):
+            raise ValueError(f"{name} is of the wrong type")
 
 
 def read_manifest(directory: Path) -> dict | None:
@@ -823,9 +859,16 @@ def read_manifest(directory: Path) -> dict | None:
     path = directory / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
+        check_types(manifest, dataset=str, settings=dict, complete=bool, dtype=str, tokenizer=dict,
+                    shards=list)
+        check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
+        if "roles" in manifest:
+            check_types(manifest, row=int, roles=dict)
+            check_types(manifest["roles"], start=int, response=int, end=int)
         if manifest["format"] != 1:
             raise ValueError("another format")
         for shard in manifest["shards"]:
+            check_types(shard, tokens=int, documents=int, sha256=str, end=list)
             # never a path elsewhere
             match = re.fullmatch(r"(train|val|val_[\w-]+)_[0-9]{6}\.bin", shard["file"])
             if not match or match[1] != shard["split"]:
@@ -843,7 +886,7 @@ def manifest_digest(manifest: dict) -> str:
     return digest_json(manifest | {"checksum": None})
 
 
-def write_manifest(directory: Path, manifest: dict) -> None:
+def write_manifest(directory: Path, manifest: dict):
     manifest["checksum"] = manifest_digest(manifest)
     write_atomically(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
 
@@ -943,6 +986,8 @@ class Packer:
         if len(tokens) > self.space:
             self.counts["truncated responses"] += 1
             tokens = tokens[:self.row]
+        if prompt == 2:  # the start and the marker alone
+            self.counts["empty prompts"] += 1
         self.counts["samples"] += 1
         self.counts["tokens"] += len(tokens)
         at = bisect.bisect_left(self.open, (len(tokens),))
@@ -987,12 +1032,12 @@ class ShardWriter:
             self.counts["documents"] = sum(s["documents"] for s in shards)
         self._begin_shard()
 
-    def _begin_shard(self) -> None:
+    def _begin_shard(self):
         self.arrays = defaultdict(list)
         self.tokens = Counter()
         self.documents = Counter()
 
-    def add(self, document: int, piece: int, split: str, tokens: np.ndarray) -> None:
+    def add(self, document: int, piece: int, split: str, tokens: np.ndarray):
         settings = self.manifest["settings"]
         arrays = [tokens]
         self.splits.add(split)
@@ -1013,7 +1058,7 @@ class ShardWriter:
         if self.tokens[split] >= settings["shard_tokens"]:
             self.commit()
 
-    def commit(self, complete: bool = False) -> None:
+    def commit(self, complete: bool = False):
         """Starts writing the collected tokens. Raises UserError if the previous write failed."""
         self.writing.result()
         for split, packer in self.packers.items():
@@ -1027,7 +1072,7 @@ class ShardWriter:
         self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
         self._begin_shard()
 
-    def _write(self, arrays: dict, documents: Counter, position: list, complete: bool) -> None:
+    def _write(self, arrays: dict, documents: Counter, position: list, complete: bool):
         shards = self.manifest["shards"]
         number = 1 + max((int(s["file"][-10:-4]) for s in shards), default=-1)
         for split in sorted(arrays):
@@ -1115,6 +1160,9 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     elif val_field and prefix in ("text", "stdlib"):
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
     pairs = prefix == "task" or bool(prompt_field or response_field or condition_field)
+    if text_field != "text" and (pairs or prefix in ("text", "stdlib")):
+        raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
+                        "out.")
     if pairs and prefix in ("text", "stdlib"):
         raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
     if pairs and prefix != "task" and not (prompt_field and response_field):
@@ -1216,7 +1264,7 @@ def first_texts(source: Source, settings: dict, budget: int = BPE_TRAIN_CHARS, s
     return texts
 
 
-def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> None:
+def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     """Encodes the source from the writer's position to its end or to max_tokens."""
     from tqdm import tqdm  # comes with datasets
     settings = writer.manifest["settings"]
@@ -1240,6 +1288,8 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int) -> No
             bar.update(done - bar.n)
             if limit and counts["read"] >= limit:
                 break
+    if source.split_on and counts["documents"] <= len(source.files):
+        say(f"WARNING: {source.split_on!r} of --split-on divides none of the files")
     if marks:
         say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
             f"--split-on '{EOT}' makes documents of what is between")
@@ -1553,7 +1603,7 @@ class Shards:
         """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
         return shuffled(np.arange(position, position + count), self.rows, seed)
 
-    def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray | None = None) -> None:
+    def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray | None = None):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         begin = 0
         for (first, grid, following), end in zip(self.grids, rows.searchsorted(self.ends).tolist()):
@@ -1571,19 +1621,14 @@ class Shards:
                 y[~self.learned(x)] = -1
 
 
-def unigram_entropy(sets: list[Shards], limit: int = 16_000_000) -> float:
-    """Entropy of the token frequencies in nats: the loss of the best model that ignores all context. For
-    pairs, only the labels to learn count.
+def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
+    """Entropy in nats of the labels' frequencies, in the first `limit` of them: the loss of the best model
+    that ignores all context.
     """
-    limit = max(limit // sum(len(shards.tokens) for shards in sets), 1)
     found = []
     for shards in sets:
-        if shards.learned:
-            rows = np.arange(min(limit // 8 // shards.seq_len + 1, shards.rows))
-            _, y = read_rows(shards, rows)
-            found.append(y[y >= 0])
-        else:
-            found += [tokens[:limit] for tokens in shards.tokens]
+        _, y = read_rows(shards, np.arange(min(limit // len(sets) // shards.seq_len + 1, shards.rows)))
+        found.append(y[y >= 0])
     counts = np.bincount(np.concatenate(found))
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
@@ -1705,7 +1750,9 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
     """A substitute for the manifest of shards that llm.c wrote, and their tokenizer."""
     paths = sorted(directory.glob("*.bin"))
     if not paths:
-        raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
+        raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}. Of a folder "
+                        f"of save_to_disk datasets.load_from_disk({str(directory)!r}).to_parquet('x.parquet') "
+                        "makes a file for parquet:x.parquet.")
     if not tokenizer_name:
         raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
     tokenizer = load_tokenizer(tokenizer_name)
@@ -1800,7 +1847,7 @@ class Loader:
         parts = [torch.from_numpy(np.stack(arrays)) for arrays in zip(*batches)]
         return parts, int((parts[-1] >= 0).sum())
 
-    def close(self) -> None:
+    def close(self):
         """Ends the thread."""
         if self._steps:
             self._steps.close()
@@ -1896,7 +1943,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     return out
 
 
-def check_source(data: str, out: Path, settings: dict) -> None:
+def check_source(data: str, out: Path, settings: dict):
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
         identity = Source(data, settings).identity
@@ -1912,7 +1959,7 @@ def check_source(data: str, out: Path, settings: dict) -> None:
 # Command line
 
 
-def verify(directory: Path) -> None:
+def verify(directory: Path):
     """Compares every byte of tokenizer and shards with the manifest. Raises UserError if one differs."""
     manifest = read_manifest(directory)
     if manifest is None:
@@ -1926,7 +1973,7 @@ def verify(directory: Path) -> None:
     print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
 
 
-def info(directory: Path, tokenizer_name: str | None) -> None:
+def info(directory: Path, tokenizer_name: str | None):
     manifest, _ = read_directory(directory, 1, tokenizer_name)
     dataset = Dataset([directory], row_of(str(directory)) or 1, tokenizer_name)
     print(f"{manifest['dataset']}: {describe(manifest)}")
@@ -1941,7 +1988,7 @@ def info(directory: Path, tokenizer_name: str | None) -> None:
 
 
 def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None,
-         seed: int) -> None:
+         seed: int):
     if seq_len is None:
         seq_len = row_of(str(directory)) or 128
     if min(rows, seq_len) < 1:
@@ -1956,7 +2003,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
         print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
 
 
-def main() -> None:
+def main():
     parser = ArgumentParser(description="Prepares and inspects shards of tokens.")
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
@@ -1964,29 +2011,30 @@ def main() -> None:
     p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
     p.add_argument("--tokenizer", dest="tokenizer_name",
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
-    p.add_argument("--val-split", type=parse_val_split,
-                   help="hash:F: a fraction F of the documents, by a hash of their text; tail:F: the last "
-                   "part of the text (default: tail:0.1 for fewer than 100 text files, else hash:0.01, for "
-                   "task:addition 0.05)")
-    p.add_argument("--val-field", help="field with a validation set for each of its values, val_VALUE, at "
-                   "most 16 (default: none; for task:addition the level)")
-    p.add_argument("--max-samples", type=parse_count, help="stop after this many documents: 500k, 2M")
-    p.add_argument("--max-tokens", type=parse_count, help="stop after about this many training tokens")
-    p.add_argument("--min-words", type=int, default=0, help="skip documents with fewer words")
-    p.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-    p.add_argument("--prompt-field", help="field that holds the prompt of a pair")
-    p.add_argument("--response-field", help="field that holds the response of a pair")
-    p.add_argument("--condition-field", help="field to put in front of the prompt: text, or the name of a "
-                   "special token of the tokenizer")
-    p.add_argument("--split-on", help="text between the documents of a text: file, such as '<|endoftext|>' "
-                   "(default: a file is one document)")
-    p.add_argument("--row", type=int, help="tokens in a row, into which whole pairs are packed: the "
-                   "--seq-len of the trainer (default: the multiple of 64 that holds the longest of the "
-                   f"first 10,000 pairs, up to {LARGEST_ROW}; {TASK_ROW} for task:addition)")
-    p.add_argument("--long", choices=("truncate", "drop"), help="truncate or drop a response that does not "
-                   "fit into a row (default: truncate)")
-    p.add_argument("--shard-tokens", type=parse_count, default=10**8, help="tokens per shard (default: 100M)")
-    p.add_argument("--workers", type=int, help="threads that tokenize (default: one per core)")
+    flag = flag_group(p, "settings")
+    flag("--max-samples", parse_count, None, "stop after this many documents: 500k, 2M")
+    flag("--max-tokens", parse_count, None, "stop after about this many training tokens")
+    flag("--min-words", int, 0, "skip documents with fewer words")
+    flag("--text-field", str, "text", "field or column that holds the text")
+    flag("--split-on", str, None, "text between the documents of a text: file, such as '<|endoftext|>', or "
+         "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
+    flag("--val-split", parse_val_split, None, "hash:F: a fraction F of the documents, by a hash of their "
+         "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
+         "hash:0.01, for task:addition 0.05)")
+    flag("--val-field", str, None, "field with a validation set for each of its values, val_VALUE, at most "
+         "16 (default: none; for task:addition the level)")
+    flag("--shard-tokens", parse_count, "100M", "tokens per shard")
+    flag("--workers", int, None, "threads that tokenize (default: one per core)")
+    flag = flag_group(p, "pairs of prompt and response")
+    flag("--prompt-field", str, None, "field that holds the prompt of a pair")
+    flag("--response-field", str, None, "field that holds the response of a pair")
+    flag("--condition-field", str, None, "field to put in front of the prompt: text, or the name of a "
+         "special token of the tokenizer")
+    flag("--row", int, None, "tokens in a row, into which whole pairs are packed: the --seq-len of the "
+         "trainer (default: the multiple of 64 that holds the longest of the first 10,000 pairs, up to "
+         f"{LARGEST_ROW}; {TASK_ROW} for task:addition)")
+    flag("--long", ("truncate", "drop"), None, "truncate or drop a response that does not fit into a row "
+         "(default: truncate)")
     p.set_defaults(run=prepare)
     for run, text in ((info, "what a prepared directory holds"),
                       (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):
@@ -1996,10 +2044,11 @@ def main() -> None:
         if run is not verify:
             p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards without a manifest")
         if run is peek:
-            p.add_argument("--rows", type=int, default=3)
-            p.add_argument("--split", default="train", help="train (default), val, or val_NAME")
-            p.add_argument("--seq-len", type=int, help="tokens in a row (default: 128; pairs have their own)")
-            p.add_argument("--seed", type=int, default=0)
+            flag = flag_group(p, "which rows")
+            flag("--rows", int, 3, "how many")
+            flag("--split", str, "train", "train, val, or val_NAME")
+            flag("--seq-len", int, None, "tokens in a row (default: 128; pairs have their own)")
+            flag("--seed", int, 0, "of their choice")
     args = vars(parser.parse_args())
     del args["command"]
     args.pop("run")(**args)

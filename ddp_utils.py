@@ -15,6 +15,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import importlib
 import importlib.util
 import itertools
 import json
@@ -52,9 +53,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, fsync_directory,
-                  load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing, row_of, say,
-                  sources_of, unigram_entropy, validation_batches, without_response, without_surrogates)
+from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, flag_group,
+                  fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing,
+                  row_of, say, sources_of, unigram_entropy, validation_batches, without_response,
+                  without_surrogates)
 from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
 
@@ -65,10 +67,12 @@ CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
 FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+HOST = os.uname().nodename  # the name of this machine
 GPT2_DIGEST = "ce2c7b368254)"  # of the tokenizer gpt2, see tokenizer_id
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-sys.path.append(str(Path(__file__).resolve().with_name("cluster")))
+for name in ("cluster", "bench"):
+    sys.path.append(str(Path(__file__).resolve().with_name(name)))
 try:
     import roll_call
 except ImportError:  # the trainers alone were copied
@@ -141,7 +145,7 @@ def memory_asked_for(error: BaseException) -> str | None:
     return f" (asked for {found[1]} more)" if found else ""
 
 
-def launch(main) -> None:
+def launch(main):
     """Runs main() and ends the process. Exit codes: 0, 1 for a failure or NotNow, 2 for any other UserError
     or a missing compiler, 130 for Ctrl-C.
 
@@ -176,7 +180,7 @@ def with_cleanup(main):
     processes has failed, because destroying the group can hang.
     """
     @functools.wraps(main)
-    def run(argv: list[str] | None = None) -> None:
+    def run(argv: list[str] | None = None):
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         joined_before = dist.is_initialized()
         failed = True
@@ -198,7 +202,7 @@ def with_cleanup(main):
     return run
 
 
-def leave_at_once(number, frame) -> None:
+def leave_at_once(number, frame):
     """Ends the process on Ctrl-C while it compiles: torch's compiler can lose or wrap a KeyboardInterrupt."""
     if local_rank() == 0:
         os.write(2, b"\nstopped\n")
@@ -226,7 +230,7 @@ class World:
     def prefix(self) -> str:
         return f"[Rank {self.rank}/{self.world_size} | Node {self.node} | Device {self.device}]"
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Waits until the device has finished its work."""
         torch.get_device_module(self.device).synchronize()
 
@@ -291,7 +295,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
                  int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, timeout)
 
 
-def connect(backend: str, function) -> None:
+def connect(backend: str, function):
     """Calls function(), in which the ranks first reach each other. RunError if that fails on this rank, or as
     soon as it has failed on another.
     """
@@ -310,7 +314,7 @@ def connect(backend: str, function) -> None:
                        f"{WHEN_CUT_OFF[backend]}") from None
 
 
-def use_libdevice_of_triton() -> None:
+def use_libdevice_of_triton():
     """Makes compiled blocks round alike on nodes with and without a CUDA toolkit, and keeps torch from
     warning that it found none.
     """
@@ -320,7 +324,7 @@ def use_libdevice_of_triton() -> None:
             os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(path))
 
 
-def refuse_lone_tasks() -> None:
+def refuse_lone_tasks():
     """UserError in one of several processes that know nothing of each other: each would train alone."""
     for name, starter in STARTERS.items():
         tasks = os.environ.get(name, "1")
@@ -335,27 +339,26 @@ def refuse_lone_tasks() -> None:
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
     """This process's device and the backend. UserError if the machine lacks either."""
-    host = os.uname().nodename
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
-        raise UserError(f"no GPU is visible on {host}: leave --device out, or use --device cpu.")
+        raise UserError(f"no GPU is visible on {HOST}: leave --device out, or use --device cpu.")
     device = device if device != "auto" else "cuda" if gpus else "cpu"
     if device == "cuda" and local_world_size > gpus:
-        raise UserError(f"{local_world_size} processes on {host} with {gpus} GPUs: start torchrun with "
+        raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
                         f"--nproc_per_node={gpus}, or use --device cpu.")
     if device == "cuda":
         try:  # the first use of a GPU
             major, minor = torch.cuda.get_device_capability(local_rank())
         except Exception as error:  # torch has several for a driver
             raise UserError(
-                f"torch cannot use the GPU of {host} ({first_line(error)}): update its driver to 580 or "
+                f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
                 "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
                 "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
                 "--index-url https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of "
                 "drivers); or use --device cpu.") from None
         built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
         if built_for and 10 * major + minor < min(map(int, built_for)):
-            raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {host} is too old for this build "
+            raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {HOST} is too old for this build "
                             "of torch: install the one that the table of drivers in cluster/README.md names, "
                             "or use --device cpu.")
     has_nccl = device == "cuda" and dist.is_nccl_available()
@@ -446,7 +449,7 @@ def address_towards(address: str) -> str:
     return "" if own.startswith("127.") else own
 
 
-def choose_interface(own: str, store: dist.Store) -> None:
+def choose_interface(own: str, store: dist.Store):
     """Makes gloo use the network interface of the address `own`. By default it takes that of this machine's
     name, which is 127.0.1.1 on Debian and Ubuntu.
     """
@@ -489,7 +492,7 @@ class Heartbeat:
     def __post_init__(self):
         self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
         node = os.environ.get("GROUP_RANK", "0")
-        self.name = f"rank {self.rank} on node{node} ({os.uname().nodename})"
+        self.name = f"rank {self.rank} on node{node} ({HOST})"
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
         several_nodes = self.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -501,7 +504,7 @@ class Heartbeat:
         self._beat()
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self):
         """Raises RunError if a rank does not show up within the timeout."""
         deadline = time.monotonic() + self.timeout
         while not self.call(lambda: self.store.check(self.keys)):
@@ -513,7 +516,7 @@ class Heartbeat:
                 raise RunError(self.cause)
             time.sleep(0.05)
 
-    def raise_if_lost(self) -> None:
+    def raise_if_lost(self):
         """RunError if a rank failed or was silent for `timeout`. For loops that wait without a collective."""
         now = time.monotonic()
         if self.cause:
@@ -556,7 +559,7 @@ class Heartbeat:
             f"node0 can no longer be reached at {self.where} (a process there has failed or ended, or the "
             f"machine or the network to it is down): {WAY_BACK}."))
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str):
         """Ends the heartbeat, once, publishing `reason` if any. The store's host leaves last."""
         if self._stopped.is_set():
             return
@@ -575,12 +578,12 @@ class Heartbeat:
         beats = self.call(lambda: self.store.multi_get(self.keys), self.PATIENCE)
         return all(beat.endswith(b"|ended") for beat in beats)
 
-    def _beat_on(self) -> None:
+    def _beat_on(self):
         with suppress(Exception):  # the store is gone
             while not self.cause and not self._stopped.wait(self.BEAT):
                 self._beat()
 
-    def _beat(self) -> None:
+    def _beat(self):
         self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")
         if self._own_cause:
             self.store.compare_set("cause", "", self._own_cause)
@@ -594,7 +597,7 @@ class Heartbeat:
         return (f"{self._names(beats)} stopped responding (the process, its machine or the network to it is "
                 f"down): {WAY_BACK}.")
 
-    def _find_cause(self) -> None:
+    def _find_cause(self):
         before = self.store.multi_get(self.keys)
         self._state = "failed"
         deadline = time.monotonic() + self.PATIENCE
@@ -647,24 +650,6 @@ def steps_or_fraction(text: str) -> int | float:
     return int(value) if value >= 1 else value
 
 
-def flag_group(parser: ArgumentParser, title: str):
-    """Begins a group of flags. Returns a function that adds a flag, given name, type, default and help. The
-    type is bool, a tuple of choices or a function.
-    """
-    group = parser.add_argument_group(title)
-
-    def flag(name: str, flag_type, default, text: str) -> None:
-        text += "" if default in (None, "") else f" ({default})"
-        if flag_type is bool:
-            group.add_argument(name, action="store_true", help=text)
-        elif isinstance(flag_type, tuple):
-            group.add_argument(name, choices=flag_type, default=default, help=text)
-        else:
-            group.add_argument(name, type=flag_type, default=default, help=text)
-
-    return flag
-
-
 def flag_fields(config_class: type) -> list:
     """The fields of a model's configuration that are flags; see `flag` in model.py."""
     return [field for field in fields(config_class) if field.metadata]
@@ -710,7 +695,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     return parser
 
 
-def add_training_flags(parser: ArgumentParser) -> None:
+def add_training_flags(parser: ArgumentParser):
     flag = flag_group(parser, "data")
     flag("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
          "which is prepared if needed (from the hub 20 tokens per parameter); A,B,B reads two directories, "
@@ -740,7 +725,7 @@ def add_training_flags(parser: ArgumentParser) -> None:
     flag("--ema", fraction, 0.0, "decay of averaged weights for evaluation, --prompt and --export; 0: off")
 
 
-def add_running_flags(parser: ArgumentParser) -> None:
+def add_running_flags(parser: ArgumentParser):
     flag = flag_group(parser, "running")
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "type of activations (parameters: fp32); "
          "auto: bf16 where the hardware has it")
@@ -769,10 +754,14 @@ def add_running_flags(parser: ArgumentParser) -> None:
          "an --out without checkpoints; or the path of a checkpoint or of a run directory")
     flag("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
          "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
-    flag("--export", bool, None, "write hf/ for transformers from the newest checkpoint, without training")
+    flag("--eval-only", bool, None, "evaluate the newest checkpoint, or that of --resume, on the validation "
+         "sets of --data, without training: a line and a JSON object; writes nothing")
+    parser.add_argument("--export", nargs="?", const="hf", choices=("hf", "gguf"),
+                        help="write hf/ for transformers, or with gguf model.gguf for llama.cpp, from the "
+                        "newest checkpoint, without training")
 
 
-def add_text_flags(parser: ArgumentParser) -> None:
+def add_text_flags(parser: ArgumentParser):
     flag = flag_group(parser, "prompts and responses")
     flag("--loss", ("response", "all"), None, "tokens to learn (default: response with pairs, else all)")
     text = without_surrogates
@@ -795,7 +784,7 @@ def recipe(args: Namespace, size: dict) -> dict:
     return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
 
 
-def refuse_combinations(args: Namespace, given: Namespace) -> None:
+def refuse_combinations(args: Namespace, given: Namespace):
     """Raises UserError for flags that exclude each other; in `given` a flag left at its default is None."""
     if given.steps and given.epochs:
         raise UserError("--epochs is not allowed with --steps: leave one of them out.")
@@ -844,7 +833,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     return args
 
 
-def check_row(parser: ArgumentParser, name: str, row: dict) -> None:
+def check_row(parser: ArgumentParser, name: str, row: dict):
     """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag refuses."""
     for key in row.keys() - {"vocab_size"}:
         flag, value = f"--{key.replace('_', '-')}", row[key]
@@ -973,7 +962,7 @@ def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
     return index, next(rank for rank, value in enumerate(values) if value != usual)
 
 
-def assert_same(world: World, what: str, text: str, way_out: str) -> None:
+def assert_same(world: World, what: str, text: str, way_out: str):
     """Raises UserError naming the first rank whose text differs from the other ranks'."""
     digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
     if odd := find_mismatch(torch.tensor([digest], device=world.device)):
@@ -989,7 +978,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def assert_in_sync(model: nn.Module) -> None:
+def assert_in_sync(model: nn.Module):
     """Compares unsharded parameters and saved buffers across ranks, bit for bit. RunError if they differ."""
     tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
     buffers = dict(model.named_buffers())
@@ -1005,7 +994,7 @@ def assert_in_sync(model: nn.Module) -> None:
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
 
 
-def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: int) -> None:
+def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: int):
     """Raises UserError if a model has learned positions for only `known` tokens, fewer than `seq_len`."""
     if seq_len > known and "positions.weight" in model.state_dict():
         raise UserError(f"{source} has learned positions for {known} tokens: lower --seq-len.")
@@ -1084,7 +1073,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def free_gathered_params(model: nn.Module) -> None:
+def free_gathered_params(model: nn.Module):
     """Frees all-gathered parameters of zero2 and zero3, which would be stale after an update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -1092,7 +1081,7 @@ def free_gathered_params(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World) -> None:
+def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World):
     """Copies `source`, an unsharded tensor on rank 0, into `tensor`, sharded or not, on all ranks."""
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if world.is_rank0:
@@ -1114,13 +1103,13 @@ def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor |
     return tensor if world.rank == target else None
 
 
-def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World) -> None:
+def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
     """Copies unsharded tensors, given by name on rank 0, into the model on all ranks."""
     for name, tensor in model.state_dict().items():
         copy_from_rank0(tensor, weights[name] if world.is_rank0 else None, world)
 
 
-def assert_same_parameters(model: nn.Module, saved: dict) -> None:
+def assert_same_parameters(model: nn.Module, saved: dict):
     """Raises UserError, on all ranks, if the parameters in a checkpoint have other names than the model's."""
     if odd := model.state_dict().keys() ^ saved["tensors"]["model"].keys():
         raise UserError(f"{saved['path']} is from another version of this model (only one of them has "
@@ -1187,7 +1176,7 @@ def weights_of(model_class: type, source: str, world: World, complete: bool = Tr
                     "left_over": sorted(found["model_config"].keys() - ours)}
 
 
-def assert_family(saved: dict, model_class: type) -> None:
+def assert_family(saved: dict, model_class: type):
     if saved["family"] != model_class.__name__:
         raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
                         f"{model_class.__name__}: use its own trainer.")
@@ -1209,14 +1198,36 @@ def tokenizer_id(tokenizer) -> str:
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
 
 
+def assert_tokenizer(saved: dict, tokenizer, way_out: str):
+    """Raises UserError if a checkpoint is of another tokenizer, whatever their names."""
+    ours = tokenizer_id(tokenizer)
+    if ours.split()[-1] != saved["tokenizer"].split()[-1]:
+        raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, not with "
+                        f"{ours}: {way_out}.")
+
+
+def in_bench(name: str):
+    """The function of that name in the file of that name in bench/, for what no training run needs."""
+    try:
+        return getattr(importlib.import_module(name), name)
+    except ImportError as error:
+        raise UserError(f"this needs bench/{name}.py of this project and what it imports ({error}): copy it, "
+                        "or pip install what is missing.") from None
+
+
 def use_model(model_class: type, args: Namespace, world: World, out: Path,
-              saved: dict | None) -> None:
-    """--export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of --resume."""
+              saved: dict | None):
+    """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
+    --resume.
+    """
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
-    model, saved = load_model(model_class, resume, world, print, saved=saved, **changes)
+    strategy = args.strategy if args.eval_only else "ddp"
+    model, saved = load_model(model_class, resume, world, print, strategy, saved, **changes)
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.eval()
+    if args.eval_only:
+        return in_bench("evaluate_only")(model, saved, args, world)
     if not world.is_rank0:
         return
     home = Path(saved["path"]).parent.parent
@@ -1224,11 +1235,12 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
     if not (out / "tokenizer.json").exists():
         raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
     tokenizer = load_tokenizer(str(out))
-    if tokenizer_id(tokenizer).split()[-1] != saved["tokenizer"].split()[-1]:  # only the digests
-        raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, which is not "
-                        f"that of {out}: name the directory of that run with --out.")
+    assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
     say(f"step {saved['step']} from {saved['path']}")
-    if args.export:
+    if args.export == "gguf":
+        in_bench("to_gguf")(model, out / "model.gguf", tokenizer)
+        say(f"{out / 'model.gguf'} is ready for llama-cli -m, Ollama and LM Studio")
+    if args.export == "hf":
         to_hf(model, out / "hf", tokenizer)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
         if model_class is GPT2 and model.config.attention == "prefix":
@@ -1249,7 +1261,7 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
                 print(f"error: {error}")
 
 
-def print_pieces(pieces) -> None:
+def print_pieces(pieces):
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
@@ -1262,7 +1274,7 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return choice
 
 
-def set_modes(model: nn.Module, args: Namespace, world: World, say) -> None:
+def set_modes(model: nn.Module, args: Namespace, world: World, say):
     """Applies --precision, --checkpoint-activations and --compile."""
     compiled = compiles(args.compile, world.device)
     model.compute_dtype = compute_dtype(args.precision, world.device)
@@ -1307,7 +1319,7 @@ def shard_optimizers(optimizers: list, strategy: str) -> list:
 OF_TRAINER = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreach"}
 
 
-def assert_all_train(model: nn.Module, optimizers: list) -> None:
+def assert_all_train(model: nn.Module, optimizers: list):
     """Raises UserError unless each parameter that is not frozen is in exactly one optimizer."""
     count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
     odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
@@ -1338,7 +1350,7 @@ def mixed(seed: int, step: int, stream: int) -> int:
     return (number ^ number >> 31) % 2**63
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, rank: int):
     """Seeds torch for one step of one rank, so that a checkpoint need not hold generator states."""
     torch.manual_seed(mixed(seed, step, rank))
 
@@ -1360,12 +1372,12 @@ class EMA:
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self):
         torch._foreach_lerp_([local_shard(t) for t in self.average.values()],
                              [local_shard(p) for p in self.params.values()], 1 - self.decay)
 
     @torch.no_grad()
-    def swap(self) -> None:
+    def swap(self):
         """Exchanges the average with the parameters; a second call restores both, bit for bit."""
         for name, p in self.params.items():
             p = local_shard(p)
@@ -1409,7 +1421,7 @@ class TrainState:
         ddp = isinstance(self.wrapped, DistributedDataParallel)
         return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
 
-    def warm_up(self, first: dict, settled: dict) -> None:
+    def warm_up(self, first: dict, settled: dict):
         """Throw-away backward passes: one of model(**first), then two of model(**settled).
 
         The first, without communication, checks that every parameter gets a gradient when training starts
@@ -1441,7 +1453,7 @@ class TrainState:
         norm = clip_gradients(self.model.parameters(), max_norm)
         return stop.read(norm)[0] if stop else norm.item()
 
-    def optimizer_step(self, lr: float, grad_norm: float) -> None:
+    def optimizer_step(self, lr: float, grad_norm: float):
         """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
         the gradients and updates the average. Raises RunError after MAX_SKIPPED updates in a row whose
         gradient was not finite.
@@ -1466,7 +1478,7 @@ class TrainState:
                            "use --precision bf16 or fp32; the same command then resumes from the newest "
                            "checkpoint, or from the one before if you delete that.")
 
-    def clear_gradients(self) -> None:
+    def clear_gradients(self):
         """DDP's gradients become zeros, because they are views of its buckets: after None, the next backward
         pass without communication would hold each gradient a second time. Others are freed.
         """
@@ -1539,7 +1551,7 @@ class TrainState:
         return found
 
     @torch.no_grad()
-    def restore(self, saved: dict, say) -> None:
+    def restore(self, saved: dict, say):
         """Copies the tensors of a checkpoint, which rank 0 has read, to all ranks, one by one, so no other
         rank holds a second copy. A new --ema starts from the weights. A parameter whose saved optimizer state
         has other names or shapes starts without optimizer state.
@@ -1576,7 +1588,7 @@ class TrainState:
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
-    def _create_optimizer_state(self) -> None:
+    def _create_optimizer_state(self):
         """Steps with gradient and learning rate 0, one parameter at a time, to hold only one gradient. The
         parameter groups stay as they are.
         """
@@ -1685,7 +1697,7 @@ def tokenizer_in(directory: Path) -> str | None:
     return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
 
 
-def check_resumable(saved: dict, now: dict, say) -> None:
+def check_resumable(saved: dict, now: dict, say):
     """Raises UserError if the family of the model, tokenizer, data or seed has changed (its shape is that of
     the checkpoint, see find_run); prints other changes.
     """
@@ -1754,7 +1766,7 @@ class Checkpoints:
         on_rank0(self.world, lambda: self._go_back(saved["step"]))
         return saved["step"], saved["samples"]
 
-    def _go_back(self, step: int) -> None:
+    def _go_back(self, step: int):
         """Replaces a best.pt of a later step by the best of the checkpoints that there are."""
         files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         best = self.directory / "best.pt"
@@ -1770,7 +1782,7 @@ class Checkpoints:
             if left and not best.exists():
                 self._link(files[min(left, key=left.get)])
 
-    def save(self, step: int, state: TrainState, meta: dict) -> None:
+    def save(self, step: int, state: TrainState, meta: dict):
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
         with `meta`, plain data that includes the step's loss. Does nothing if the step is already saved.
         """
@@ -1809,14 +1821,14 @@ class Checkpoints:
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
-    def mark_best(self, step: int, loss: float) -> None:
+    def mark_best(self, step: int, loss: float):
         """Links best.pt to the checkpoint of `step`, once it is written, if there is one and its validation
         loss is the lowest.
         """
         if self.world.is_rank0 and self.saved_step == step:  # not if the update was skipped
             self._submit(self._link_best, self.directory / "best.pt", self._newest, loss)
 
-    def close(self) -> None:
+    def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
         self._thread.shutdown()
         if self.world.is_rank0 and self._newest and not self._newest.exists():
@@ -1824,7 +1836,7 @@ class Checkpoints:
                            "same command resumes from the one before.")
         RunLock.release()
 
-    def _submit(self, function, path: Path, *args) -> None:
+    def _submit(self, function, path: Path, *args):
         def job():
             try:
                 if lost := self.lost():
@@ -1841,7 +1853,7 @@ class Checkpoints:
 
         Checkpoints.unwritten = [self._thread.submit(job)]
 
-    def _write(self, path: Path, content: dict, begun: float) -> None:
+    def _write(self, path: Path, content: dict, begun: float):
         for key, tensor in self._copies["model"].items():
             if not tensor.sum(dtype=torch.float32).isfinite():  # a sum keeps inf and NaN
                 raise RuntimeError(f"{key} is not finite")
@@ -1854,12 +1866,12 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link_best(self, path: Path, newest: Path, loss: float) -> None:
+    def _link_best(self, path: Path, newest: Path, loss: float):
         if loss < self._best and newest.exists():  # else its save failed, and said so
             self._link(newest)
             self._best = loss
 
-    def _link(self, source: Path) -> None:
+    def _link(self, source: Path):
         """Makes best.pt a link to a checkpoint."""
         temporary = self.directory / ".tmp-best.pt"
         temporary.unlink(missing_ok=True)
@@ -1885,7 +1897,7 @@ class RunLock:
         self._mutex = threading.Lock()  # the thread that writes checkpoints also calls `lost`
         on_rank0(world, self._acquire)
 
-    def _acquire(self) -> None:
+    def _acquire(self):
         path = self.out / ".lock"  # never a link, because its content gets replaced
         try:
             (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -1904,7 +1916,7 @@ class RunLock:
                 "no other run writes there")
         self._file = file
         self.held.append(file)
-        self._owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%F %T')}"
+        self._owner = f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}"
         with suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
             os.write(descriptor, self._owner.encode())
@@ -1943,7 +1955,7 @@ class RunLock:
         return ""
 
     @classmethod
-    def release(cls) -> None:
+    def release(cls):
         """Gives back all locks of this process."""
         while cls.held:
             cls.held.pop().close()
@@ -2047,7 +2059,7 @@ def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
     if resume not in ("auto", "none"):
         return load_checkpoint(resume, world, print)
     newest = max(map(step_of, list_checkpoints(out)), default=0)
-    found = from_all((newest, f"{world.node} ({os.uname().nodename})"))
+    found = from_all((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
     latest, where = max(found)
     if latest > first:
@@ -2205,7 +2217,7 @@ def identity_of(model_class: type, model: nn.Module, args: Namespace, dataset: D
 
 
 def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict, step: int,
-              saved: dict | None, examples) -> None:
+              saved: dict | None, examples):
     """Opens the log of a run after `step` steps, writes config.json and tokenizer.json, and prints the plan.
     `examples(record)` lists the arguments of `model.example` for steps such as the record's, whose FLOPs are
     averaged.
@@ -2225,11 +2237,11 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     count = functools.cache(functools.partial(flops_per_token, type(state.model), state.model.config))
     log.facts["peak_flops"] = monitor.peak_flops(world.device, say)
     log.facts["flops_per_token"] = lambda record: statistics.fmean(count(**kw) for kw in examples(record))
-    say_on_other_nodes(world, f"{os.uname().nodename}, {hardware(world.device)}, {world.backend}, "
+    say_on_other_nodes(world, f"{HOST}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
 
 
-def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict) -> None:
+def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict):
     """Prints what will be trained, where, how and on what. Every rank calls this."""
     world = state.world
     model = state.model
@@ -2274,6 +2286,9 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
         log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
+    if settings["epochs"] and settings["steps"] < 100:
+        log.say(f"WARNING: {settings['steps']} steps change a model little: more --epochs, a smaller "
+                "--global-batch or a higher --lr do more")
     if not val:
         log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
                 "them with --val-split hash:0.1 in another directory")
@@ -2281,7 +2296,7 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
                  "sync": "shards" if settings["strategy"] in SHARDED else "OK"}
 
 
-def say_on_other_nodes(world: World, text: str) -> None:
+def say_on_other_nodes(world: World, text: str):
     """Prints on the first process of a node without rank 0, which would otherwise print nothing."""
     if world.local_rank == 0 and not world.is_rank0:
         say(f"{world.prefix} {text}")
@@ -2312,12 +2327,12 @@ class Metrics:
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
 
-    def add(self, sums: dict[str, Tensor]) -> None:
+    def add(self, sums: dict[str, Tensor]):
         """Adds the sums of a micro-batch."""
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0) + value
 
-    def end_step(self, samples: int, labels: Tensor) -> None:
+    def end_step(self, samples: int, labels: Tensor):
         """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
         self.labels = labels
         before = self._samples
@@ -2329,7 +2344,7 @@ class Metrics:
         self._epoch_loss += self._means["loss"].float()
         self._steps += 1
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self):
         """Sets the sums over an epoch to 0."""
         self._epoch_loss.zero_()
         self.ends_epoch = False
@@ -2349,9 +2364,9 @@ class Metrics:
                 "ends_epoch": self.ends_epoch}
 
 
-def share_curves(world: World) -> None:
+def share_curves(world: World):
     """Puts the curves of this machine into the store. The first process of each node calls it."""
-    host = f"{world.node}-{os.uname().nodename}"
+    host = f"{world.node}-{HOST}"
     curves = {f"{tag}/{host}": value for tag, value in monitor.machine_curves().items()}
     heartbeat.call(lambda: heartbeat.store.set(world.node, json.dumps(curves)))
 
@@ -2364,7 +2379,7 @@ def shared_curves(world: World) -> dict[str, float]:
 
 
 def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: float,
-             **numbers) -> None:
+             **numbers):
     """Logs a step, if it is due, with the means over all ranks. Every rank calls this after each step.
     `numbers`, the same on all ranks, become curves.
     """
@@ -2447,7 +2462,7 @@ def sample_prompt(args: Namespace, dataset: Dataset) -> tuple[str, str]:
 
 
 def sample(state: TrainState, dataset: Dataset, args: Namespace, log: monitor.RunLog,
-           step: int) -> None:
+           step: int):
     """Logs a text that the model writes. Rank 0 writes it alone, for as long as that takes, unless each rank
     holds a shard.
     """
@@ -2471,7 +2486,7 @@ def sample(state: TrainState, dataset: Dataset, args: Namespace, log: monitor.Ru
 
 
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,
-            samples: int) -> None:
+            samples: int):
     """Waits for the last checkpoint and says how the run has ended."""
     world = checkpoints.world
     settings = log.settings

@@ -309,7 +309,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     return objective, total, correct.view(targets.shape)
 
 
-def init_normal(weight: Tensor, std: float) -> None:
+def init_normal(weight: Tensor, std: float):
     """Normal initialisation, truncated at three standard deviations and rescaled to `std`."""
     nn.init.trunc_normal_(weight, std=1.0, a=-3.0, b=3.0)
     weight.data.mul_(std / 0.98658)
@@ -1054,7 +1054,7 @@ class AdamAtan2(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for p in group["params"]:
@@ -1139,14 +1139,14 @@ class HFFamily:
     transposed: tuple[str, ...] = ()  # name endings (ours) of matrices that they store transposed
 
 
-def refuse_export(config: ModelConfig, *options: str) -> None:
+def refuse_export(config: ModelConfig, *options: str):
     for option in options:
         if getattr(config, option):
             raise UserError(f"a model with --{option.replace('_', '-')} has no Hugging Face counterpart, so "
                             "it cannot be exported; its checkpoints are in the run directory.")
 
 
-def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required) -> None:
+def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):
     """Raises UserError for the first key of config.json that is `odd`, or differs from the required value."""
     odd = odd | {key: config.get(key, value) != value for key, value in required.items()}
     for key in odd:
@@ -1288,7 +1288,7 @@ def hf_family(model_class: type) -> HFFamily:
     return HF_FAMILIES[model_class]
 
 
-def to_hf(model: nn.Module, directory: str | Path, tokenizer) -> None:
+def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     """Writes a directory for `from_pretrained` of transformers, without the rows that pad the vocabulary.
     Raises UserError if transformers has no counterpart of the model.
     """
@@ -1378,7 +1378,8 @@ def config_from_hf(model_class: type, source: str):
         config = None
     if not isinstance(config, dict) or not files:
         raise UserError(f"{source} has no readable config.json with *.safetensors beside it: where there is "
-                        "a pytorch_model.bin, transformers' from_pretrained and save_pretrained write them.")
+                        "a pytorch_model.bin, transformers' from_pretrained and save_pretrained write them; "
+                        "an adapter of peft has to be merged before (merge_and_unload).")
     if config.get("model_type") != family.model_type:
         raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; "
                         f"{model_class.__name__} reads {family.model_type!r}.")

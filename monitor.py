@@ -10,8 +10,8 @@ A trainer reports to a RunLog, which writes to the run directory: all printed te
 for each logged step and each evaluation (metrics.jsonl), the same data as lists (history.json), and, if
 matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one
 line and one point in each curve, even after a kill; see RunLog.write. GB and MB are 2^30 and 2^20 bytes, as
-in nvidia-smi, htop and torch's messages; only the size of a run on disk is in 10^9 bytes. Only functions for
-trainers import torch, so the commands start at once.
+in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start at
+once.
 """
 
 import io
@@ -231,7 +231,7 @@ def own_keys(record: dict) -> list[str]:
     return [key for key in record if key.partition("/")[0] not in known]
 
 
-def refuse_taken(names: list[str]) -> None:
+def refuse_taken(names: list[str]):
     """Raises UserError if a number of a step has a name that means something else in its record."""
     taken = [name for name in names if name in TAKEN or name.startswith("val_") or names.count(name) > 1]
     if taken:
@@ -248,11 +248,13 @@ def curve_values(record: dict) -> dict[str, float]:
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
 
 
-def named_sets(found: dict) -> list[str]:
-    """The result of an evaluation on each named set: exact matches for pairs, losses otherwise."""
+def results(found: dict) -> list[str]:
+    """The result of an evaluation as texts; on each named set, exact matches for pairs, losses otherwise."""
     prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in found else ("val_loss/", "{} {:.4f}")
-    return [form.format(key.removeprefix(prefix), value) for key, value in found.items()
+    sets = [form.format(key.removeprefix(prefix), value) for key, value in found.items()
             if key.startswith(prefix)]
+    own = [f"{key} {found[key]:.4g}" for key in own_keys(found) if "/" not in key]
+    return format_known(found, EVALUATION) + own + [", ".join(sets)] * bool(sets)
 
 
 @dataclass
@@ -289,7 +291,7 @@ class RunLog:
         if active:
             self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")
 
-    def say(self, text: str = "", on_screen: bool = True) -> None:
+    def say(self, text: str = "", on_screen: bool = True):
         """Prints a text and appends it to train.log."""
         if not self.active:
             return
@@ -327,18 +329,18 @@ class RunLog:
                              bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
         return evaluations_of(self.records)
 
-    def say_complete(self, step: int, use: str) -> None:
+    def say_complete(self, step: int, use: str):
         """Says that there is nothing left to train, and what else to do."""
         self.say(f"this run is complete after {step} steps: raise --steps to continue, give another --out to "
                  f"start from scratch, or try {use} or --export")
         self.close()
 
-    def start_clock(self, step: int, samples: int) -> None:
+    def start_clock(self, step: int, samples: int):
         """Starts the clock when the run has done `step` steps and `samples` samples."""
         now = time.perf_counter()
         self.clock = Clock(step, samples, now, samples, now)
 
-    def restart_clock(self, samples: int) -> None:
+    def restart_clock(self, samples: int):
         """Excludes a pause that ends now, such as an evaluation, from tokens per second."""
         self.clock.lap_samples = samples
         self.clock.lap_began = time.perf_counter()
@@ -350,7 +352,7 @@ class RunLog:
         return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
 
     def step(self, step: int, samples: int, numbers: dict, epoch: dict, ends_epoch: bool,
-             machines: dict | None = None) -> None:
+             machines: dict | None = None):
         """Records and prints a training step, after which the run has consumed `samples`. `numbers` has loss,
         lr, grad_norm, labels, mem_gb and any others. `epoch` has the loss, steps and seconds of the current
         epoch, `machines` the curves of several nodes.
@@ -378,7 +380,7 @@ class RunLog:
         if ends_epoch and not self.facts["val_tokens"]:
             self._epoch_line(record, math.nan)
 
-    def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> None:
+    def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool):
         """Records and prints the results of an evaluation."""
         refuse_taken([name.removeprefix("val_") for name in found] + ["lr", "bp_steps"])
         if math.isfinite(found["val_loss"]):  # otherwise it is repeated on resume
@@ -393,13 +395,13 @@ class RunLog:
         if ends_epoch and trained:
             self._epoch_line(trained[0], found["val_loss"])
 
-    def _epoch_line(self, record: dict, val_loss: float) -> None:
+    def _epoch_line(self, record: dict, val_loss: float):
         number = record["tokens"] // (self.facts["rows"] * self.settings["seq_len"])
         self.say(f"epoch {number} | training loss {record['epoch_loss']:.4f} | validation loss "
                  f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
 
-    def finish(self, step: int, samples: int, peak_memory: float, ending: str) -> None:
-        """Says how fast the run was, how large it is, and how it has ended."""
+    def finish(self, step: int, samples: int, peak_memory: float, ending: str):
+        """Says how fast the run was, and how it has ended."""
         if not self.active:
             return
         clock = self.clock
@@ -407,21 +409,13 @@ class RunLog:
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * seq_len / seconds
         took = f"{step - clock.step} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
-        sizes = {}  # a link counts once
-        for directory, _, names in os.walk(self.out):
-            for name in names:
-                with suppress(OSError):  # it may vanish meanwhile
-                    file = os.lstat(os.path.join(directory, name))
-                    sizes[file.st_ino] = file.st_size
-        size = sum(sizes.values())
         losses = [(loss, at) for at, loss in self.evaluations.items()]
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
-        self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB; "
-                 f"{size / 1e9:.3g} GB on disk")
+        self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()
         self.say(ending)
 
-    def _open_files(self, step: int) -> None:
+    def _open_files(self, step: int):
         for name, text in self.files.items():
             write_atomically(self.out / name, text.encode())
         self._rewrite_metrics()
@@ -433,19 +427,18 @@ class RunLog:
             self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
 
-    def _rewrite_metrics(self) -> None:
+    def _rewrite_metrics(self):
         path = self.out / "metrics.jsonl"
         write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
-    def _open_tensorboard(self, step: int) -> None:
+    def _open_tensorboard(self, step: int):
         """Opens TensorBoard, drops all points after `step`, and logs the settings. If the log has no
         evaluation of `step`, also drops the points of `step` and writes them again.
         """
         again = step + (step in evaluations_of(self.records))
         from tensorboard.summary.writer import event_file_writer
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
         # TensorBoard reads files in the order of their names, which sort by the second of creation
         paths = (self.out / "tb").glob("events.out.tfevents.[0-9]*.*")
         created = [int(path.name.split(".")[3]) for path in paths]
@@ -454,22 +447,18 @@ class RunLog:
             self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
         lines = [f"    {name}: {value}" for name, value in self.settings.items()]
         self._tensorboard.add_text("settings", "\n".join(lines), step)
-        plain = {name: value if isinstance(value, bool | int | float | str) else str(value)
-                 for name, value in self.settings.items()}
-        for summary in hparams(plain, {"Loss/val_epoch": None}):  # add_hparams would create another run
-            self._tensorboard.file_writer.add_summary(summary)
         for record in self.records:
             if record["step"] >= again:
                 self._to_tensorboard(curve_values(record) | machine_curves(), record)
             elif not created:
                 self._to_tensorboard(curve_values(record), record)
 
-    def tick(self, step: int) -> None:
+    def tick(self, step: int):
         """Advances the progress bar."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
-    def step_line(self, record: dict, eta: float) -> None:
+    def step_line(self, record: dict, eta: float):
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds."""
         parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
         parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
@@ -484,21 +473,17 @@ class RunLog:
         steps = f"step {record['step']}/{self.settings['steps']}"
         self.say(f"{self.prefix} {steps} | {line}", on_screen=self._bar is None)
 
-    def evaluation_line(self, step: int, found: dict, entropy: float) -> None:
+    def evaluation_line(self, step: int, found: dict, entropy: float):
         """Prints the results of the last written evaluation and the unigram entropy (the loss without
         context).
         """
         before = evaluations_of(self.records[:-1]).values()
-        parts = [f"step {step}", *format_known(found, EVALUATION)]
-        parts += [f"{key} {found[key]:.4g}" for key in own_keys(found) if "/" not in key]
-        if sets := named_sets(found):
-            parts.append(", ".join(sets))
-        parts.append(f"unigram entropy {entropy:.4f}")
+        parts = [f"step {step}", *results(found), f"unigram entropy {entropy:.4f}"]
         if before and found["val_loss"] < min(before):
             parts.append("best so far")
         self.say(" | ".join(parts))
 
-    def write(self, record: dict, machines: dict[str, float] | None = None) -> None:
+    def write(self, record: dict, machines: dict[str, float] | None = None):
         """Adds the record of a step or an evaluation to all curves. TensorBoard also gets
         `machines`, the curves of all nodes, or those of this machine if it is None. NaN and infinity, which
         JSON lacks, become null. TensorBoard is first, so a kill can leave it too many points, which `begin`
@@ -523,7 +508,7 @@ class RunLog:
             self._metrics = None
             self.say(f"WARNING: metrics.jsonl was not written ({error})")
 
-    def _to_tensorboard(self, values: dict[str, float], record: dict) -> None:
+    def _to_tensorboard(self, values: dict[str, float], record: dict):
         """Writes all points of a step as one event, so that a kill leaves all of them or none."""
         if not self._tensorboard:
             return
@@ -536,14 +521,14 @@ class RunLog:
             self.say(f"WARNING: no more curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
 
-    def sample(self, text: str, step: int) -> None:
+    def sample(self, text: str, step: int):
         """Prints a text that the model wrote, and shows it in TensorBoard."""
         self.say(f"a sample after step {step}:\n{text}\n")
         if self._tensorboard:
             with suppress(OSError):  # the next record reports it
                 self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
 
-    def save_history(self, last: bool = False) -> None:
+    def save_history(self, last: bool = False):
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
         start = time.perf_counter()
         if not self.records or not last and start < self._next_drawing or self.lost():
@@ -560,7 +545,7 @@ class RunLog:
             self.say(f"WARNING: the history was not written ({error})")
         self._next_drawing = time.perf_counter() + 20 * (time.perf_counter() - start)
 
-    def close(self) -> None:
+    def close(self):
         self.save_history(last=True)
         if self._bar is not None:
             self._bar.close()
@@ -573,19 +558,18 @@ class RunLog:
 # A run as a picture and as a line
 
 
-def draw_curves(name: str, records: list[dict], path: Path) -> None:
+def draw_curves(name: str, records: list[dict], path: Path):
     """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
     800 pixels wide. Raises ImportError and UserError.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
-    own = dict.fromkeys(key for record in records for key in own_keys(record) if "/" not in key)
-    rows = ["lr", "tokens_per_sec", *own]
-    rows += ["val_exact"] * any("val_exact" in record for record in records)
+    keys = dict.fromkeys(key for record in records for key in record)
+    own = [key for key in own_keys(keys) if "/" not in key]
+    rows = ["lr", "tokens_per_sec", *own, *keys.keys() & {"val_exact"}]
     figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)))
     loss, *others = figure.subplots(1 + len(rows), 1, sharex=True, height_ratios=(3, *[1] * len(rows)))
-    below = dict(zip(rows, others))
 
-    def curve(axes, key: str, **style) -> None:
+    def curve(axes, key: str, **style):
         points = [r for r in records if r.get(key) is not None]
         axes.plot([r["step"] for r in points], [r[key] for r in points], **style)
 
@@ -593,12 +577,11 @@ def draw_curves(name: str, records: list[dict], path: Path) -> None:
     curve(loss, "val_loss", label="validation loss", marker="o", markersize=5)
     loss.set(title=name, ylabel="loss (nats per token)")
     loss.legend()
-    for key, axes in below.items():
+    for key, axes in zip(rows, others):
         curve(axes, key)
         axes.set(ylabel=key)
-    below["lr"].set(ylabel="learning rate")
-    below["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
-    below["tokens_per_sec"].set(ylabel="tokens/s", ylim=(0, None))
+    others[0].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
+    others[1].set(ylim=(0, None))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.axes[-1].set(xlabel="step")
@@ -623,7 +606,7 @@ def summarize(records: list[dict]) -> dict:
 # Command line
 
 
-def watch_machine(args: Namespace) -> None:
+def watch_machine(args: Namespace):
     wait = min(0.5, args.interval)  # the first reading comes soon
     while True:
         reading = read_machine(wait)
@@ -633,7 +616,7 @@ def watch_machine(args: Namespace) -> None:
             return
 
 
-def show_run(run: Path) -> None:
+def show_run(run: Path):
     warnings = []
     try:
         records = read_metrics(run, warnings.append)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, say, sources_of
-from ddp_utils import (SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
+from ddp_utils import (HOST, SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
                        hardware, init, largest, launch, number, on_all, recipe,
                        refuse_lone_tasks)
 from model import LOSS_ROWS, blocks_of, hidden_matrices, num_params, pad_vocab
@@ -45,7 +45,7 @@ SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
     """This rank's software, device and data. `wrong` is a sentence, or empty."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py")))
-    report = {"host": platform.node(), "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
+    report = {"host": HOST, "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
               "backend": backend, "python": platform.python_version(), "torch": torch.__version__}
     report |= {"code": hashlib.sha256(code).hexdigest()[:12]}
     report |= {"nccl": "none", "data": "not compared", "gpu": "", "uuid": "", "wrong": ""}
@@ -92,7 +92,7 @@ def problem_in(reports: list[dict]) -> str:
     return ""
 
 
-def compare(report: dict) -> None:
+def compare(report: dict):
     """Prints and compares the reports of all ranks. A problem raises UserError on all ranks."""
     heartbeat = ddp_utils.heartbeat
     reports = [report]
@@ -159,7 +159,7 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
     return largest(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions)), world)
 
 
-def measure_network(world: World, limit: float) -> None:
+def measure_network(world: World, limit: float):
     """Prints how long all-reduces take, and so the gradients of a model in each step."""
     found = {1_000: all_reduce_seconds(1_000, 21, world), 1_000_000: all_reduce_seconds(1_000_000, 7, world)}
     expected = 100 * found[1_000_000]  # for 100 MB; the same on all ranks
@@ -279,7 +279,7 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def dry_run(model_class: type, args: Namespace, size: dict, **example) -> None:
+def dry_run(model_class: type, args: Namespace, size: dict, **example):
     """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
     if int(os.environ.get("RANK", 0)) > 0:
         return
@@ -337,7 +337,7 @@ def machine(text: str, device: str) -> tuple[int, float]:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main():
     parser = ArgumentParser(description=__doc__)
     flag = parser.add_argument
     flag("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="(auto: nccl on GPUs)")
@@ -355,7 +355,7 @@ def main() -> None:
 
     def judge():
         if wrong:
-            raise RunError(f"{wrong} gave wrong numbers on rank {world.rank} ({platform.node()}): suspect "
+            raise RunError(f"{wrong} gave wrong numbers on rank {world.rank} ({HOST}): suspect "
                            "its memory, its network card, or peer-to-peer access of GPUs (try "
                            "NCCL_P2P_DISABLE=1).")
 
@@ -363,7 +363,7 @@ def main() -> None:
     if world.is_rank0:
         say("collectives are right")
     step("the measurement of the network", measure_network, world, args.timeout / 2)
-    say(f"rank {world.rank} on {platform.node()}: all right, on {hardware(world.device)}")
+    say(f"rank {world.rank} on {HOST}: all right, on {hardware(world.device)}")
     for _ in range(2):  # an NCCL collective that times out returns, and the next one raises
         step("the end", dist.barrier)
     if world.is_rank0:

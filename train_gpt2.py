@@ -49,14 +49,14 @@ def parse_args(argv: list[str] | None = None, **records) -> Namespace:
 
 
 @with_cleanup
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
         return dry_run(GPT2, args, SIZES[args.size])
     world = start(args)
     args, out, saved = find_run(GPT2, args, world, parse_args, argv)
-    if args.export or args.chat or args.prompt is not None:
+    if args.eval_only or args.export or args.chat or args.prompt is not None:
         return use_model(GPT2, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log

@@ -14,11 +14,11 @@ import random
 from argparse import Namespace
 
 import data
-from data import UserError
+from data import UserError, flag_group
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, find_run, flag_group, flags_of_model, identity_of, launch,
-                       load_data, log_step, make_parser, new_model, open_run, parse, plan_run, sample,
-                       seed_step, set_modes, start, use_model, with_cleanup)
+                       end_run, evaluate, find_run, flags_of_model, identity_of, launch, load_data, log_step,
+                       make_parser, new_model, open_run, parse, plan_run, sample, seed_step, set_modes, start,
+                       use_model, with_cleanup)
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
@@ -94,7 +94,7 @@ def truncation(args: Namespace, c: HRMConfig) -> tuple[int, int]:
 
 
 @with_cleanup
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
     world = start(args)
     args, out, saved = find_run(HRM, args, world, parse_args, argv)
-    if args.export or args.chat or args.prompt is not None:
+    if args.eval_only or args.export or args.chat or args.prompt is not None:
         return use_model(HRM, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log

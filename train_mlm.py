@@ -17,10 +17,11 @@ masks the same 15 %.
 from argparse import Namespace
 
 import data
+from data import flag_group
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, find_run, flag_group, identity_of, launch, load_data, local_rank,
-                       log_step, make_parser, new_model, number, open_run, parse, plan_run, seed_step,
-                       set_modes, start, use_model, with_cleanup)
+                       end_run, evaluate, find_run, identity_of, launch, load_data, local_rank, log_step,
+                       make_parser, new_model, number, open_run, parse, plan_run, seed_step, set_modes, start,
+                       use_model, with_cleanup)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -55,7 +56,7 @@ EVAL_RATE = 0.15
 BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
 
 
-def list_presets() -> None:
+def list_presets():
     print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
           "use case")
     commands = []
@@ -82,7 +83,7 @@ def parse_args(argv: list[str] | None = None, **records) -> Namespace:
 
 
 @with_cleanup
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.list_presets:
         return list_presets() if local_rank() == 0 else None
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         return dry_run(MLM, args, RECIPES[args.size], mask_rate=args.mask_rate)
     world = start(args)
     args, out, saved = find_run(MLM, args, world, parse_args, argv)
-    if args.export or args.fill is not None:
+    if args.eval_only or args.export or args.fill is not None:
         return use_model(MLM, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log

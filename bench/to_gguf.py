@@ -1,23 +1,18 @@
-"""Writes a run as GGUF, for llama.cpp and what stands on it (Ollama, LM Studio). Needs `pip install gguf`.
+"""`--export gguf` of the trainers: a run as GGUF, for llama.cpp and what stands on it (Ollama, LM Studio).
 
-    python bench/to_gguf.py runs/gpt2-tiny-stdlib-bpe4096            # writes runs/…/model.gguf, in float32
-    llama-cli -m runs/gpt2-tiny-stdlib-bpe4096/model.gguf -p "def main(" --temp 0
-
-It takes a GPT-2 or an HRM of train_gpt2.py or train_hrm.py with a tokenizer of this project (gpt2,
-cl100k_base, bytes, bpe:N), and pairs trained with --attention isolated. llama.cpp knows neither the attention
-`prefix`, --modern, --halt and --inject-input nor masked language models.
+It takes a GPT-2 or an HRM with a tokenizer of this project (gpt2, cl100k_base, bytes, bpe:N), and pairs
+trained with --attention isolated. llama.cpp knows neither the attention `prefix`, --modern, --halt and
+--inject-input nor masked language models. Needs `pip install gguf`.
 """
 
 import json
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from gguf import GGUFWriter, TokenType
 
-from data import EOT, PATTERNS, ArgumentParser, Tokenizer, UserError  # noqa: E402
-from ddp_utils import RunError, list_checkpoints, load_run, read_checkpoint  # noqa: E402
-from model import CHAT_TEMPLATE, GPT2, HRM, refuse_export  # noqa: E402
+from data import EOT, PATTERNS, Tokenizer, UserError
+from model import CHAT_TEMPLATE, GPT2, HRM, refuse_export
 
 # ours → theirs: the last part of a parameter's name; a matrix with several names is divided
 NAMES = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output",
@@ -55,7 +50,6 @@ def add_shape(writer, model) -> None:
 
 def add_tokenizer(writer, tokenizer: Tokenizer, c) -> None:
     """Tokens in the order of their ids; those that the table has beyond them are unused."""
-    from gguf import TokenType
     model = json.loads(tokenizer.to_json())["model"]
     tokens = [f"[PAD{i}]" for i in range(c.vocab_size)]
     types = [TokenType.UNUSED] * c.vocab_size
@@ -80,10 +74,9 @@ def add_tokenizer(writer, tokenizer: Tokenizer, c) -> None:
 
 def to_gguf(model, path: Path, tokenizer) -> None:
     """Writes a model and its tokenizer. Raises UserError for what llama.cpp cannot run."""
-    try:
-        from gguf import GGUFWriter
-    except ImportError:
-        raise UserError("GGUF needs the package gguf: pip install gguf.") from None
+    if type(model) not in (GPT2, HRM):
+        raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM: --export alone writes "
+                        "it for transformers.")
     refuse_export(model.config, *(("halt", "inject_input") if isinstance(model, HRM) else ("modern",)))
     if not isinstance(tokenizer, Tokenizer) or tokenizer.pattern not in CUTS:
         raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
@@ -101,33 +94,9 @@ def to_gguf(model, path: Path, tokenizer) -> None:
         if part in ("embed", "head"):
             tensor = tensor[:c.vocab_size]
         names = NAMES[part].split()
-        for name, piece in zip(names, tensor.float().chunk(len(names))):
+        for name, piece in zip(names, tensor.float().cpu().chunk(len(names))):
             writer.add_tensor(f"{block}{name}" + f".{kind}" * bool(kind), piece.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def main() -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="the directory of a run, or a checkpoint in it")
-    parser.add_argument("--out", type=Path, help="(default: model.gguf in the directory of the run)")
-    args = parser.parse_args()
-    newest = next(iter(list_checkpoints(args.run)), args.run)
-    family = read_checkpoint(newest, checked=False)["family"]
-    families = {"GPT2": GPT2, "HRM": HRM}
-    if family not in families:
-        raise UserError(f"{args.run} holds a model of the family {family}, and llama.cpp runs only "
-                        "GPT2 and HRM.")
-    model, tokenizer = load_run(families[family], args.run)
-    out = args.out or newest.parent.parent / "model.gguf"
-    to_gguf(model, out, tokenizer)
-    print(f"{out} is ready: llama-cli -m {out} -p TEXT --temp 0")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except (UserError, RunError) as error:
-        raise SystemExit(f"error: {error}")

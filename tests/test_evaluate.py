@@ -1,11 +1,11 @@
-"""bench/evaluate.py: the losses of a run that is there, as its log has them; nothing in it changes."""
+"""--eval-only: the losses of a run that is there, as its log has them; nothing in it changes."""
 
 import json
 import shutil
+import sys
 
 import pytest
-from conftest import ROOT, finish, run, start
-from processes import fork
+from conftest import ROOT, finish, start
 from runs import Trainer, evaluations_of
 
 import data
@@ -21,55 +21,71 @@ def files_of(out) -> dict:
 
 def result(done) -> dict:
     assert done.code == 0, done.out
-    return json.loads([line for line in done.out.splitlines() if line.startswith('{"run"')][-1])
+    return json.loads([line for line in done.out.splitlines() if line.startswith('{"step"')][-1])
 
 
-@pytest.mark.parametrize("name, ranks, flags", [
-    ("gpt2", 0, ()), pytest.param("hrm", 2, ("--strategy", "zero3"), marks=pytest.mark.full),
-    pytest.param("mlm", 0, (), marks=pytest.mark.full),
-    pytest.param("gpt2", 2, (), marks=pytest.mark.full)])
-def test_the_losses_are_those_of_the_log(name, ranks, flags, shards, tmp_path):
-    out = tmp_path / "run"
-    assert TRAINERS[name].train(0, shards, out).code == 0
-    before = files_of(out)
-    found = result(run(ranks, "bench/evaluate.py", str(out), "--device", "cpu", *flags))
+def assert_as_logged(found: dict, out) -> None:
     logged = evaluations_of(out)[-1]
     for key in (key for key in logged if key.startswith("val_")):
         assert found[key] == pytest.approx(logged[key], abs=1e-5), key
+
+
+@pytest.mark.parametrize("name, ranks, strategy", [
+    ("gpt2", 0, "ddp"), pytest.param("hrm", 2, "zero3", marks=pytest.mark.full),
+    pytest.param("mlm", 0, "ddp", marks=pytest.mark.full),
+    pytest.param("gpt2", 2, "ddp", marks=pytest.mark.full)])
+def test_the_losses_are_those_of_the_log(name, ranks, strategy, shards, tmp_path):
+    out = tmp_path / "run"
+    assert TRAINERS[name].train(0, shards, out).code == 0
+    before = files_of(out)
+    done = TRAINERS[name].train(ranks, shards, out, strategy=strategy, eval_only=True)
+    found = result(done)
+    assert_as_logged(found, out)
     assert found["step"] == 6 and files_of(out) == before
+    assert f"step 6 from {out}" in done.out and "validation loss" in done.out, done.out
 
 
 @pytest.mark.full
 def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
     out = tmp_path / "run"
-    assert TRAINERS["hrm"].train(0, shards, out).code == 0
+    hrm = TRAINERS["hrm"]
+    assert hrm.train(0, shards, out).code == 0
+
+    def found(data=shards, **changes) -> dict:
+        return result(hrm.train(0, data, out, eval_only=True, **changes))
+
     other = data.prepare(f"text:{corpus}", tmp_path / "other", "bytes", val_split="tail:0.2")
-    same, more, further = (result(fork(0, "bench/evaluate.py", out, *flags)) for flags in (
-        (), ("--eval-cycles", 5), ("--data", other)))
+    same = found()
+    more = found(eval_cycles=5)
+    further = found(other)
     assert same["val_cycles"] == 1 and more["val_cycles"] == 5 and more["val_loss"] != same["val_loss"]
     assert further["data"] == "other" and further["val_loss"] != same["val_loss"]
+    best = result(hrm.train(0, shards, None, eval_only=True, resume=out / "checkpoints" / "best.pt"))
+    assert best["step"] == 6 and best["val_loss"] == same["val_loss"]
     (tmp_path / "bare").mkdir()
     for path in shards.glob("*.bin"):
         shutil.copy(path, tmp_path / "bare")
-    bare = result(fork(0, "bench/evaluate.py", out, "--data", tmp_path / "bare"))
-    assert bare["val_loss"] == same["val_loss"]
+    assert found(tmp_path / "bare", tokenizer="bytes")["val_loss"] == same["val_loss"]
     foreign = data.prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
-    refused = fork(0, "bench/evaluate.py", out, "--data", foreign)
+    refused = hrm.train(0, foreign, out, eval_only=True)
     assert refused.code == 2 and "was trained with the tokenizer bytes" in refused.out, refused.out
-    missing = fork(0, "bench/evaluate.py", tmp_path / "nothing")
+    nothing = data.prepare(f"text:{corpus}", tmp_path / "nothing", "bytes", val_split="hash:0.0001")
+    refused = hrm.train(0, nothing, out, eval_only=True)
+    assert refused.code == 2 and "nothing has no validation set: prepare it" in refused.out, refused.out
+    missing = hrm.train(0, shards, tmp_path / "missing", eval_only=True)
     assert missing.code == 2 and "does not exist: train first" in missing.out, missing.out
+    assert not (tmp_path / "missing").exists()
 
 
 @pytest.mark.full
 def test_beside_a_training_in_the_same_directory(shards, tmp_path):
     """It takes no lock, and the training goes on as if nothing had happened."""
-    import sys
     out = tmp_path / "run"
     trainer = Trainer("train_gpt2.py", max_new_tokens=2, save_every=5, eval_every=5, steps=400)
     living = start([sys.executable, "train_gpt2.py", *trainer.flags(shards, out)], cwd=ROOT)
     while not list(out.glob("checkpoints/step_*.pt")):
         assert living.poll() is None
-    found = result(run(0, "bench/evaluate.py", str(out), "--device", "cpu"))
+    found = result(trainer.train(0, shards, out, eval_only=True))
     losses = {record["step"]: record["val_loss"] for record in evaluations_of(out)}
     assert found["step"] in losses and losses[found["step"]] == pytest.approx(found["val_loss"], abs=1e-5)
     assert finish(living, 120).code == 0

@@ -1,4 +1,4 @@
-"""What llama.cpp makes of a run that bench/to_gguf.py wrote: the same likeliest ids and log-probabilities."""
+"""What llama.cpp makes of --export gguf: the same likeliest ids and log-probabilities."""
 
 import json
 import subprocess
@@ -13,12 +13,12 @@ from runs import Trainer
 import data
 from data import UserError
 from ddp_utils import load_run
-from model import GPT2, HRM, continue_text, generate
+from model import GPT2, HRM, MLM, continue_text, generate
 
+pytest.importorskip("gguf")
 sys.path.append(str(ROOT / "bench"))
 from to_gguf import to_gguf  # noqa: E402
 
-pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="no wheel of llama.cpp fits this machine: pip install xllamacpp")
 
 MODELS = {"gpt2": (GPT2, Trainer("train_gpt2.py", eval_every=99, max_new_tokens=2, lr=1e-2, n_layer=2)),
@@ -52,13 +52,6 @@ def ask(path, *requests) -> list[dict]:
     return json.loads(done.stdout.partition("ANSWERS")[2].splitlines()[0])
 
 
-def trained(name: str, shards, out):
-    model_class, trainer = MODELS[name]
-    done = trainer.train(0, shards, out, steps=30)
-    assert done.code == 0, done.out
-    return load_run(model_class, out)
-
-
 @torch.no_grad()
 def expected(model, ids: list[int], count: int):
     """The likeliest ids that follow, and their log-probabilities."""
@@ -85,10 +78,14 @@ def test_llama_cpp_writes_the_same_text(name, tokenizer, corpus, tmp_path, monke
             pytest.skip("needs the vocabulary of gpt2")
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
     shards = data.prepare(f"text:{corpus}", tmp_path / "shards", tokenizer)
-    model, words = trained(name, shards, tmp_path / "run")
-    to_gguf(model, tmp_path / "model.gguf", words)
+    model_class, trainer = MODELS[name]
+    done = trainer.train(0, shards, tmp_path / "run", steps=30)
+    assert done.code == 0, done.out
+    done = trainer.train(0, shards, tmp_path / "run", export="gguf")
+    assert done.code == 0 and "model.gguf is ready for llama-cli" in done.out, done.out
+    model, words = load_run(model_class, tmp_path / "run")
     prompts = ["def main(self):\n  ", "\u00e9\u4f60 1234 we'll "]
-    answers = ask(tmp_path / "model.gguf", *(
+    answers = ask(tmp_path / "run" / "model.gguf", *(
         ("completions", {"prompt": prompt, "max_tokens": 9, "logprobs": 1} | GREEDY) for prompt in prompts))
     results = [expected(model, [words.eot, *words.encode(prompt).tolist()], 9) for prompt in prompts]
     for answer, (new, log_p) in zip(answers, results):
@@ -128,7 +125,8 @@ def test_what_llama_cpp_lacks_is_refused_in_one_sentence(tmp_path):
     for model, sentence in ((GPT2(GPT2.Config(**shape, modern=True)), "--modern"),
                             (HRM(HRM.Config(**shape, ff=16, halt=True)), "--halt"),
                             (HRM(HRM.Config(**shape, ff=16, inject_input=True)), "--inject-input"),
-                            (HRM(HRM.Config(**shape, ff=16, attention="prefix")), "--attention isolated")):
+                            (HRM(HRM.Config(**shape, ff=16, attention="prefix")), "--attention isolated"),
+                            (MLM(MLM.Config(**shape, ff=16)), "knows no MLM, only GPT2 and HRM")):
         with pytest.raises(UserError, match=sentence):
             to_gguf(model, tmp_path / "x.gguf", words)
     assert not (tmp_path / "x.gguf").exists()

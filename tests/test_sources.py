@@ -296,3 +296,76 @@ def test_a_source_that_cannot_be_read_any_more_is_not_needed(here, capsys, monke
     monkeypatch.setattr(data, "sha256_of", forbidden)
     data.check_source("text:x.txt", here / "out", settings)
     assert "Permission denied" in (said := capsys.readouterr().out) and "prepared before, is used" in said
+
+
+def test_empty_prompts_are_counted_and_kept(here, capsys):
+    rows = [{"q": "" if n % 3 else f"film {n}", "a": "good"} for n in range(30)]
+    dataset = write_rows(here / "x.jsonl", *rows)
+    out = prepared(dataset, "out", prompt_field="q", response_field="a", val_split="hash:0.01")
+    assert "20 empty prompts, 30 samples" in capsys.readouterr().out
+    assert data.read_manifest(out)["pairs"]["empty prompts"] == 20
+    dataset = write_rows(here / "y.jsonl", {"q": "film", "a": "good"})
+    prepared(dataset, "none", prompt_field="q", response_field="a", val_split="hash:0.01")
+    assert "empty" not in capsys.readouterr().out
+
+
+def test_a_text_field_that_would_not_be_read_is_refused(here):
+    (here / "x.txt").write_text(TEXT)
+    dataset = write_rows(here / "x.jsonl", {"q": "film", "a": "good", "body": "x"})
+    for name, options in {"text:x.txt": {}, dataset: {"prompt_field": "q", "response_field": "a"}}.items():
+        assert "--text-field body is for rows of text" in refused(name, "out", text_field="body", **options)
+    assert texts_of(dataset, text_field="body") == ["x"]
+
+
+def test_a_separator_that_divides_nothing_is_said(here, capsys, monkeypatch):
+    (here / "x.txt").write_text("a story\n" * 99)
+    prepared("text:x.txt", "none", split_on="<end>", val_split="hash:0.000001")
+    assert "WARNING: '<end>' of --split-on divides none of the files" in capsys.readouterr().out
+    prepared("text:x.txt", "lines", split_on="\n", val_split="hash:0.000001")
+    assert "WARNING" not in capsys.readouterr().out
+    monkeypatch.setattr(data, "BLOCK", 8)
+    assert "characters without a '<end>': leave --split-on out" in refused(
+        "text:x.txt", "long", split_on="<end>", val_split="hash:0.000001")
+
+
+def test_hard_links_are_one_file(here, capsys):
+    (here / "a.txt").write_text("text")
+    os.link(here / "a.txt", here / "b.txt")
+    (here / "c.txt").write_text("text")  # another file with the same text stays
+    assert texts_of("text:*.txt", val_split="hash:0.1") == ["text", "text"]
+    prepared("text:*.txt", "out", val_split="hash:0.000001")
+    assert "3 names of *.txt lead to 2 files: each is read once" in capsys.readouterr().out
+
+
+def test_a_file_without_permission_is_one_sentence(here, monkeypatch):
+    (here / "x.txt").write_text(TEXT)
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    monkeypatch.setattr(data, "sha256_of", forbidden)
+    assert refused("text:x.txt", "out").startswith("x.txt cannot be read (Permission denied): make it readable")
+
+
+def test_folders_of_save_to_disk_are_named_with_the_way_out(here):
+    """The line of the error, as it stands there."""
+    import datasets
+    datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(40)]}).save_to_disk(here / "saved")
+    from_hub = refused("hf:saved", "out")
+    with pytest.raises(data.UserError) as error:
+        data.manifest_of_plain_shards(here / "saved", "bytes")
+    for found in (from_hub, str(error.value)):
+        line = re.search(r"datasets.load_from_disk\('.*'\).to_parquet\('x.parquet'\)", found)[0]
+        exec(line, {"datasets": datasets})
+        assert "parquet:" in found and len(texts_of("parquet:x.parquet")) == 40
+        os.remove("x.parquet")
+
+
+def test_a_file_of_nanogpt_is_named_with_the_way_out(here):
+    import numpy as np
+    np.arange(500, dtype=np.uint16).tofile("train.bin")
+    with pytest.raises(data.UserError) as error:
+        data.open_shard(here / "train.bin")
+    line = re.search(r"data.write_shard\(.*'uint16'\)", str(error.value))[0]
+    (here / "x").mkdir()
+    exec(line, {"data": data, "np": np, "Path": data.Path})
+    assert data.open_shard(here / "x" / "train_000000.bin").tolist() == list(range(500))
