@@ -8,14 +8,12 @@ each step's metrics over all ranks. The trainers show the order of the calls.
 One rule holds everywhere: all ranks call the same collectives in the same order.
 """
 
-import concurrent.futures
 import contextlib
 import errno
 import fcntl
 import functools
 import gc
 import hashlib
-import importlib
 import importlib.util
 import itertools
 import json
@@ -35,6 +33,7 @@ import warnings
 import zipfile
 from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections import Counter
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -166,7 +165,7 @@ def launch(main):
     if heartbeat:
         heartbeat.stop(reason)
     # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
-    concurrent.futures.wait(unwritten, timeout=15)
+    futures.wait(unwritten, timeout=15)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
         dist.destroy_process_group()
     with suppress(OSError):  # the terminal may be gone
@@ -302,7 +301,7 @@ def connect(backend: str, function):
     try:
         if backend != "gloo" or not heartbeat:  # NCCL needs the thread that has chosen the GPU
             return function()
-        running = concurrent.futures.ThreadPoolExecutor(1).submit(function)
+        running = futures.ThreadPoolExecutor(1).submit(function)
         while not running.done():
             heartbeat.raise_if_lost()
             time.sleep(0.05)
@@ -1206,20 +1205,19 @@ def assert_tokenizer(saved: dict, tokenizer, way_out: str):
                         f"{ours}: {way_out}.")
 
 
-def in_bench(name: str):
-    """The function of that name in the file of that name in bench/, for what no training run needs."""
-    try:
-        return getattr(importlib.import_module(name), name)
-    except ImportError as error:
-        raise UserError(f"this needs bench/{name}.py of this project and what it imports ({error}): copy it, "
-                        "or pip install what is missing.") from None
-
-
 def use_model(model_class: type, args: Namespace, world: World, out: Path,
               saved: dict | None):
     """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
     --resume.
     """
+    try:  # what no training run needs
+        if args.eval_only:
+            from evaluate_only import evaluate_only
+        if args.export == "gguf":
+            from to_gguf import to_gguf
+    except ImportError as error:
+        raise UserError(f"--eval-only and --export gguf need bench/ of this project, the latter also "
+                        f"`pip install gguf` ({error}).") from None
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
     strategy = args.strategy if args.eval_only else "ddp"
@@ -1227,7 +1225,7 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.eval()
     if args.eval_only:
-        return in_bench("evaluate_only")(model, saved, args, world)
+        return evaluate_only(model, saved, args, world)
     if not world.is_rank0:
         return
     home = Path(saved["path"]).parent.parent
@@ -1238,7 +1236,7 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
     assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
     say(f"step {saved['step']} from {saved['path']}")
     if args.export == "gguf":
-        in_bench("to_gguf")(model, out / "model.gguf", tokenizer)
+        to_gguf(model, out / "model.gguf", tokenizer)
         say(f"{out / 'model.gguf'} is ready for llama-cli -m, Ollama and LM Studio")
     if args.export == "hf":
         to_hf(model, out / "hf", tokenizer)
@@ -1542,12 +1540,13 @@ class TrainState:
         found |= {name: value for name, value in self._group_values().items()
                   if repr(value) != self._made.get(name)}
         for name, value in found.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError):
+            kept = None
+            with suppress(TypeError, ValueError):
+                kept = json.loads(json.dumps(value))
+            if str(kept) != str(value):  # JSON makes a list of a tuple, and text of a number that is a key
                 raise RunError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint "
-                               "cannot hold: let it be a number or a text, or a tensor in self.state[p]."
-                               ) from None
+                               "cannot hold as it is: let it be a number, a text or a list of them, or a "
+                               "tensor in self.state[p].")
         return found
 
     @torch.no_grad()
@@ -1717,7 +1716,7 @@ class Checkpoints:
     every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks.
     """
 
-    unwritten: list[concurrent.futures.Future] = []  # the last job of this process, for `launch` to wait for
+    unwritten: list[futures.Future] = []  # the last job of this process, for `launch` to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
         self.lost = lock.lost if lock else lambda: ""  # a RunLock's
@@ -1727,7 +1726,7 @@ class Checkpoints:
         self.keep_last = keep_last
         self.say = say
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
         self._best = math.inf  # the validation loss of best.pt
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
@@ -2038,7 +2037,7 @@ def find_run(model_class: type, args: Namespace, world: World,
         raise missing
     if weights and not saved:
         with torch.device("meta"):
-            model = model_class(config_of(model_class.Config, weights["model_config"], args.init_from))
+            model = model_class(model_class.Config(**weights["model_config"]))
         assert_context(args.init_from, model, model.config.seq_len, args.seq_len)
     return args, out, saved
 
@@ -2173,7 +2172,6 @@ def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: W
             mean = weights[name][:most].mean(0, keepdim=True)
             weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
     model = build_model(model_class, model_class.Config(**config | known | changes), world, args.strategy)
-    assert_context(source, model, known["seq_len"], args.seq_len)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def complete() -> list[str]:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 
 import numpy as np
@@ -227,10 +228,18 @@ def test_a_new_weight_decay_wins_on_a_resume(world, tmp_path):
 
 
 @pytest.mark.parametrize("odd", [lambda: np.float32(1), lambda: object(), lambda: [torch.ones(1)],
-                                 lambda: torch.ones(1)])
+                                 lambda: torch.ones(1), lambda: (1, 2), lambda: {1: 2},
+                                 lambda: np.ones(2)])
 def test_what_a_checkpoint_cannot_hold_is_refused_after_the_first_step(world, odd):
     with pytest.raises(RunError, match="an optimizer keeps Schedule 0.0/bad as .* cannot hold"):
         go_on(begin(world, odd=odd), range(1))
+
+
+@pytest.mark.parametrize("fine", [1, True, "a", [1, [2.5]], {"a": None}, math.nan, np.float64(0.1)], ids=str)
+def test_what_a_checkpoint_can_hold(world, fine):
+    state = begin(world, odd=lambda: fine)
+    go_on(state, range(1))
+    assert str(state.plain_values()["Schedule 0.0/bad"]) == str(fine)
 
 
 BUFFERS = '''

@@ -1,0 +1,110 @@
+"""What people do with an export: generate, pipelines and chats of transformers, TRL where it is installed,
+and back by --init-from.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from runs import Trainer, evaluations_of
+
+import data
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+SHAPE = {"seq_len": 64, "max_new_tokens": 8, "lr": 1e-2, "steps": 60, "eval_every": 60, "eval_batches": 0}
+TRAINERS = {"gpt2": Trainer("train_gpt2.py", **SHAPE),
+            "hrm": Trainer("train_hrm.py", **SHAPE | {"ff": 64, "h_cycles": 1, "l_cycles": 1, "steps": 240})}
+QUESTIONS = ["7 and 1?", "what is 12 and 1?", "30 and 1?"]
+
+
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("hrm", marks=pytest.mark.full)])
+def chat(request, tmp_path_factory):
+    """A trainer, its run on pairs, and their data."""
+    path = tmp_path_factory.mktemp("clients")
+    rows = [{"q": f"{'what is ' * (n % 2)}{n} and 1?", "a": f"it is {n + 1}"} for n in range(300)]
+    (path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shards = data.prepare(f"jsonl:{path}/qa.jsonl", path / "shards", "bytes", prompt_field="q",
+                          response_field="a", row=64, val_split="hash:0.1")
+    trainer = TRAINERS[request.param]
+    for flags in {"attention": "isolated"}, {"export": True}:
+        done = trainer.train(0, shards, path / "run", **flags)
+        assert done.code == 0, done.out
+    return trainer, path / "run", shards
+
+
+def opened(run):
+    directory = run / "hf"
+    return (transformers.AutoModelForCausalLM.from_pretrained(directory).eval(),
+            transformers.AutoTokenizer.from_pretrained(directory, padding_side="left"))
+
+
+def asked(chat, prompt: str) -> str:
+    """The answer of --prompt, without the prompt."""
+    trainer, run, shards = chat
+    done = trainer.train(0, shards, run, prompt=prompt, temperature=0)
+    assert done.code == 0, done.out
+    return done.out.rpartition(prompt + "\n")[2].rstrip("\n")
+
+
+def test_chats_and_batches_answer_as_prompt_does(chat):
+    """One turn has the ids of --prompt; a batch with padding on the left gives each its own answer."""
+    model, words = opened(chat[1])
+    answers = [asked(chat, question) for question in QUESTIONS]
+    assert len(set(answers)) > 1
+    turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    ids = words.apply_chat_template(turns[0], add_generation_prompt=True)["input_ids"]
+    ours = data.load_tokenizer(str(chat[1]))
+    assert ids == data.prompt_ids(ours, QUESTIONS[0]).tolist()
+    batch = words.apply_chat_template(turns, add_generation_prompt=True, padding=True, return_tensors="pt",
+                                      return_dict=True)
+    assert not batch["attention_mask"].all()
+    new = model.generate(**batch, max_new_tokens=8, do_sample=False)[:, batch["input_ids"].size(1):]
+    assert words.batch_decode(new, skip_special_tokens=True) == answers
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=words)
+    found = pipe(turns[1], max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    assert found[-1] == {"role": "assistant", "content": answers[1]}
+
+
+def test_all_turns_of_a_chat_are_kept(chat):
+    _, words = opened(chat[1])
+    turns = [{"role": "system", "content": "Be short. "}, {"role": "user", "content": "1 and 1?"},
+             {"role": "assistant", "content": "it is 2"}, {"role": "user", "content": "2 and 1?"}]
+    text = words.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == (f"{data.EOT}Be short. 1 and 1?{data.RESPONSE}it is 2{data.EOT}2 and 1?{data.RESPONSE}")
+    assert words.apply_chat_template(turns[:3], tokenize=False) == text.partition("2 and")[0]
+
+
+def test_the_export_comes_back(chat, tmp_path):
+    trainer, run, shards = chat
+    done = trainer.train(0, shards, tmp_path / "back", init_from=f"hf:{run / 'hf'}", lr=0, steps=1,
+                         eval_every=1, attention="isolated", d_model=None, n_head=None, n_layer=None)
+    assert done.code == 0 and "WARNING" not in done.out, done.out
+    before, after = (evaluations_of(out)[-1]["val_loss"] for out in (run, tmp_path / "back"))
+    assert after == pytest.approx(before, abs=1e-5)
+
+
+def test_trl_learns_the_answers_to_the_questions(chat, tmp_path):
+    """SFTTrainer for two steps on chats; what it has saved starts a run here."""
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    import datasets
+    trainer, run, shards = chat
+    model, words = opened(run)
+    rows = [{"prompt": [{"role": "user", "content": f"{n} and 1?"}],
+             "completion": [{"role": "assistant", "content": f"it is {n + 1}"}]} for n in range(16)]
+    config = trl.SFTConfig(str(tmp_path / "trl"), max_steps=2, per_device_train_batch_size=4, logging_steps=1,
+                           report_to=[], use_cpu=True, bf16=False, save_strategy="no")
+    sft = trl.SFTTrainer(model, config, train_dataset=datasets.Dataset.from_list(rows),
+                         processing_class=words)
+    text = words.decode(sft.train_dataset[3]["input_ids"])
+    assert text == f"{data.EOT}3 and 1?{data.RESPONSE}it is 4{data.EOT}"
+    sft.train()
+    losses = [record["loss"] for record in sft.state.log_history if "loss" in record]
+    assert len(losses) == 2 and max(losses) < 1.5  # it knows them; without their questions they have 5 to 7
+    sft.save_model(str(tmp_path / "tuned"))
+    done = trainer.train(0, shards, tmp_path / "back", init_from=f"hf:{tmp_path / 'tuned'}", lr=0, steps=1,
+                         eval_every=1, attention="isolated", d_model=None, n_head=None, n_layer=None)
+    assert done.code == 0, done.out
+    assert not torch.isnan(torch.tensor(evaluations_of(tmp_path / "back")[-1]["val_loss"]))
+    assert re.search(r"starting from hf:", done.out)
