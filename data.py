@@ -119,6 +119,7 @@ PATTERNS = {
     "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+GPT2_DIGEST = "ce2c7b368254)"  # with which tokenizer_id ends
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
 LONGEST_RUN = 2000  # bpe:N is trained in a time that grows with the square of a run without a break
 LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
@@ -287,6 +288,11 @@ class HuggingFaceTokenizer:
         return {i: length(word) for word, i in vocab.items() if i not in special}
 
 
+def tokenizer_id(tokenizer) -> str:
+    """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
+    return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
+
+
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The two parts that merge into `token`: those left after merging its bytes by all earlier ranks."""
     parts = [token[i:i + 1] for i in range(len(token))]
@@ -324,15 +330,17 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
 
 
 def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
-    """What Tokenizer.to_json wrote, or the tokenizer.json of GPT-2, as a Tokenizer; None for any other."""
+    """What Tokenizer.to_json wrote, or GPT-2's as other programs write it, as a Tokenizer; None for others."""
     model = spec["model"]
     stage = spec["pre_tokenizer"]
+    others = model.keys() - {"type", "vocab", "merges"}
+    ours = not others
     pattern = None
-    others = model.keys() - {"type", "vocab", "merges"}  # which other programs write
-    if stage["type"] == "Sequence" and not others:
+    if ours and stage["type"] == "Sequence":
         pattern = stage["pretokenizers"][0]["pattern"]["Regex"]
         stage = stage["pretokenizers"][-1]
     elif stage.get("use_regex", True):
+        ours = False
         pattern = PATTERNS["gpt2"]
         stage = stage | {"use_regex": False}
     if stage != BYTE_LEVEL or spec.get("normalizer") or any(model[key] for key in others):
@@ -340,10 +348,11 @@ def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
     specials = {token["content"]: token["id"] for token in spec["added_tokens"]}
     words = sorted(model["vocab"].keys() - specials.keys(), key=model["vocab"].get)
     merged = ["".join(parts).replace(" ", "") for parts in model["merges"]]
-    if EOT not in specials or [word for word in words if len(word) > 1] != merged:
+    if [word for word in words if len(word) > 1] != merged:
         return None
     ranks = {bytes(CHAR_TO_BYTE[c] for c in word): model["vocab"][word] for word in words}
-    return Tokenizer(name, ranks, pattern, specials) if pattern or not merged else None
+    found = Tokenizer(name, ranks, pattern, specials)
+    return found if ours or tokenizer_id(found).endswith(GPT2_DIGEST) else None
 
 
 def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
@@ -358,7 +367,8 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}.")
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. Of a "
+                        "vocab.json with merges.txt, name the directory.")
 
 
 def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
@@ -379,13 +389,16 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
         return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     merges = Path(name, "merges.txt")
     if merges.is_file():  # the older form of GPT-2's tokenizer
-        from tokenizers import ByteLevelBPETokenizer
-        old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
+        try:
+            from tokenizers import ByteLevelBPETokenizer
+            old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UserError(f"{merges} and vocab.json beside it cannot be read by tokenizers: {error}.")
         old.add_special_tokens([EOT])
         return parse_tokenizer_json(name, old.to_str())
     if name.startswith("bpe:"):
         raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
-    raise UserError(f"unknown tokenizer {name!r}: use {TOKENIZERS}.")
+    raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
 
 
 def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | HuggingFaceTokenizer:
@@ -463,6 +476,8 @@ class Source:
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.split_on = settings.get("split_on")
+        self.divided = False  # whether split_on occurred
+        self.seen = 0  # documents that were read to their end, or skipped
         self.named = {}  # the value behind the name of each validation set
         self.done = 0
         self.total = None
@@ -571,6 +586,7 @@ class Source:
         rest = ""
         for block in blocks:
             *texts, rest = (rest + block).split(self.split_on)
+            self.divided |= bool(texts)
             yield from (([text], split) for text in texts)
             if len(rest) > 64 * BLOCK:
                 raise UserError(f"{path} has {len(rest):,} characters without a {self.split_on!r}: leave "
@@ -608,7 +624,7 @@ class Source:
     def _json_texts(self, path, number, line):
         where = f"{path}, line {number},"
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_float=str, parse_constant=str)  # numbers as they are written
         except UnicodeDecodeError as error:
             raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
         except (ValueError, RecursionError):
@@ -669,7 +685,8 @@ class Source:
             flag = "--val-field NAME" if missing[0] == self.val_field else flag
             raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
                             f"in python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} and "
-                            "train on the directory that this makes.")
+                            "train on the directory that this makes. Rows that lack it need a null there, "
+                            "and fields inside of others have to be moved out.")
 
     @contextlib.contextmanager
     def _open(self, path):
@@ -721,7 +738,8 @@ def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
     """Names the first byte of a file that is not UTF-8, and commands that mend it."""
     name = shlex.quote(str(path))
     return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
-                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16LE), "
+                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16 if it "
+                     "begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
                      f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes "
                      f"with tr -d '\\000' < {name} > new.txt. A packed file has to be unpacked before that, "
                      "and a parquet file named as parquet:.")
@@ -839,9 +857,10 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', 'too short')}.")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
     if dtype is None or len(header) < 256:
-        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. Of "
-                        "nanoGPT's, data.write_shard(Path('x/train_000000.bin'), [np.fromfile('train.bin', "
-                        "np.uint16)], 'uint16') makes one.")
+        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. A file "
+                        "of nanoGPT becomes one in an existing directory x with python -c \"import data, "
+                        "numpy; data.write_shard(data.Path('x/train_000000.bin'), [numpy.fromfile("
+                        "'train.bin', 'uint16')], 'uint16')\", and val.bin as x/val_000000.bin.")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
         raise UserError(f"{path} has {size} bytes instead of {expected}: copy it or prepare the data again.")
@@ -903,13 +922,13 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     if not path.is_file() or sha256_of(path) != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: copy it or prepare the data again.")
     text = path.read_text(encoding="utf-8")
-    if name in (None, recorded["name"]):
+    if name is None or name == recorded["name"] and not Path(name).exists():
         return text
     named = None if name.startswith("bpe:") else load_tokenizer(name)
     named = with_roles(named) if named and "roles" in manifest else named
-    if not named or named.to_json() != text:
-        raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name}: leave "
-                        "--tokenizer out, or prepare the data again.")
+    if not named or named.to_json() != parse_tokenizer_json(name, text).to_json():
+        raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
+                        "is now: leave --tokenizer out, or prepare the data in another --out.")
     return text
 
 
@@ -1109,13 +1128,14 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             if before != now:
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): choose "
                                 "another --out, or delete it.")
+        tokenizer_json = read_tokenizer_json(out, manifest, tokenizer_name)
         if manifest["complete"]:
             say(f"{out} is already prepared: {describe(manifest)}")
             return out
         if manifest["shards"]:
             say(f"{out} resumes after {len(manifest['shards'])} shards")
         writer = ShardWriter(out, manifest, thread)
-        tokenizer = parse_tokenizer_json(tokenizer_name, read_tokenizer_json(out, manifest))
+        tokenizer = parse_tokenizer_json(tokenizer_name, tokenizer_json)
         tokenize(writer, source, tokenizer, workers or cpu_count())
         if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
@@ -1288,7 +1308,9 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
             bar.update(done - bar.n)
             if limit and counts["read"] >= limit:
                 break
-    if source.split_on and counts["documents"] <= len(source.files):
+        else:
+            without = source.seen - counts["documents"]
+    if source.split_on and not source.divided:
         say(f"WARNING: {source.split_on!r} of --split-on divides none of the files")
     if marks:
         say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
@@ -1320,6 +1342,7 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
                     split = f"val_{name}"
             if document > first or piece >= skip:
                 yield document, piece, split, text
+        source.seen = document + 1
 
 
 def hash64(text: str) -> int:
@@ -1395,8 +1418,8 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{documents:,} documents")
     if not val:
-        text += (" (nothing to evaluate: prepare with --val-split hash:0.1, or a single document with "
-                 "tail:0.1, in another --out)")
+        text += (" (nothing to evaluate: prepare with --val-split hash:0.1 or a larger fraction, or a single "
+                 "document with tail:0.1, in another --out)")
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
         shown = sorted(counts.keys() - {"read", "documents", "tokens"})
@@ -1937,9 +1960,6 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
                 "another number")
         options = {key: value for key, value in settings.items() if key not in ("source", "tokenizer")}
         prepare(data, out, tokenizer_name, **options)
-    if endless and not max_tokens and (settings["max_tokens"] or useful) < useful / 2:
-        say(f"note: {out} was limited to {settings['max_tokens']:,} tokens, but this model could use "
-            f"{useful:,}: python data.py prepare --max-tokens makes a larger one in another --out")
     return out
 
 

@@ -52,9 +52,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, flag_group,
+from data import (GPT2_DIGEST, ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, flag_group,
                   fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing,
-                  row_of, say, sources_of, unigram_entropy, validation_batches, without_response,
+                  row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches, without_response,
                   without_surrogates)
 from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
@@ -67,7 +67,6 @@ FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained 
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 HOST = os.uname().nodename  # the name of this machine
-GPT2_DIGEST = "ce2c7b368254)"  # of the tokenizer gpt2, see tokenizer_id
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 for name in ("cluster", "bench"):
@@ -219,7 +218,6 @@ class World:
     nodes: int
     device: torch.device
     backend: str
-    timeout: float = 600  # of a collective, in seconds
 
     @property
     def is_rank0(self) -> bool:
@@ -238,8 +236,8 @@ def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
-    connect(world.backend, functools.partial(
-        assert_same, world, "the command line", json.dumps(resolved, default=str), "start every node with "
+    connect(world.backend, lambda: assert_same(
+        world, "the command line", json.dumps(resolved, default=str), "start every node with "
         "the same flags; --precision auto and --device auto need the same type of processor everywhere, and "
         "prepared pairs the same files"))
     return world
@@ -287,11 +285,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     gpu = where if where.type == "cuda" else None
-    connect(backend, functools.partial(
-        dist.init_process_group, backend, store=dist.PrefixStore("process group", store), rank=rank,
+    connect(backend, lambda: dist.init_process_group(
+        backend, store=dist.PrefixStore("process group", store), rank=rank,
         world_size=world_size, timeout=timedelta(seconds=timeout), device_id=gpu))
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
-                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend, timeout)
+                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend)
 
 
 def connect(backend: str, function):
@@ -740,8 +738,7 @@ def add_running_flags(parser: ArgumentParser):
     flag("--timeout", positive_int, 600, "seconds to wait for a lost process")
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
-    flag = flag_group(parser, "slow links between nodes, with --strategy ddp")
-    flag("--comm", ("fp32", "bf16"), "fp32", "type of the sent gradients")
+    flag("--comm", ("fp32", "bf16"), "fp32", "type of the sent gradients, with --strategy ddp")
     flag = flag_group(parser, "output")
     flag("--out", utf8_path, None, "directory of the run (default: runs/MODEL-SIZE-DATA)")
     flag("--log-every", positive_int, 10, "steps between log lines")
@@ -754,8 +751,9 @@ def add_running_flags(parser: ArgumentParser):
     flag("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
          "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
     flag("--eval-only", bool, None, "evaluate the newest checkpoint, or that of --resume, on the validation "
-         "sets of --data, without training: a line and a JSON object; writes nothing")
-    parser.add_argument("--export", nargs="?", const="hf", choices=("hf", "gguf"),
+         "sets of --data (default: of the run), and do nothing else: prints a line and a JSON object, and "
+         "leaves the run as it is")
+    parser.add_argument("--export", nargs="?", const="hf", default=False, choices=("hf", "gguf"),
                         help="write hf/ for transformers, or with gguf model.gguf for llama.cpp, from the "
                         "newest checkpoint, without training")
 
@@ -818,6 +816,9 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     if record["model_config"]:
         lacking = defaults.keys() - record["model_config"].keys()
         defaults |= shape_of(config_class, record, given, CHANGEABLE if saved else {*FREE, *lacking})
+    if saved and given.eval_only:  # as it was evaluated
+        kept = ("data", "loss", "eval_batches")
+        defaults |= {key: value for key, value in saved["settings"].items() if key in kept}
     args = Namespace(**vars(given) | defaults)
     for name, value in vars(given).items():
         if value is not None:
@@ -1156,8 +1157,11 @@ def weights_of(model_class: type, source: str, world: World, complete: bool = Tr
         known = ""
         with suppress(UserError):  # one that is refused matters only if it is used
             known = tokenizer_id(load_tokenizer(file)) if file else ""
+            if known.endswith(GPT2_DIGEST):
+                load_tokenizer("gpt2")  # if that can be had
+                file = "gpt2"
         return {"path": source, "model_config": asdict(config), "settings": {}, "tokenizer": known,
-                "tokenizer_file": "gpt2" if known.endswith(GPT2_DIGEST) else file}
+                "tokenizer_file": file}
 
     if source.startswith("hf:"):
         found = on_rank0(world, read_hf)
@@ -1188,13 +1192,9 @@ def load_run(model_class: type, run: str | Path) -> tuple:
     path = next(iter(list_checkpoints(run)), Path(run))
     saved = read_checkpoint(path)
     model = model_class(config_of(model_class.Config, saved["model_config"], path))
+    assert_same_parameters(model, saved | {"path": path})
     model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
     return model.eval(), load_tokenizer(str(path.parent.parent))
-
-
-def tokenizer_id(tokenizer) -> str:
-    """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
-    return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
 
 
 def assert_tokenizer(saved: dict, tokenizer, way_out: str):
@@ -1229,7 +1229,7 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
     if not world.is_rank0:
         return
     home = Path(saved["path"]).parent.parent
-    out = home if args.out is None and (home / "tokenizer.json").exists() else out
+    out = args.out or home
     if not (out / "tokenizer.json").exists():
         raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
     tokenizer = load_tokenizer(str(out))
@@ -1247,7 +1247,7 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
     answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
     chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
-    if prompt is not None and not chat:
+    if prompt is not None:
         pieces = answer(prompt)
         print(prompt, end="\n" * (model.config.response >= 0))
         print_pieces(pieces)
@@ -1547,6 +1547,9 @@ class TrainState:
                 raise RunError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint "
                                "cannot hold as it is: let it be a number, a text or a list of them, or a "
                                "tensor in self.state[p].")
+        assert_same(self.world, "what an optimizer keeps in numbers", json.dumps(found), "let it sum over all "
+                    "ranks what it computes from gradients or parameters, with torch.distributed.all_reduce, "
+                    "or use --strategy ddp")
         return found
 
     @torch.no_grad()
@@ -1566,6 +1569,9 @@ class TrainState:
         ours |= dict.fromkeys(self.plain_values())
         theirs |= dict.fromkeys(plain)
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}  # parameters
+        if changed:
+            say(f"WARNING: the optimizer begins anew with {listed(sorted(changed))}, of which it had saved "
+                "other state than it makes in a first step")
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
@@ -1703,7 +1709,7 @@ def check_resumable(saved: dict, now: dict, say):
     for what in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed"):
         if saved[what] != now[what]:
             raise UserError(f"{saved['path']} cannot be resumed: {what} was {saved[what]}, now {now[what]}; "
-                            "use the original flags, or start a new run with another --out.")
+                            "use the original flags and trainer, or start a new run with another --out.")
     for flag, value in now["settings"].items():
         if (before := saved["settings"].get(flag, value)) != value:
             say(f"resuming with {flag} {value} (was {before})")
@@ -1769,6 +1775,7 @@ class Checkpoints:
         """Replaces a best.pt of a later step by the best of the checkpoints that there are."""
         files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         best = self.directory / "best.pt"
+        marked = None
         with suppress(RunError):
             marked = read_checkpoint(best, checked=False)["step"]
             files.setdefault(marked, best)
@@ -1778,8 +1785,9 @@ class Checkpoints:
             losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
             left = {at: loss for at, loss in losses.items() if at <= step and at in files}
             self._best = min(left.values(), default=math.inf)
-            if left and not best.exists():
-                self._link(files[min(left, key=left.get)])
+            lowest = min(left, key=left.get, default=marked)
+            if lowest != marked:
+                self._link(files[lowest])
 
     def save(self, step: int, state: TrainState, meta: dict):
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -2285,11 +2293,11 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
         log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
     if settings["epochs"] and settings["steps"] < 100:
-        log.say(f"WARNING: {settings['steps']} steps change a model little: more --epochs, a smaller "
-                "--global-batch or a higher --lr do more")
+        log.say(f"WARNING: {settings['steps']} steps are too few to learn much: try --steps 300, more "
+                "--epochs or a smaller --global-batch")
     if not val:
         log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                "them with --val-split hash:0.1 in another directory")
+                "them with --val-split hash:0.1 or a larger fraction in another directory")
     log.facts = {"rows": rows, "val_tokens": val_tokens, "entropy": entropy,
                  "sync": "shards" if settings["strategy"] in SHARDED else "OK"}
 
@@ -2475,12 +2483,12 @@ def sample(state: TrainState, dataset: Dataset, args: Namespace, log: monitor.Ru
         else:
             text = on_all("sample", write if state.world.is_rank0 else str)
     if dataset.roles["response"] < 0:
-        return log.sample(prompt + text, step)
+        return log.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
         command = (f"python {sys.argv[0]} --size {args.size} --out {shlex.quote(str(log.out))} --prompt "
                    f"{shlex.quote(prompt)}")
         text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
-    log.sample(f"prompt:\n{prompt}\nresponse:\n{text}", step)
+    log.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")
 
 
 def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,

@@ -403,7 +403,8 @@ class LanguageModel(nn.Module):
       `hidden` and `head_weight`.
     * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
     * Only layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
-      sharded one by one and trained by Muon. A Block uses only its parameters, buffers and arguments.
+      sharded one by one, and their matrices (also an nn.Embedding) trained by Muon. A Block uses only its
+      parameters, buffers and arguments. No parameter has 0 dimensions.
     * Activations have the dtype `compute_dtype`, set by --precision. Parameters are always float32, so layers
       cast them, as `Linear` does.
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
@@ -1142,8 +1143,8 @@ class HFFamily:
 def refuse_export(config: ModelConfig, *options: str):
     for option in options:
         if getattr(config, option):
-            raise UserError(f"a model with --{option.replace('_', '-')} has no Hugging Face counterpart, so "
-                            "it cannot be exported; its checkpoints are in the run directory.")
+            raise UserError(f"a model with --{option.replace('_', '-')} has no counterpart in transformers "
+                            "nor llama.cpp, so it cannot be exported: train one without it.")
 
 
 def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):

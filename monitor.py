@@ -46,14 +46,15 @@ PEAK_TFLOPS = {r"\bA100\b": 312, r"\bH100 PCIe": 756, r"\bH100 NVL": 835, r"\bH1
 
 
 def peak_flops(device, say=print) -> float | None:
-    """Peak bf16 FLOP/s of a torch device. If it is unknown, says so and returns None."""
+    """Peak bf16 FLOP/s of a GPU, a torch device. If it is unknown, says so and returns None, as for a CPU."""
     import torch
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
     for pattern, tflops in PEAK_TFLOPS.items():
         if re.search(pattern, name):
             return tflops * 1e12
-    hint = ": add it to PEAK_TFLOPS in monitor.py" if device.type == "cuda" else ""
-    say(f"MFU is not shown, unknown peak of this {name}{hint}")
+    say(f"MFU is not shown, unknown peak of this {name}: add it to PEAK_TFLOPS in monitor.py")
     return None
 
 
@@ -460,13 +461,13 @@ class RunLog:
 
     def step_line(self, record: dict, eta: float):
         """Prints a record, as a line or beside the progress bar. `eta` is in seconds."""
-        parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
+        parts = [f"loss {record['loss']:.4f}", f"eta {tqdm.format_interval(eta)}"]  # first, in a narrow bar
+        parts += [f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
         parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
         parts.append(f"{tqdm.format_sizeof(record['tokens_per_sec'])} tok/s")
         if record["mfu"] is not None:
             parts.append(f"{record['mfu']:.1%} MFU")
-        parts += [f"{record['mem_gb']:.1f} GB", f"eta {tqdm.format_interval(eta)}"]
-        parts.append(f"Sync={self.facts['sync']}")
+        parts += [f"{record['mem_gb']:.1f} GB", f"Sync={self.facts['sync']}"]
         line = " | ".join(parts)
         if self._bar is not None:
             self._bar.set_description_str(line, refresh=False)
@@ -521,13 +522,6 @@ class RunLog:
             self.say(f"WARNING: no more curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
 
-    def sample(self, text: str, step: int):
-        """Prints a text that the model wrote, and shows it in TensorBoard."""
-        self.say(f"a sample after step {step}:\n{text}\n")
-        if self._tensorboard:
-            with suppress(OSError):  # the next record reports it
-                self._tensorboard.add_text("sample", "    " + text.replace("\n", "\n    "), step)
-
     def save_history(self, last: bool = False):
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
         start = time.perf_counter()
@@ -566,7 +560,7 @@ def draw_curves(name: str, records: list[dict], path: Path):
     keys = dict.fromkeys(key for record in records for key in record)
     own = [key for key in own_keys(keys) if "/" not in key]
     rows = ["lr", "tokens_per_sec", *own, *keys.keys() & {"val_exact"}]
-    figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)))
+    figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)), layout="constrained")
     loss, *others = figure.subplots(1 + len(rows), 1, sharex=True, height_ratios=(3, *[1] * len(rows)))
 
     def curve(axes, key: str, **style):
@@ -577,16 +571,14 @@ def draw_curves(name: str, records: list[dict], path: Path):
     curve(loss, "val_loss", label="validation loss", marker="o", markersize=5)
     loss.set(title=name, ylabel="loss (nats per token)")
     loss.legend()
+    labels = {"lr": "learning rate", "tokens_per_sec": "tokens/s"}
     for key, axes in zip(rows, others):
         curve(axes, key)
-        axes.set(ylabel=key)
-    others[0].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
+        axes.set(ylabel=labels.get(key, key))
     others[1].set(ylim=(0, None))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.axes[-1].set(xlabel="step")
-    figure.subplots_adjust(0.12, 0.07, 0.97, 0.95, hspace=0.12)
-    figure.align_ylabels()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100)
     write_atomically(path, picture.getvalue())
@@ -607,10 +599,8 @@ def summarize(records: list[dict]) -> dict:
 
 
 def watch_machine(args: Namespace):
-    wait = min(0.5, args.interval)  # the first reading comes soon
     while True:
-        reading = read_machine(wait)
-        wait = args.interval
+        reading = read_machine(args.interval)
         say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
         if args.once:
             return

@@ -5,6 +5,7 @@ import json
 from argparse import Namespace
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 
 from data import Masker, UserError
@@ -13,7 +14,7 @@ from model import MLM
 from monitor import results
 
 
-def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World) -> None:
+def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World):
     """Evaluates the model of the checkpoint `saved` on the validation sets of --data, beside a training, too:
     takes no lock and writes nothing into the run. Prints the results as a line, and as JSON for a script.
     Every rank calls this. With the run's flags and number of processes the losses are those of its log, up to
@@ -24,6 +25,8 @@ def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World) 
     if not dataset.val:
         raise UserError(f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1.")
     run = saved["settings"]
+    if args.precision == "auto":
+        model.compute_dtype = getattr(torch, run["precision"])
     masker = None
     if isinstance(model, MLM):
         masker = Masker(dataset.tokenizer, args.seq_len, run.get("EVAL_RATE", 0.15), 0)

@@ -6,12 +6,13 @@ trained with --attention isolated. llama.cpp knows neither the attention `prefix
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
 from gguf import GGUFWriter, TokenType
 
-from data import EOT, PATTERNS, Tokenizer, UserError
+from data import EOT, PATTERNS, NotNow, Tokenizer, UserError
 from model import CHAT_TEMPLATE, GPT2, HRM, refuse_export
 
 # ours → theirs: the last part of a parameter's name; a matrix with several names is divided
@@ -24,7 +25,7 @@ CUTS = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx
 PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
 
 
-def add_shape(writer, model) -> None:
+def add_shape(writer, model):
     c = model.config
     hrm = isinstance(model, HRM)
     writer.add_context_length(c.seq_len)
@@ -48,7 +49,7 @@ def add_shape(writer, model) -> None:
     writer.add_bool("hrm_text.hrm.prefix_lm", False)
 
 
-def add_tokenizer(writer, tokenizer: Tokenizer, c) -> None:
+def add_tokenizer(writer, tokenizer: Tokenizer, c):
     """Tokens in the order of their ids; those that the table has beyond them are unused."""
     model = json.loads(tokenizer.to_json())["model"]
     tokens = [f"[PAD{i}]" for i in range(c.vocab_size)]
@@ -72,11 +73,10 @@ def add_tokenizer(writer, tokenizer: Tokenizer, c) -> None:
         writer.add_chat_template(CHAT_TEMPLATE.replace("ANSWER", tokenizer.decode([c.response])))
 
 
-def to_gguf(model, path: Path, tokenizer) -> None:
+def to_gguf(model, path: Path, tokenizer):
     """Writes a model and its tokenizer. Raises UserError for what llama.cpp cannot run."""
     if type(model) not in (GPT2, HRM):
-        raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM: --export alone writes "
-                        "it for transformers.")
+        raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
     refuse_export(model.config, *(("halt", "inject_input") if isinstance(model, HRM) else ("modern",)))
     if not isinstance(tokenizer, Tokenizer) or tokenizer.pattern not in CUTS:
         raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
@@ -85,7 +85,8 @@ def to_gguf(model, path: Path, tokenizer) -> None:
     if c.attention == "prefix":  # its hrm_text keeps the field, but attends causally (xllamacpp 2026.10)
         raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with "
                         "it would answer otherwise there: train with --attention isolated.")
-    writer = GGUFWriter(path, "hrm_text" if isinstance(model, HRM) else "gpt2")
+    temporary = path.with_name(f".tmp-{path.name}")  # a kill leaves no half of a model
+    writer = GGUFWriter(temporary, "hrm_text" if isinstance(model, HRM) else "gpt2")
     add_shape(writer, model)
     add_tokenizer(writer, tokenizer, c)
     for ours, tensor in model.state_dict().items():
@@ -96,7 +97,12 @@ def to_gguf(model, path: Path, tokenizer) -> None:
         names = NAMES[part].split()
         for name, piece in zip(names, tensor.float().cpu().chunk(len(names))):
             writer.add_tensor(f"{block}{name}" + f".{kind}" * bool(kind), piece.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(temporary, path)
+    except OSError as error:
+        raise NotNow(f"{path} cannot be written ({error.strerror}): free some space, or move away what is "
+                     "there.")

@@ -7,6 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, finish, start
 from runs import Trainer, evaluations_of
+from test_pairs import pairs  # noqa: F401 (a fixture)
 
 import data
 
@@ -75,6 +76,20 @@ def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
     missing = hrm.train(0, shards, tmp_path / "missing", eval_only=True)
     assert missing.code == 2 and "does not exist: train first" in missing.out, missing.out
     assert not (tmp_path / "missing").exists()
+
+
+def test_without_data_it_is_evaluated_as_in_the_run(pairs, tmp_path, monkeypatch):  # noqa: F811
+    """Data, loss and number of batches are those of the run, and nothing is prepared."""
+    out = tmp_path / "run"
+    trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=2, steps=2, attention="isolated",
+                      loss="all")
+    assert trainer.train(0, pairs, out).code == 0
+    monkeypatch.chdir(tmp_path)
+    done = trainer.here("--out", out, "--eval-only", "--device", "cpu")
+    assert_as_logged(result(done), out)
+    whole = trainer.here("--out", out, "--eval-only", "--device", "cpu", "--eval-batches", "0")
+    assert result(whole)["val_loss"] != result(done)["val_loss"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.full

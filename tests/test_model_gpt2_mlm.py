@@ -641,7 +641,7 @@ def test_transformers_fills_masks_as_we_do(name, transformers, tmp_path):
 
 
 def test_a_modern_model_is_not_exported(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="--modern has no Hugging Face counterpart"):
+    with pytest.raises(UserError, match="--modern has no counterpart in transformers nor llama.cpp"):
         export(tiny(GPT2, 0, modern=True), tokenizer, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

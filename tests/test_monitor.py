@@ -277,10 +277,9 @@ def test_tags(tmp_path):
     log.write(record(1, val_loss=4.5, epoch_loss=4.8, epoch_seconds=12.0, bp_steps=2, cycles=2.0, ponder=0.1,
                      val_exact=0.6, **{"val_exact/easy": 0.7}))
     log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_bits_per_byte=1.0))
-    log.sample("def main():\n    pass", 2)
     log.close()
     found = curves(tmp_path)
-    assert found.pop("sample/text_summary") == found.pop("settings/text_summary") == 1
+    assert found.pop("settings/text_summary") == 1
     for tag in ("System/CPU_percent", "System/RAM_percent"):
         assert [step for step, _ in found.pop(tag)] == [1, 2]
     one = {"Loss/train_step": 4.9, "Loss/train_epoch": 4.8, "Loss/val_epoch": 4.5, "Time/epoch_seconds": 12.0,
@@ -427,7 +426,7 @@ def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log.evaluation(1, 8, {"val_loss": 1.0}, False)
     log.finish(1, 8, 0.0, "")
     assert log.evaluations == {1: 1.0}  # which all ranks have
-    log.sample("x", 1)
+    log.say("x")
     log.close()
     assert not any(tmp_path.iterdir())
 

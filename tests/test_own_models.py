@@ -242,6 +242,29 @@ def test_what_a_checkpoint_can_hold(world, fine):
     assert str(state.plain_values()["Schedule 0.0/bad"]) == str(fine)
 
 
+class Late(torch.optim.SGD):
+    """Makes state in its third step."""
+
+    def step(self):
+        super().step()
+        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+            state = self.state[p]
+            state["t"] = state.get("t", 0) + 1
+            if state["t"] == 3:
+                state["slow"] = p.detach().clone()
+
+
+def test_state_that_is_made_late_begins_anew_with_a_warning(world, tmp_path):
+    state = begin(world, Late)
+    go_on(state, range(2))
+    saved, said = saved_as(state, world, tmp_path / "early"), []
+    begin(world, Late).restore(saved, said.append)
+    assert not said
+    go_on(state, range(2, 4))
+    begin(world, Late).restore(saved_as(state, world, tmp_path / "late"), said.append)
+    assert len(said) == 1 and "WARNING: the optimizer begins anew with embed.weight, " in said[0]
+
+
 BUFFERS = '''
 class Mine(GPT2):
     def __init__(self, config):
@@ -519,3 +542,35 @@ def test_a_variant_starts_from_hf_weights(shards, tmp_path):
     done = own.train(0, shards, tmp_path / "own", second=True, steps=1,
                      init_from=f"hf:{tmp_path / 'base' / 'hf'}")
     assert done.code == 0 and "lacks second, second.bias, second.weight" in done.out, done.out
+
+
+DISTANCE = """
+import torch
+
+class Distance(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            seen = sum(p.grad.abs().sum() for p in group["params"] if p.grad is not None)
+            seen = seen.full_tensor() if hasattr(seen, "full_tensor") else seen
+            SUM
+            group["distance"] = group.get("distance", 0.0) + float(seen)
+
+"""
+
+
+@pytest.mark.parametrize("strategy, summed, right", [
+    ("zero1", "pass", False),
+    pytest.param("zero1", "torch.distributed.all_reduce(seen)", True, marks=pytest.mark.full),
+    pytest.param("ddp", "pass", True, marks=pytest.mark.full)])
+def test_numbers_that_differ_between_ranks_are_refused(strategy, summed, right, shards, tmp_path):
+    """Each rank of zero1 has the gradients of some parameters, so its sum is not that of the others."""
+    text = (ROOT / "train_gpt2.py").read_text()
+    head, main = text.split("# Only `tiny`", 1)
+    own = "optimizers = [Distance(model.parameters(), lr=1e-3)]"
+    main = re.sub(r"optimizers = make_optimizers\(.*\)", own, main)
+    path = tmp_path / "train_distance.py"
+    path.write_text(head + DISTANCE.replace("SUM", summed) + "# Only `tiny`" + main)
+    done = Trainer(str(path), **FLAGS).fork(2, shards, tmp_path / "run", strategy=strategy, steps=2)
+    assert (done.code == 0) == right, done.out
+    assert right or "what an optimizer keeps in numbers on rank 1 differs from the other ranks" in done.out

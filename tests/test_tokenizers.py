@@ -198,9 +198,10 @@ def as_on_the_hub(gpt2, **changes) -> dict:
             "pre_tokenizer": stage, "post_processor": None, "decoder": stage, "model": words | changes}
 
 
+@pytest.mark.full
 def test_gpt2_from_the_hub_is_that_of_tiktoken(gpt2, tmp_path, corpus):
-    """As tokenizer.json and as vocab.json with merges.txt; shards of one load with the other. What differs from
-    it in anything is not taken for it.
+    """As tokenizer.json and as vocab.json with merges.txt; shards of one load with the other. What differs
+    from it in anything is not taken for it.
     """
     hub = as_on_the_hub(gpt2)
     (tmp_path / "new").mkdir()
@@ -224,6 +225,65 @@ def test_gpt2_from_the_hub_is_that_of_tiktoken(gpt2, tmp_path, corpus):
         assert isinstance(parsed, data.HuggingFaceTokenizer), key
 
 
+@pytest.mark.parametrize("kind", ["spaces", "no alphabet", "own"])
+def test_other_byte_level_tokenizers_are_run_by_the_package(kind, corpus):
+    """With added tokens that are ordinary text, without all bytes, or of one's own: as tokenizers has them."""
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator([corpus.read_text(encoding="ascii", errors="ignore")], vocab_size=400,
+                             special_tokens=[data.EOT], show_progress=False)
+    if kind == "spaces":
+        made.add_tokens(["    ", "        "])
+    spec = json.loads(made.to_str())
+    if kind == "no alphabet":
+        spec["model"]["vocab"] = {word: i for word, i in spec["model"]["vocab"].items() if word != "\u00c3"}
+        free = set(range(400)) - {*spec["model"]["vocab"].values()}
+        spec["model"]["vocab"]["unused"] = free.pop()
+    found = data.parse_tokenizer_json(kind, json.dumps(spec))
+    package = Tokenizer.from_str(json.dumps(spec))
+    assert isinstance(found, data.HuggingFaceTokenizer)
+    for text in "x        y", "    def f():", "caf\u00e9":
+        assert found.encode(text).tolist() == package.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("damage", ["no vocab", "no merges", "no json"])
+def test_damaged_files_of_the_older_form_are_one_sentence(gpt2, tmp_path, damage):
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "only\n" * (damage == "no merges"))
+    if damage != "no vocab":
+        (tmp_path / "vocab.json").write_text("{" if damage == "no json" else '{"a": 0}')
+    with pytest.raises(UserError, match="merges.txt and vocab.json beside it cannot be read by tokenizers"):
+        data.load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.full
+def test_without_a_network_the_file_beside_the_weights_will_do(gpt2, tmp_path, corpus, monkeypatch):
+    export(tiny(GPT2, 0, vocab_size=50257, padded_vocab=50304, seq_len=32), gpt2, tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    trainer = Trainer("train_gpt2.py", steps=1, d_model=None, n_layer=None, n_head=None)
+    done = trainer.train(0, f"text:{corpus}", None, init_from=f"hf:{tmp_path / 'hf'}")
+    assert done.code == 0 and "mean the same" not in done.out, done.out
+
+
+def test_a_tokenizer_that_has_changed_under_its_name_is_refused(tmp_path, shards, corpus, monkeypatch):
+    """By prepare and by a trainer; one that is gone is not needed."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.json"
+    path.write_text(data.train_bpe([corpus.read_text()[:20000]], 300).to_json())
+    for _ in range(2):
+        data.prepare(f"text:{corpus}", tmp_path / "out", "own.json")
+    path.write_text(data.train_bpe([corpus.read_text()[20000:40000]], 300).to_json())
+    with pytest.raises(UserError, match="with the tokenizer own.json, not with own.json as it is now"):
+        data.prepare(f"text:{corpus}", tmp_path / "out", "own.json")
+    trainer = Trainer("train_gpt2.py", steps=1)
+    done = trainer.train(0, tmp_path / "out", tmp_path / "run", tokenizer="own.json")
+    assert done.code == 2 and "not with own.json as it is now" in done.out, done.out
+    path.unlink()
+    data.prepare(f"text:{corpus}", tmp_path / "out", "own.json")
+
+
+@pytest.mark.full
 def test_weights_with_gpt2s_files_take_the_name_gpt2(gpt2, tmp_path, corpus, monkeypatch):
     """And so README's directories."""
     export(tiny(GPT2, 0, vocab_size=50257, padded_vocab=50304, seq_len=32), gpt2, tmp_path / "hf")
