@@ -8,8 +8,10 @@ import re
 import pytest
 import torch
 from runs import Trainer, evaluations_of
+from test_model_gpt2_mlm import export, tiny
 
 import data
+from model import GPT2
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -19,7 +21,7 @@ TRAINERS = {"gpt2": Trainer("train_gpt2.py", **SHAPE),
 QUESTIONS = ["7 and 1?", "what is 12 and 1?", "30 and 1?"]
 
 
-@pytest.fixture(scope="module", params=["gpt2", pytest.param("hrm", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["gpt2", "hrm"])
 def chat(request, tmp_path_factory):
     """A trainer, its run on pairs, and their data."""
     path = tmp_path_factory.mktemp("clients")
@@ -48,6 +50,7 @@ def asked(chat, prompt: str) -> str:
     return done.out.rpartition(prompt + "\n")[2].rstrip("\n")
 
 
+@pytest.mark.full
 def test_chats_and_batches_answer_as_prompt_does(chat):
     """One turn has the ids of --prompt; a batch with padding on the left gives each its own answer."""
     model, words = opened(chat[1])
@@ -67,8 +70,10 @@ def test_chats_and_batches_answer_as_prompt_does(chat):
     assert found[-1] == {"role": "assistant", "content": answers[1]}
 
 
-def test_all_turns_of_a_chat_are_kept(chat):
-    _, words = opened(chat[1])
+def test_all_turns_of_a_chat_are_kept(tmp_path):
+    ids = data.with_roles(data.load_tokenizer("bytes"))
+    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.roles), ids, tmp_path)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
     turns = [{"role": "system", "content": "Be short. "}, {"role": "user", "content": "1 and 1?"},
              {"role": "assistant", "content": "it is 2"}, {"role": "user", "content": "2 and 1?"}]
     text = words.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -76,6 +81,7 @@ def test_all_turns_of_a_chat_are_kept(chat):
     assert words.apply_chat_template(turns[:3], tokenize=False) == text.partition("2 and")[0]
 
 
+@pytest.mark.full
 def test_the_export_comes_back(chat, tmp_path):
     trainer, run, shards = chat
     done = trainer.train(0, shards, tmp_path / "back", init_from=f"hf:{run / 'hf'}", lr=0, steps=1,
@@ -85,6 +91,7 @@ def test_the_export_comes_back(chat, tmp_path):
     assert after == pytest.approx(before, abs=1e-5)
 
 
+@pytest.mark.full
 def test_trl_learns_the_answers_to_the_questions(chat, tmp_path):
     """SFTTrainer for two steps on chats; what it has saved starts a run here."""
     trl = pytest.importorskip("trl", reason="pip install trl")
