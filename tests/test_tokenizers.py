@@ -261,6 +261,7 @@ def test_without_a_network_the_file_beside_the_weights_will_do(gpt2, tmp_path, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # which has loaded it before
     trainer = Trainer("train_gpt2.py", steps=1, d_model=None, n_layer=None, n_head=None)
     done = trainer.train(0, f"text:{corpus}", None, init_from=f"hf:{tmp_path / 'hf'}")
     assert done.code == 0 and "mean the same" not in done.out, done.out
