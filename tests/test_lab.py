@@ -61,7 +61,8 @@ def pair(what: str, victim: int, timeout: float) -> list:
                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.full),
+                                    pytest.param(0, marks=pytest.mark.long)])
 def test_the_rank_that_failed_is_named(victim):
     """It raises, is killed, or stops: the other ends in time and names it. Rank 0 takes the store along."""
     timeout = 4
