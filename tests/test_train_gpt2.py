@@ -50,6 +50,7 @@ def test_fp16_scales_the_loss_and_skips_what_overflows(tmp_path, shards):
     assert again.code == 0 and "resuming after step 20" in again.out
 
 
+@pytest.mark.full
 def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "run"
