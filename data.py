@@ -411,13 +411,11 @@ def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | Huggi
     return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
 
 
-def without_response(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | HuggingFaceTokenizer:
-    """The tokenizer before with_roles added <|response|>, which is its last id."""
-    if RESPONSE not in tokenizer.specials:
-        return tokenizer
-    spec = json.loads(tokenizer.to_json())
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != RESPONSE]
-    return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
+def vocabulary(tokenizer: Tokenizer | HuggingFaceTokenizer) -> dict[str, int]:
+    """The id of each token, as a tokenizer.json spells it."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer._tokenizer.get_vocab(with_added_tokens=True)
+    return json.loads(tokenizer.to_json())["model"]["vocab"] | tokenizer.specials
 
 
 def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:

@@ -54,7 +54,7 @@ from torch.nn.parallel import DistributedDataParallel
 import monitor
 from data import (GPT2_DIGEST, ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, flag_group,
                   fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing,
-                  row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches, without_response,
+                  row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches, vocabulary,
                   without_surrogates)
 from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
@@ -2156,13 +2156,18 @@ def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: W
     source, weights, known = found["path"], found["weights"], found["model_config"]
     say(f"starting from {source}")
     tokenizer = dataset.tokenizer
-    digests = [tokenizer_id(t).split()[-1] for t in (tokenizer, without_response(tokenizer))]
     most, vocab_size = known["vocab_size"], config["vocab_size"]
     ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
-    if not found["tokenizer"]:
+
+    def same_ids() -> bool:
+        """Whether each id that the weights know is that of the same token in the data."""
+        theirs = vocabulary(load_tokenizer(found["tokenizer_file"]))
+        return all(theirs.get(token) == i for token, i in vocabulary(tokenizer).items() if i < most)
+
+    if not (found["tokenizer"] and found["tokenizer_file"]):
         say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
             "here: use the tokenizer of that model")
-    elif found["tokenizer"].split()[-1] not in digests:
+    elif not on_rank0(world, same_ids):
         raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
                         f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
     if most < vocab_size and config.get("response", -1) < 0:

@@ -336,3 +336,23 @@ def test_weights_of_torch_save_are_named_with_the_way_to_convert_them(tokenizer,
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="pytorch_model.bin.*save_pretrained"):
         from_hf(GPT2, tmp_path)
+
+
+@pytest.mark.full
+def test_ids_decide_whether_data_fit_the_weights(tmp_path, shards):
+    """A tokenizer.json that transformers has written again fits; one with two ids exchanged does not."""
+    transformers = pytest.importorskip("transformers")
+    words = data.load_tokenizer("bytes")
+    export(tiny(GPT2, 0, vocab_size=257, seq_len=32), words, tmp_path / "hf")
+    file = tmp_path / "hf" / "tokenizer.json"
+    before = json.loads(file.read_text())
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "hf")
+    assert json.loads(file.read_text()) != before
+    trainer = Trainer("train_gpt2.py", steps=1, d_model=None, n_layer=None, n_head=None)
+    same = trainer.train(0, shards, tmp_path / "same", init_from=f"hf:{tmp_path / 'hf'}")
+    assert same.code == 0 and "mean the same" not in same.out, same.out
+    vocab = before["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(before))
+    other = trainer.train(0, shards, tmp_path / "other", init_from=f"hf:{tmp_path / 'hf'}")
+    assert other.code == 2 and "was trained with the tokenizer" in other.out, other.out
