@@ -330,7 +330,7 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
 
 
 def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
-    """What Tokenizer.to_json wrote, or GPT-2's as other programs write it, as a Tokenizer; None for others."""
+    """What Tokenizer.to_json wrote, or GPT-2's as others write it, as a Tokenizer; None for any other."""
     model = spec["model"]
     stage = spec["pre_tokenizer"]
     others = model.keys() - {"type", "vocab", "merges"}
@@ -367,8 +367,8 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. Of a "
-                        "vocab.json with merges.txt, name the directory.")
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. Of "
+                        "a vocab.json with merges.txt, name the directory.")
 
 
 def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
@@ -736,8 +736,8 @@ def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
     """Names the first byte of a file that is not UTF-8, and commands that mend it."""
     name = shlex.quote(str(path))
     return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
-                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16 if it "
-                     "begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
+                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16 if "
+                     "it begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
                      f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes "
                      f"with tr -d '\\000' < {name} > new.txt. A packed file has to be unpacked before that, "
                      "and a parquet file named as parquet:.")
@@ -1772,8 +1772,8 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
     paths = sorted(directory.glob("*.bin"))
     if not paths:
         raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}. Of a folder "
-                        f"of save_to_disk datasets.load_from_disk({str(directory)!r}).to_parquet('x.parquet') "
-                        "makes a file for parquet:x.parquet.")
+                        f"of save_to_disk datasets.load_from_disk({str(directory)!r}).to_parquet("
+                        "'x.parquet') makes a file for parquet:x.parquet.")
     if not tokenizer_name:
         raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
     tokenizer = load_tokenizer(tokenizer_name)

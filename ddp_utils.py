@@ -52,10 +52,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (GPT2_DIGEST, ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of, flag_group,
-                  fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids, replacing,
-                  row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches, vocabulary,
-                  without_surrogates)
+from data import (GPT2_DIGEST, ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of,
+                  flag_group, fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids,
+                  replacing, row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches,
+                  vocabulary, without_surrogates)
 from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
 
@@ -1547,9 +1547,9 @@ class TrainState:
                 raise RunError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint "
                                "cannot hold as it is: let it be a number, a text or a list of them, or a "
                                "tensor in self.state[p].")
-        assert_same(self.world, "what an optimizer keeps in numbers", json.dumps(found), "let it sum over all "
-                    "ranks what it computes from gradients or parameters, with torch.distributed.all_reduce, "
-                    "or use --strategy ddp")
+        assert_same(self.world, "what an optimizer keeps in numbers", json.dumps(found),
+                    "let it sum over all ranks what it computes from gradients or parameters, with "
+                    "torch.distributed.all_reduce, or use --strategy ddp")
         return found
 
     @torch.no_grad()
