@@ -861,7 +861,7 @@ def shape_of(config_class: type, record: dict, given: Namespace, free: tuple[str
     given and contradicts.
     """
     known = config_of(config_class, record["model_config"], record["path"])
-    free = ("seq_len", *free)  # rows may be shorter, see check_resumable and assert_context
+    free = ("seq_len", *free)  # rows may be shorter, see check_resumable and find_run
     shape = {field.name: getattr(known, field.name) for field in flag_fields(config_class)
              if field.name not in free}
     for name, value in shape.items():
@@ -992,12 +992,6 @@ def assert_in_sync(model: nn.Module):
             cause = ("forward updates this buffer from the data of its own rank: let it sum over all ranks "
                      "what it adds, with torch.distributed.all_reduce.")
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
-
-
-def assert_context(source: str | Path, model: nn.Module, known: int, seq_len: int):
-    """Raises UserError if a model has learned positions for only `known` tokens, fewer than `seq_len`."""
-    if seq_len > known and "positions.weight" in model.state_dict():
-        raise UserError(f"{source} has learned positions for {known} tokens: lower --seq-len.")
 
 
 def load_data(model_class: type, args: Namespace, world: World) -> Dataset:
@@ -1786,7 +1780,7 @@ class Checkpoints:
             left = {at: loss for at, loss in losses.items() if at <= step and at in files}
             self._best = min(left.values(), default=math.inf)
             lowest = min(left, key=left.get, default=marked)
-            if lowest != marked:
+            if lowest != marked and (marked in left or not best.exists()):
                 self._link(files[lowest])
 
     def save(self, step: int, state: TrainState, meta: dict):
@@ -2046,7 +2040,9 @@ def find_run(model_class: type, args: Namespace, world: World,
     if weights and not saved:
         with torch.device("meta"):
             model = model_class(model_class.Config(**weights["model_config"]))
-        assert_context(args.init_from, model, model.config.seq_len, args.seq_len)
+        known = model.config.seq_len
+        if args.seq_len > known and "positions.weight" in model.state_dict():
+            raise UserError(f"{args.init_from} has learned positions for {known} tokens: lower --seq-len.")
     return args, out, saved
 
 
@@ -2161,7 +2157,9 @@ def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: W
 
     def same_ids() -> bool:
         """Whether each id that the weights know is that of the same token in the data."""
-        theirs = vocabulary(load_tokenizer(found["tokenizer_file"]))
+        known_by = load_tokenizer(found["tokenizer_file"])
+        assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
+        theirs = vocabulary(known_by)
         return all(theirs.get(token) == i for token, i in vocabulary(tokenizer).items() if i < most)
 
     if not (found["tokenizer"] and found["tokenizer_file"]):

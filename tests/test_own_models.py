@@ -385,6 +385,15 @@ def test_another_constant_of_the_trainer_is_printed_on_a_resume(shards, tmp_path
     assert other.code == 0 and "resuming with BETAS [0.9, 0.99] (was [0.9, 0.95])" in other.out, other.out
 
 
+def copy_of_the_trainer(path, text: str, *changes: tuple[str, str]) -> Trainer:
+    """train_gpt2.py with a text before its sizes and changes after it."""
+    head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
+    for old, new in changes:
+        main = re.sub(old, new, main)
+    path.write_text(head + text + "# Only `tiny`" + main)
+    return Trainer(str(path), **FLAGS)
+
+
 SILU = """
 from dataclasses import dataclass
 import model
@@ -403,10 +412,7 @@ def test_a_flag_added_to_a_model_counts_as_its_default_in_older_runs(shards, tmp
     """The guide's own example: an older run resumes as it was, and with the flag is refused."""
     trainer = Trainer("train_gpt2.py", **FLAGS)
     assert trainer.train(0, shards, tmp_path / "run", steps=4).code == 0
-    head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
-    path = tmp_path / "train_silu.py"
-    path.write_text(head + SILU + "# Only `tiny`" + main)
-    silu = Trainer(str(path), **FLAGS)
+    silu = copy_of_the_trainer(tmp_path / "train_silu.py", SILU)
     refused = silu.train(0, shards, tmp_path / "run", silu=True)
     assert refused.code == 2 and "was trained with silu False, but the flags say silu True" in refused.out
     done = silu.train(0, shards, tmp_path / "run")
@@ -474,10 +480,7 @@ class Variant(model.GPT2):
 
 def variant(path, width: int = 8) -> Trainer:
     """train_gpt2.py with a model of one's own."""
-    head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
-    main = main.replace("(GPT2,", "(Variant,")
-    path.write_text(head + HEAD.replace("WIDTH", str(width)) + "# Only `tiny`" + main)
-    return Trainer(str(path), **FLAGS)
+    return copy_of_the_trainer(path, HEAD.replace("WIDTH", str(width)), (r"\(GPT2,", "(Variant,"))
 
 
 def weights(run) -> dict:
@@ -565,12 +568,9 @@ class Distance(torch.optim.SGD):
     pytest.param("ddp", "pass", True, marks=pytest.mark.full)])
 def test_numbers_that_differ_between_ranks_are_refused(strategy, summed, right, shards, tmp_path):
     """Each rank of zero1 has the gradients of some parameters, so its sum is not that of the others."""
-    text = (ROOT / "train_gpt2.py").read_text()
-    head, main = text.split("# Only `tiny`", 1)
     own = "optimizers = [Distance(model.parameters(), lr=1e-3)]"
-    main = re.sub(r"optimizers = make_optimizers\(.*\)", own, main)
-    path = tmp_path / "train_distance.py"
-    path.write_text(head + DISTANCE.replace("SUM", summed) + "# Only `tiny`" + main)
-    done = Trainer(str(path), **FLAGS).fork(2, shards, tmp_path / "run", strategy=strategy, steps=2)
+    trainer = copy_of_the_trainer(tmp_path / "train_distance.py", DISTANCE.replace("SUM", summed),
+                                  (r"optimizers = make_optimizers\(.*\)", own))
+    done = trainer.fork(2, shards, tmp_path / "run", strategy=strategy, steps=2)
     assert (done.code == 0) == right, done.out
     assert right or "what an optimizer keeps in numbers on rank 1 differs from the other ranks" in done.out

@@ -356,3 +356,15 @@ def test_ids_decide_whether_data_fit_the_weights(tmp_path, shards):
     file.write_text(json.dumps(before))
     other = trainer.train(0, shards, tmp_path / "other", init_from=f"hf:{tmp_path / 'hf'}")
     assert other.code == 2 and "was trained with the tokenizer" in other.out, other.out
+
+
+@pytest.mark.full
+def test_a_tokenizer_beside_a_checkpoint_that_is_not_its_own_is_refused(tmp_path, shards, corpus):
+    """As after a copy of a checkpoint into the directory of another run."""
+    trainer = Trainer("train_gpt2.py", steps=2, max_new_tokens=2)
+    assert trainer.train(0, shards, tmp_path / "run").code == 0
+    bpe = data.train_bpe([corpus.read_text()[:20000]], 300)
+    (tmp_path / "run" / "tokenizer.json").write_text(bpe.to_json())
+    other = data.prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "run" / "tokenizer.json"))
+    done = trainer.train(0, other, tmp_path / "new", init_from=tmp_path / "run")
+    assert done.code == 2 and "lies beside another tokenizer.json" in done.out, done.out
