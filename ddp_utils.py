@@ -13,7 +13,6 @@ import errno
 import fcntl
 import functools
 import gc
-import hashlib
 import importlib.util
 import itertools
 import json
@@ -237,7 +236,7 @@ def start(args: Namespace) -> World:
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     connect(world.backend, lambda: assert_same(
-        world, "the command line", json.dumps(resolved, default=str), "start every node with "
+        "the command line", json.dumps(resolved, default=str), "start every node with "
         "the same flags; --precision auto and --device auto need the same type of processor everywhere, and "
         "prepared pairs the same files"))
     return world
@@ -940,32 +939,19 @@ def begin_sum(value: float, world: World):
     return wait
 
 
-def largest(value: float, world: World) -> float:
-    """The maximum of a number over all ranks."""
-    found = torch.tensor(value, dtype=torch.float64, device=world.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
+def find_mismatch(values: list) -> tuple[int, int] | None:
+    """(index, odd rank) of the first of these plain values that differs between ranks, or None."""
+    for index, of_ranks in enumerate(zip(*from_all(values))):
+        usual = max(of_ranks, key=of_ranks.count)  # the first of the most frequent
+        for rank, value in enumerate(of_ranks):
+            if value != usual:
+                return index, rank
+    return None
 
 
-def find_mismatch(numbers: Tensor) -> tuple[int, int] | None:
-    """(index, odd rank) of the first of the int64 numbers (n,) that differs between ranks, or None."""
-    low = numbers.clone()
-    high = numbers.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    different = (low != high).nonzero()
-    if not len(different):
-        return None
-    index = int(different[0])
-    values = from_all(int(numbers[index]))
-    usual = max(values, key=values.count)  # the first of the most frequent
-    return index, next(rank for rank, value in enumerate(values) if value != usual)
-
-
-def assert_same(world: World, what: str, text: str, way_out: str):
+def assert_same(what: str, text: str, way_out: str):
     """Raises UserError naming the first rank whose text differs from the other ranks'."""
-    digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
-    if odd := find_mismatch(torch.tensor([digest], device=world.device)):
+    if odd := find_mismatch([text]):
         raise UserError(f"{what} on rank {odd[1]} differs from the other ranks: {way_out}.")
 
 
@@ -983,7 +969,7 @@ def assert_in_sync(model: nn.Module):
     tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
     buffers = dict(model.named_buffers())
     names = sorted(tensors, key=lambda name: name in buffers)  # last, see below
-    if names and (odd := find_mismatch(torch.stack([bit_sum(tensors[name]) for name in names]))):
+    if names and (odd := find_mismatch(torch.stack([bit_sum(tensors[name]) for name in names]).tolist())):
         name = names[odd[0]]
         cause = ("check the memory and the libraries of that node (processors of unlike types round "
                  "differently: there --optimizer muon needs --strategy zero1); the last checkpoint was in "
@@ -1012,7 +998,7 @@ def load_data(model_class: type, args: Namespace, world: World) -> Dataset:
         return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
 
     dataset = on_all("data", read)
-    assert_same(world, "the data", dataset.fingerprint,
+    assert_same("the data", dataset.fingerprint,
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
 
@@ -1541,7 +1527,7 @@ class TrainState:
                 raise RunError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint "
                                "cannot hold as it is: let it be a number, a text or a list of them, or a "
                                "tensor in self.state[p].")
-        assert_same(self.world, "what an optimizer keeps in numbers", json.dumps(found),
+        assert_same("what an optimizer keeps in numbers", json.dumps(found),
                     "let it sum over all ranks what it computes from gradients or parameters, with "
                     "torch.distributed.all_reduce, or use --strategy ddp")
         return found
@@ -2373,18 +2359,11 @@ class Metrics:
                 "ends_epoch": self.ends_epoch}
 
 
-def share_curves(world: World):
-    """Puts the curves of this machine into the store. The first process of each node calls it."""
-    host = f"{world.node}-{HOST}"
-    curves = {f"{tag}/{host}": value for tag, value in monitor.machine_curves().items()}
-    heartbeat.call(lambda: heartbeat.store.set(world.node, json.dumps(curves)))
-
-
-def shared_curves(world: World) -> dict[str, float]:
-    """The curves of all nodes, by tag and host, once each has put them into the store."""
-    nodes = [f"node{i}" for i in range(world.nodes)]
-    found = heartbeat.call(lambda: heartbeat.store.multi_get(nodes))
-    return {tag: value for curves in found for tag, value in json.loads(curves).items()}
+def curves_of_node(world: World) -> dict[str, float]:
+    """The curves of this machine, from its first process; with the machine's name if there are several."""
+    host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
+    curves = monitor.machine_curves() if world.local_rank == 0 else {}
+    return {f"{tag}{host}": value for tag, value in curves.items()}
 
 
 def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: float,
@@ -2396,17 +2375,14 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     log.tick(step)
     if not log.wants(step, metrics.ends_epoch):  # the same on all ranks
         return
-    if world.nodes > 1 and world.local_rank == 0:
-        share_curves(world)
     means, epoch = metrics.reduce()
-    memory = largest(monitor.memory_gb(world.device), world)
-    machines = shared_curves(world) if world.nodes > 1 and world.is_rank0 else None
+    memory, machines = zip(*from_all((monitor.memory_gb(world.device), curves_of_node(world))))
     monitor.refuse_taken([*numbers, *means])
     numbers = {name: value.full_tensor() if isinstance(value, DTensor) else value
                for name, value in numbers.items()}
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(memory, 3)} | means
-    log.step(step, samples, numbers, epoch, metrics.ends_epoch, machines)
+    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(max(memory), 3)} | means
+    log.step(step, samples, numbers, epoch, metrics.ends_epoch, functools.reduce(operator.or_, machines))
 
 
 @torch.no_grad()
@@ -2500,7 +2476,7 @@ def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step:
     world = checkpoints.world
     settings = log.settings
     stopping = stop.agreed
-    memory = largest(monitor.memory_gb(world.device), world)
+    memory = max(from_all(monitor.memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
     in_sync = "are in shards" if settings["strategy"] in SHARDED else "of all ranks were in sync"
     ending = (f"training complete: {step} steps, {samples * settings['seq_len']:,} tokens, the parameters "

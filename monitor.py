@@ -356,7 +356,7 @@ class RunLog:
              machines: dict | None = None):
         """Records and prints a training step, after which the run has consumed `samples`. `numbers` has loss,
         lr, grad_norm, labels, mem_gb and any others. `epoch` has the loss, steps and seconds of the current
-        epoch, `machines` the curves of several nodes.
+        epoch, `machines` the curves of all nodes.
         """
         if not self.active:
             return
@@ -389,7 +389,7 @@ class RunLog:
         if not self.active:
             return
         self.write({"step": step, "tokens": samples * self.settings["seq_len"], **found,
-                    "time": round(time.time(), 3)}, machines={})
+                    "time": round(time.time(), 3)})
         self.evaluation_line(step, found, self.facts["entropy"])
         self.save_history()
         trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
@@ -486,7 +486,7 @@ class RunLog:
 
     def write(self, record: dict, machines: dict[str, float] | None = None):
         """Adds the record of a step or an evaluation to all curves. TensorBoard also gets
-        `machines`, the curves of all nodes, or those of this machine if it is None. NaN and infinity, which
+        `machines`, the curves of all nodes. NaN and infinity, which
         JSON lacks, become null. TensorBoard is first, so a kill can leave it too many points, which `begin`
         drops, but never too few.
         """
@@ -498,8 +498,7 @@ class RunLog:
                 self._open_files(record["step"])
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
-        values = curve_values(record) | (machine_curves() if machines is None else machines)
-        self._to_tensorboard(values, record)
+        self._to_tensorboard(curve_values(record) | (machines or {}), record)
         try:
             if self._metrics is None:
                 self._rewrite_metrics()

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, plan_batch, say, sources_of
 from ddp_utils import (HOST, SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
-                       hardware, init, largest, launch, number, on_all, recipe,
+                       from_all, hardware, init, launch, number, on_all, recipe,
                        refuse_lone_tasks)
 from model import LOSS_ROWS, blocks_of, hidden_matrices, num_params, pad_vocab
 
@@ -156,7 +156,7 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
         world.synchronize()
 
     until_done()
-    return largest(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions)), world)
+    return max(from_all(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions))))
 
 
 def measure_network(world: World, limit: float):

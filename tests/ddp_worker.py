@@ -43,15 +43,15 @@ def raises(kind, function) -> str:
 
 def check_agreement(world: World) -> None:
     assert ddp_utils.reduce_sum([world.rank, torch.tensor(0.5)], world) == [1.0, 1.0]
-    assert ddp_utils.largest(0.1 * world.rank, world) == 0.1 and ddp_utils.largest(-world.rank, world) == 0
+    assert ddp_utils.from_all(0.1 * world.rank) == [0.0, 0.1]
     assert ddp_utils.on_rank0(world, lambda: world.rank) == 0
 
     def fail():
         raise UserError("only rank 0 knows this")
     assert raises(UserError, lambda: ddp_utils.on_rank0(world, fail)) == "only rank 0 knows this"
-    ddp_utils.assert_same(world, "the tokenizer", "ab" * 16, "way out")
+    ddp_utils.assert_same("the tokenizer", "ab" * 16, "way out")
     message = raises(UserError, lambda: ddp_utils.assert_same(
-        world, "the tokenizer", ("cd" if world.rank == 0 else "ce") * 16, "way out"))
+        "the tokenizer", ("cd" if world.rank == 0 else "ce") * 16, "way out"))
     assert message.startswith("the tokenizer on rank 1")
 
 
@@ -166,7 +166,7 @@ def check_fp16_shards(world: World) -> None:
                 local_shard(gradient).view(-1)[0] = float("inf")
             state.optimizer_step(1e-2, state.clip_gradients(1.0))
             scale = state.scaler.get_scale()
-            assert ddp_utils.find_mismatch(torch.tensor([int(scale)], device=world.device)) is None
+            assert ddp_utils.find_mismatch([scale]) is None
             return scale
 
         scale = step(False)

@@ -328,12 +328,12 @@ def test_the_loss_of_an_epoch(world):
 def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     """Rank 0 may write for longer than --timeout."""
     order = []
-    monkeypatch.setattr(ddp_utils, "largest", lambda *_: order.append("largest"))
+    monkeypatch.setattr(ddp_utils, "from_all", lambda value: order.append("from_all") or [value])
     stop = SimpleNamespace(agreed=0, read=lambda: order.append("read"))
     checkpoints = SimpleNamespace(world=world, close=lambda: order.append("close"))
     log = SimpleNamespace(settings={"strategy": "ddp", "seq_len": 8}, out="", finish=lambda *_: None)
     ddp_utils.end_run(log, checkpoints, stop, 1, 1)
-    assert sorted(order[:-1]) == ["largest", "read"] and order[-1] == "close"
+    assert sorted(order[:-1]) == ["from_all", "read"] and order[-1] == "close"
 
 
 def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):

@@ -83,7 +83,7 @@ def test_an_outdated_driver_is_one_sentence(monkeypatch):
 def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("NCCL error: unhandled system error, details")
-    monkeypatch.setattr(torch.distributed, "all_reduce", fail)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", fail)
     try:
         words = "gloo fails in its first collective .RuntimeError: NCCL error: unhandled"
         with pytest.raises(RunError, match=words):
