@@ -2381,8 +2381,9 @@ def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, gra
     numbers = {name: value.full_tensor() if isinstance(value, DTensor) else value
                for name, value in numbers.items()}
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(max(memory), 3)} | means
-    log.step(step, samples, numbers, epoch, metrics.ends_epoch, functools.reduce(operator.or_, machines))
+    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(max(memory), 3)}
+    numbers |= functools.reduce(operator.or_, machines, means)
+    log.step(step, samples, numbers, epoch, metrics.ends_epoch)
 
 
 @torch.no_grad()

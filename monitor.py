@@ -9,9 +9,8 @@
 A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
 for each logged step and each evaluation (metrics.jsonl), the same data as lists (history.json), and, if
 matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one
-line and one point in each curve, even after a kill; see RunLog.write. GB and MB are 2^30 and 2^20 bytes, as
-in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start at
-once.
+line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes, as in nvidia-smi,
+htop and torch's messages. Only functions for trainers import torch, so the commands start at once.
 """
 
 import io
@@ -27,8 +26,6 @@ from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 from tqdm import tqdm  # comes with datasets
 
@@ -190,7 +187,7 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
         "val_cycles": "HRM/val_cycles", "val_ponder": "HRM/val_ponder",
         "val_exact": "Pairs/val_exact", "val_accuracy": "MLM/val_accuracy",
-        "val_bits_per_byte": "Loss/val_bits_per_byte"}
+        "val_bits_per_byte": "Loss/val_bits_per_byte", "System": "System"}
 
 # Other keys of the record of a training step. A key that is in neither was named by a trainer.
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
@@ -319,7 +316,7 @@ class RunLog:
                 failed = "loss" not in record and record.get("val_loss") is None
                 if record["step"] < step or record["step"] == step and not failed:
                     self.records.append(record)
-        self._open_files(step)
+        self._open_files()
         if self._tensorboard:
             try:
                 cpu_and_ram()  # the first record has the mean from now on
@@ -352,11 +349,10 @@ class RunLog:
         evaluated = step % run["eval_every"] == 0 and self.facts["val_tokens"] > 0
         return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
 
-    def step(self, step: int, samples: int, numbers: dict, epoch: dict, ends_epoch: bool,
-             machines: dict | None = None):
+    def step(self, step: int, samples: int, numbers: dict, epoch: dict, ends_epoch: bool):
         """Records and prints a training step, after which the run has consumed `samples`. `numbers` has loss,
         lr, grad_norm, labels, mem_gb and any others. `epoch` has the loss, steps and seconds of the current
-        epoch, `machines` the curves of all nodes.
+        epoch.
         """
         if not self.active:
             return
@@ -375,7 +371,7 @@ class RunLog:
         self.restart_clock(samples)  # after counting, which is not part of the next steps
         if ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
-        self.write(record, machines)
+        self.write(record)
         eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
         self.step_line(record, eta)
         if ends_epoch and not self.facts["val_tokens"]:
@@ -416,12 +412,12 @@ class RunLog:
         self.close()
         self.say(ending)
 
-    def _open_files(self, step: int):
+    def _open_files(self):
         for name, text in self.files.items():
             write_atomically(self.out / name, text.encode())
         self._rewrite_metrics()
         try:
-            self._open_tensorboard(step)
+            self._open_tensorboard()
         except ImportError:
             self.say("curves for TensorBoard are not written: pip install tensorboard")
         except OSError as error:
@@ -433,26 +429,17 @@ class RunLog:
         write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
-    def _open_tensorboard(self, step: int):
-        """Opens TensorBoard, drops all points after `step`, and logs the settings. If the log has no
-        evaluation of `step`, also drops the points of `step` and writes them again.
+    def _open_tensorboard(self):
+        """Writes the settings and all records into a new file for TensorBoard in place of the old ones, to
+        which a kill can have added points, and which a clock that has gone back would put after this one.
         """
-        again = step + (step in evaluations_of(self.records))
-        from tensorboard.summary.writer import event_file_writer
         from torch.utils.tensorboard import SummaryWriter
-        # TensorBoard reads files in the order of their names, which sort by the second of creation
-        paths = (self.out / "tb").glob("events.out.tfevents.[0-9]*.*")
-        created = [int(path.name.split(".")[3]) for path in paths]
-        stamp = max([int(time.time()), *(second + 1 for second in created)])  # the clock may have gone back
-        with mock.patch.object(event_file_writer, "time", SimpleNamespace(time=lambda: stamp)):
-            self._tensorboard = SummaryWriter(self.out / "tb", purge_step=again if self.records else 0)
+        for path in (self.out / "tb").glob("events.out.tfevents.*.*.*.*"):
+            path.unlink()
+        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=0)
         lines = [f"    {name}: {value}" for name, value in self.settings.items()]
-        self._tensorboard.add_text("settings", "\n".join(lines), step)
-        for record in self.records:
-            if record["step"] >= again:
-                self._to_tensorboard(curve_values(record) | machine_curves(), record)
-            elif not created:
-                self._to_tensorboard(curve_values(record), record)
+        self._tensorboard.add_text("settings", "\n".join(lines))
+        self._to_tensorboard(self.records)
 
     def tick(self, step: int):
         """Advances the progress bar."""
@@ -484,21 +471,19 @@ class RunLog:
             parts.append("best so far")
         self.say(" | ".join(parts))
 
-    def write(self, record: dict, machines: dict[str, float] | None = None):
-        """Adds the record of a step or an evaluation to all curves. TensorBoard also gets
-        `machines`, the curves of all nodes. NaN and infinity, which
-        JSON lacks, become null. TensorBoard is first, so a kill can leave it too many points, which `begin`
-        drops, but never too few.
+    def write(self, record: dict):
+        """Adds the record of a step or an evaluation to all curves. NaN and infinity, which JSON lacks,
+        become null.
         """
         if not self.active or self.lost():
             return
         if self._metrics is not None and not (self.out / "metrics.jsonl").exists():
             self._metrics = None  # the directory was removed and made again
             with suppress(OSError, UserError):  # which is said below
-                self._open_files(record["step"])
+                self._open_files()
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
-        self._to_tensorboard(curve_values(record) | (machines or {}), record)
+        self._to_tensorboard([record])
         try:
             if self._metrics is None:
                 self._rewrite_metrics()
@@ -508,14 +493,16 @@ class RunLog:
             self._metrics = None
             self.say(f"WARNING: metrics.jsonl was not written ({error})")
 
-    def _to_tensorboard(self, values: dict[str, float], record: dict):
-        """Writes all points of a step as one event, so that a kill leaves all of them or none."""
+    def _to_tensorboard(self, records: list[dict]):
+        """Writes all points of a record as one event."""
         if not self._tensorboard:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
-        points = Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
         try:
-            self._tensorboard.file_writer.add_summary(points, record["step"], record.get("time"))
+            for record in records:
+                points = [Summary.Value(tag=tag, simple_value=v) for tag, v in curve_values(record).items()]
+                self._tensorboard.file_writer.add_summary(
+                    Summary(value=points), record["step"], record.get("time"))
             self._tensorboard.flush()
         except OSError as error:
             self.say(f"WARNING: no more curves for TensorBoard until the next start ({error})")

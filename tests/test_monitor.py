@@ -51,7 +51,7 @@ def command(capsys, *arguments) -> tuple[int, str, str]:
 def record(step: int, **changes) -> dict:
     return {"step": step, "loss": 5.0 - step / 10, "lr": 1e-3, "grad_norm": 1.0,
             "tokens": step * 100, "tokens_per_sec": 50.0, "mfu": 0.25, "mem_gb": 1.0,
-            "time": 1.7e9 + step} | changes
+            "time": 1.7e9 + step} | monitor.machine_curves() | changes
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_a_resumed_run_has_one_point_for_each_step(tmp_path, evaluates, evaluate
     for step in range(1, 9):
         log.write(record(step))
         if step == 5 and evaluates:
-            log.write({"step": 5, "val_loss": 4.25}, {})
+            log.write({"step": 5, "val_loss": 4.25})
     path = tmp_path / "metrics.jsonl"
     if not evaluated:
         path.write_text("".join(line for line in path.open() if "val_loss" not in line))
@@ -314,7 +314,7 @@ def test_a_resumed_run_has_one_point_for_each_step(tmp_path, evaluates, evaluate
     found = log.begin(5, {})
     assert found == ({5: 4.25} if evaluates and evaluated else {})
     if evaluates and not evaluated:
-        log.write({"step": 5, "val_loss": 4.25}, {})
+        log.write({"step": 5, "val_loss": 4.25})
     for step in range(6, 11):
         log.write(record(step, loss=step))
     log.close()
@@ -563,7 +563,7 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "draw_curves", draw)
     log._tensorboard = None
     for step in range(100, 700, 100):
-        log.write(record(step), {})
+        log.write(record(step))
         log.save_history()
         now[0] += 40.0 if step < 400 else 9.0
     assert drawn == [100, 200, 300, 400]
@@ -595,7 +595,7 @@ def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
         assert log.begin(1 if log.out.joinpath("metrics.jsonl").exists() else 0, {}) == {}
         if not log.records:
             log.write(record(1))
-        log.write({"step": 1, "val_loss": math.nan}, {})
+        log.write({"step": 1, "val_loss": math.nan})
         log.close()
     assert [("loss" in r, r.get("val_loss")) for r in monitor.read_metrics(tmp_path)] == [
         (True, None), (False, None)]
@@ -648,13 +648,13 @@ def die(log):
     while kind == "evaluation" and not list((log.out / "checkpoints").glob("step_00000008*")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-def write(log, record, machines=None):
-    monitor_write(log, record, machines)
+def write(log, record):
+    monitor_write(log, record)
     if where == "after" and here(record): die(log)
-def write_tensorboard(log, scalars, record):
-    if where == "before" and here(record): die(log)
-    to_tensorboard(log, scalars, record)
-    if where == "between" and here(record): die(log)
+def write_tensorboard(log, records):
+    if where == "before" and any(map(here, records)): die(log)
+    to_tensorboard(log, records)
+    if where == "between" and any(map(here, records)): die(log)
 monitor.RunLog.write, monitor.RunLog._to_tensorboard = write, write_tensorboard
 launch(train_gpt2.main)
 """
