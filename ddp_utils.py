@@ -811,19 +811,16 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     given.init_from = given.init_from or began
     defaults = {field.name: field.default for field in flag_fields(config_class)}
     defaults |= {"vocab_size": None} | recipe(given, sizes[size])
-    defaults |= {"size": size, "global_batch": None, "batch": None}  # plan_run computes the last two
+    # plan_run computes the batches
+    defaults |= {"size": size, "init_from": began, "global_batch": None, "batch": None}
     if record["model_config"]:
         lacking = defaults.keys() - record["model_config"].keys()
         defaults |= shape_of(config_class, record, given, CHANGEABLE if saved else {*FREE, *lacking})
     if saved and given.eval_only:  # as it was evaluated
         kept = ("data", "loss", "eval_batches")
         defaults |= {key: value for key, value in saved["settings"].items() if key in kept}
-    args = Namespace(**vars(given) | defaults)
-    for name, value in vars(given).items():
-        if value is not None:
-            setattr(args, name, value)
-        elif name not in defaults:
-            setattr(args, name, parser.get_default(name))
+    parser.set_defaults(**defaults)
+    args = parser.parse_args(argv)
     refuse_combinations(args, given)
     sources = sources_of(args.data)
     args.seq_len = given.seq_len or row_of(sources[0]) or record.get("seq_len") or args.seq_len
