@@ -37,6 +37,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -51,12 +52,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (GPT2_DIGEST, ArgumentParser, Dataset, NotNow, UserError, cpu_count, directory_of,
+from data import (GPT2_DIGEST, ArgumentParser, Dataset, Masker, NotNow, UserError, cpu_count, directory_of,
                   flag_group, fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids,
                   replacing, row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches,
                   vocabulary, without_surrogates)
-from model import (GPT2, HF_FAMILIES, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
-                   copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_hf)
+from model import (GPT2, HF_FAMILIES, MLM, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
+                   copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_gguf,
+                   to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -68,8 +70,7 @@ STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 HOST = os.uname().nodename  # the name of this machine
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-for name in ("cluster", "bench"):
-    sys.path.append(str(Path(__file__).resolve().with_name(name)))
+sys.path.append(str(Path(__file__).resolve().with_name("cluster")))
 try:
     import roll_call
 except ImportError:  # the trainers alone were copied
@@ -1187,14 +1188,6 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
     """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
     --resume.
     """
-    try:  # what no training run needs
-        if args.eval_only:
-            from evaluate_only import evaluate_only
-        if args.export == "gguf":
-            from to_gguf import to_gguf
-    except ImportError as error:
-        raise UserError(f"--eval-only and --export gguf need bench/ of this project, the latter also "
-                        f"`pip install gguf` ({error}).") from None
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
     strategy = args.strategy if args.eval_only else "ddp"
@@ -2427,6 +2420,32 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
     else:  # so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
     return found
+
+
+def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World):
+    """Evaluates the model of the checkpoint `saved` on the validation sets of --data, beside a training, too:
+    takes no lock and writes nothing into the run. Prints the results as a line, and as JSON for a script.
+    Every rank calls this. With the run's flags and number of processes the losses are those of its log, up to
+    rounding if blocks were compiled.
+    """
+    dataset = load_data(type(model), args, world)
+    assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
+    if not dataset.val:
+        raise UserError(f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1.")
+    run = saved["settings"]
+    if args.precision == "auto":
+        model.compute_dtype = getattr(torch, run["precision"])
+    masker = None
+    if isinstance(model, MLM):
+        masker = Masker(dataset.tokenizer, args.seq_len, run.get("EVAL_RATE", 0.15), 0)
+    state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
+    found = evaluate(state, dataset, StopVote(world), args.batch or run["batch"],
+                     args.eval_batches * run["global_batch"], masker)
+    if found is None:  # a signal has cut it short
+        raise KeyboardInterrupt
+    if world.is_rank0:
+        print(" | ".join([f"step {saved['step']} from {saved['path']} on {dataset.name}", *monitor.results(found)]))
+        print(json.dumps({"step": saved["step"], "data": dataset.name} | found), flush=True)
 
 
 def sample_prompt(args: Namespace, dataset: Dataset) -> tuple[str, str]:

@@ -13,8 +13,9 @@ import contextlib
 import functools
 import itertools
 import json
-import re
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import UserError, documents, prompt_ids, stream_text
+from data import EOT, PATTERNS, NotNow, Tokenizer, UserError, documents, prompt_ids, stream_text
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -1289,15 +1290,21 @@ def hf_family(model_class: type) -> HFFamily:
     return HF_FAMILIES[model_class]
 
 
+def _ends(c: ModelConfig, tokenizer) -> tuple[int, int, str | None]:
+    """The ids that begin and end a text, and for pairs the template of a chat."""
+    if vars(c).get("response", -1) < 0:
+        return tokenizer.eot, tokenizer.eot, None
+    template = CHAT_TEMPLATE.replace("ANSWER", tokenizer.decode([c.response]))
+    return c.start, c.end if c.end >= 0 else c.start, template
+
+
 def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     """Writes a directory for `from_pretrained` of transformers, without the rows that pad the vocabulary.
     Raises UserError if transformers has no counterpart of the model.
     """
     family, c, masked = hf_family(type(model)), model.config, isinstance(model, MLM)
-    pairs = not masked and c.response >= 0
     prefix = isinstance(model, HRM) and c.attention == "prefix"
-    first = c.start if pairs else tokenizer.eot
-    last = c.end if pairs and c.end >= 0 else first
+    first, last, template = _ends(c, tokenizer)
     ends = {"bos_token_id": first, "eos_token_id": last}
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32"}
     config |= {theirs: getattr(c, ours) for ours, theirs in family.fields.items()}
@@ -1309,11 +1316,9 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
                # transformers 4 would add other types to the embeddings of GPT-2
                "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
     around = {bos: first}
-    if pairs:
-        answer = tokenizer.decode([c.response])
-        around[answer] = c.response
-        # it sets no types, so with a prefix pass token_type_ids of ones
-        special["chat_template"] = CHAT_TEMPLATE.replace("ANSWER", answer)
+    if template:
+        around[tokenizer.decode([c.response])] = c.response
+        special["chat_template"] = template  # sets no types, so with a prefix pass token_type_ids of ones
     if masked:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
                                  "lstrip": tokenizer.takes_blank, "rstrip": False, "normalized": False,
@@ -1417,3 +1422,105 @@ def from_hf(model_class: type, source: str) -> nn.Module:
                 raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
             tensor.copy_(tensors[name])
     return model
+
+
+# -----------------------------------------------------------------------------------------------------------
+# GGUF
+
+# ours → theirs: the last part of a parameter's name; a matrix with several names is divided
+GGUF_NAMES = {
+    "embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output",
+    "z_l_init": "hrm.z_l_init", "attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "qkv": "attn_qkv",
+    "attn_out": "attn_output", "up": "ffn_up", "down": "ffn_down",
+    "gqkv": "attn_gate attn_q attn_k attn_v", "gate_up": "ffn_gate ffn_up"}
+# the names that llama.cpp has for the patterns by which words are cut; without merges any will do
+GGUF_CUTS = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx"}
+GGUF_PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
+
+
+def _gguf_shape(writer, model):
+    c = model.config
+    hrm = isinstance(model, HRM)
+    writer.add_context_length(c.seq_len)
+    writer.add_embedding_length(c.d_model)
+    writer.add_feed_forward_length(c.ff if hrm else 4 * c.d_model)
+    writer.add_head_count(c.n_head)
+    writer.add_file_type(0)  # all float32
+    if not hrm:
+        writer.add_block_count(c.n_layer)
+        writer.add_layer_norm_eps(c.norm_eps)
+        return
+    # one slot of the cache for each call
+    writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope_theta)
+    writer.add_embedding_scale(c.embed_scale)
+    writer.add_uint32("hrm_text.hrm.layers_per_stack", c.n_layer)  # gguf 0.19 has no names for these
+    writer.add_uint32("hrm_text.hrm.h_cycles", c.used_cycles)
+    writer.add_uint32("hrm_text.hrm.l_cycles", c.l_cycles)
+    writer.add_bool("hrm_text.hrm.prefix_lm", False)
+
+
+def _gguf_tokenizer(writer, tokenizer: Tokenizer, c, TokenType):
+    """Tokens in the order of their ids; those that the table has beyond them are unused."""
+    model = json.loads(tokenizer.to_json())["model"]
+    tokens = [f"[PAD{i}]" for i in range(c.vocab_size)]
+    types = [TokenType.UNUSED] * c.vocab_size
+    for kind, named in ((TokenType.NORMAL, model["vocab"]), (TokenType.CONTROL, tokenizer.specials)):
+        for token, i in named.items():
+            if i < c.vocab_size:  # [MASK] can lie beyond
+                tokens[i], types[i] = token, kind
+    first, last, template = _ends(c, tokenizer)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(GGUF_CUTS[tokenizer.pattern])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    # llama.cpp wants a merge; this one never applies
+    writer.add_token_merges([" ".join(parts) for parts in model["merges"]] or [f"{EOT} {EOT}"])
+    writer.add_bos_token_id(first)
+    writer.add_eos_token_id(last)
+    writer.add_add_bos_token(True)
+    if template:
+        writer.add_chat_template(template)
+
+
+def to_gguf(model, path: Path, tokenizer):
+    """Writes a GPT-2 or an HRM and its tokenizer as GGUF, for llama.cpp and what stands on it (Ollama, LM
+    Studio). Raises UserError for what llama.cpp cannot run.
+    """
+    try:
+        from gguf import GGUFWriter, TokenType
+    except ImportError:
+        raise UserError("--export gguf needs the package gguf: pip install gguf.")
+    if type(model) not in (GPT2, HRM):
+        raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
+    refuse_export(model.config, *(("halt", "inject_input") if isinstance(model, HRM) else ("modern",)))
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.pattern not in GGUF_CUTS:
+        raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
+                        "bytes or bpe:N.")
+    c = model.config
+    if c.attention == "prefix":  # its hrm_text keeps the field, but attends causally (xllamacpp 2026.10)
+        raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with "
+                        "it would answer otherwise there: train with --attention isolated.")
+    temporary = path.with_name(f".tmp-{path.name}")  # a kill leaves no half of a model
+    writer = GGUFWriter(temporary, "hrm_text" if isinstance(model, HRM) else "gpt2")
+    _gguf_shape(writer, model)
+    _gguf_tokenizer(writer, tokenizer, c, TokenType)
+    for ours, tensor in model.state_dict().items():
+        stack, number, part, kind = GGUF_PARAMETER.fullmatch(ours).groups()
+        block = f"blk.{int(number) + c.n_layer * (stack == 'H')}." if number else ""  # L's blocks come first
+        if part in ("embed", "head"):
+            tensor = tensor[:c.vocab_size]
+        names = GGUF_NAMES[part].split()
+        for name, piece in zip(names, tensor.float().cpu().chunk(len(names))):
+            writer.add_tensor(f"{block}{name}" + f".{kind}" * bool(kind), piece.contiguous().numpy())
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(temporary, path)
+    except OSError as error:
+        raise NotNow(f"{path} cannot be written ({error.strerror}): free some space, or move away what is "
+                     "there.")

@@ -10,6 +10,7 @@ import time
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from states import train_state
 
 import data

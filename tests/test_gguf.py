@@ -13,12 +13,9 @@ from runs import Trainer
 import data
 from data import UserError
 from ddp_utils import load_run
-from model import GPT2, HRM, MLM, continue_text, generate
+from model import GPT2, HRM, MLM, continue_text, generate, to_gguf
 
 pytest.importorskip("gguf")
-sys.path.append(str(ROOT / "bench"))
-from to_gguf import to_gguf  # noqa: E402
-
 pytest.importorskip("xllamacpp", reason="no wheel of llama.cpp fits this machine: pip install xllamacpp")
 
 MODELS = {"gpt2": (GPT2, Trainer("train_gpt2.py", eval_every=99, max_new_tokens=2, lr=1e-2, n_layer=2)),
