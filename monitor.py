@@ -24,7 +24,6 @@ import threading
 import time
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
@@ -255,17 +254,6 @@ def results(found: dict) -> list[str]:
     return format_known(found, EVALUATION) + own + [", ".join(sets)] * bool(sets)
 
 
-@dataclass
-class Clock:
-    """Step, samples and time when training began here; samples and time after the last pause."""
-
-    step: int
-    samples: int
-    began: float
-    lap_samples: int
-    lap_began: float
-
-
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation. Every rank has
     a RunLog, but only that of rank 0 (`active`) prints and writes.
@@ -279,7 +267,6 @@ class RunLog:
         self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
         self.settings: dict = {}  # of the run, by flag
         self.facts: dict = {}  # about the data and the device, see ddp_utils.begin_log
-        self.clock: Clock | None = None  # see start_clock
         self.files = {}  # texts that belong into the directory, by name
         self.lost = lambda: ""  # why nothing may be written any more, see ddp_utils.RunLock
         self._next_drawing = 0.0
@@ -335,13 +322,12 @@ class RunLog:
 
     def start_clock(self, step: int, samples: int):
         """Starts the clock when the run has done `step` steps and `samples` samples."""
-        now = time.perf_counter()
-        self.clock = Clock(step, samples, now, samples, now)
+        self._begun = step, samples, time.perf_counter()
+        self.restart_clock(samples)
 
     def restart_clock(self, samples: int):
         """Excludes a pause that ends now, such as an evaluation, from tokens per second."""
-        self.clock.lap_samples = samples
-        self.clock.lap_began = time.perf_counter()
+        self._lap = samples, time.perf_counter()
 
     def wants(self, step: int, ends_epoch: bool) -> bool:
         """Whether a step is logged."""
@@ -357,10 +343,11 @@ class RunLog:
         if not self.active:
             return
         run = self.settings
-        clock = self.clock
+        first, _, began = self._begun
+        before, lap_began = self._lap
         now = time.perf_counter()
         seq_len = run["seq_len"]
-        tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
+        tokens_per_sec = (samples - before) * seq_len / (now - lap_began)
         skipped = int(not math.isfinite(numbers["grad_norm"]))
         record = {"step": step, "loss": numbers["loss"]} | numbers
         record |= {"skipped": skipped, "tokens": samples * seq_len, "mfu": None,
@@ -372,7 +359,7 @@ class RunLog:
         if ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
         self.write(record)
-        eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
+        eta = max(run["steps"] - step, 0) * (now - began) / (step - first)
         self.step_line(record, eta)
         if ends_epoch and not self.facts["val_tokens"]:
             self._epoch_line(record, math.nan)
@@ -380,13 +367,15 @@ class RunLog:
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool):
         """Records and prints the results of an evaluation."""
         refuse_taken([name.removeprefix("val_") for name in found] + ["lr", "bp_steps"])
+        best = found["val_loss"] < min(self.evaluations.values(), default=-math.inf)
         if math.isfinite(found["val_loss"]):  # otherwise it is repeated on resume
             self.evaluations[step] = found["val_loss"]
         if not self.active:
             return
         self.write({"step": step, "tokens": samples * self.settings["seq_len"], **found,
                     "time": round(time.time(), 3)})
-        self.evaluation_line(step, found, self.facts["entropy"])
+        parts = [f"step {step}", *results(found), f"unigram entropy {self.facts['entropy']:.4f}"]
+        self.say(" | ".join(parts + ["best so far"] * best))
         self.save_history()
         trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
         if ends_epoch and trained:
@@ -401,11 +390,10 @@ class RunLog:
         """Says how fast the run was, and how it has ended."""
         if not self.active:
             return
-        clock = self.clock
-        seq_len = self.settings["seq_len"]
-        seconds = time.perf_counter() - clock.began
-        speed = (samples - clock.samples) * seq_len / seconds
-        took = f"{step - clock.step} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
+        first, before, began = self._begun
+        seconds = time.perf_counter() - began
+        speed = (samples - before) * self.settings["seq_len"] / seconds
+        took = f"{step - first} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
         losses = [(loss, at) for at, loss in self.evaluations.items()]
         best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
         self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
@@ -460,16 +448,6 @@ class RunLog:
             self._bar.set_description_str(line, refresh=False)
         steps = f"step {record['step']}/{self.settings['steps']}"
         self.say(f"{self.prefix} {steps} | {line}", on_screen=self._bar is None)
-
-    def evaluation_line(self, step: int, found: dict, entropy: float):
-        """Prints the results of the last written evaluation and the unigram entropy (the loss without
-        context).
-        """
-        before = evaluations_of(self.records[:-1]).values()
-        parts = [f"step {step}", *results(found), f"unigram entropy {entropy:.4f}"]
-        if before and found["val_loss"] < min(before):
-            parts.append("best so far")
-        self.say(" | ".join(parts))
 
     def write(self, record: dict):
         """Adds the record of a step or an evaluation to all curves. NaN and infinity, which JSON lacks,

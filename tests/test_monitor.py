@@ -367,15 +367,18 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
     ({"val_accuracy": 0.1234, "val_bits_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
      "1.5000 bits per byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
 def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
-    RunLog(tmp_path, True, "").evaluation_line(9, {"val_loss": 4.62509, **found}, 2.89861)
-    assert capsys.readouterr().out == (tmp_path / "train.log").read_text() == line
+    log = begun(tmp_path, seq_len=8)
+    log.facts = {"entropy": 2.89861}
+    capsys.readouterr()
+    log.evaluation(9, 1, {"val_loss": 4.62509, **found}, False)
+    assert capsys.readouterr().out == line and (tmp_path / "train.log").read_text().endswith(line)
 
 
 @pytest.mark.parametrize("loss, best", [(3.9, True), (4.1, False)])
 def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best):
-    log = RunLog(tmp_path, True, "")
-    log.records = [record(1), {"step": 1, "val_loss": 4.0}, record(2), {"step": 3, "val_loss": loss}]
-    log.evaluation_line(3, {"val_loss": loss}, 5.0)
+    log = begun(tmp_path, seq_len=8)
+    log.facts, log.evaluations = {"entropy": 5.0}, {1: 4.0}
+    log.evaluation(3, 1, {"val_loss": loss}, False)
     assert capsys.readouterr().out.endswith("| best so far\n") == best
 
 
