@@ -145,32 +145,64 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-class Tokenizer:
+def spelled(token: bytes) -> str:
+    """The token in the characters that stand for bytes in a tokenizer.json."""
+    return "".join(BYTE_TO_CHAR[b] for b in token)
+
+
+class Vocabulary:
+    """The tokens of a tokenizer, as its tokenizer.json spells them. `takes_blank`: whether tokens hold the
+    blank before their word, so that a mask replaces that, too. `num_ids` counts all ids. `vocab_size` excludes
+    [MASK] if it is the last id, because only masked language models need it.
+    """
+
+    def __init__(self, name: str, vocab: dict[str, int], specials: dict[str, int], eot: str, mask: str,
+                 byte_level: bool):
+        self.name = name
+        self.vocab = vocab | specials
+        self.specials = specials
+        self.eot = specials[eot]
+        self.mask = specials[mask]
+        self.num_ids = max(self.vocab.values()) + 1
+        self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
+        self.roles = roles_of(specials, self.eot)
+        self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in vocab)
+        self._byte_level = byte_level
+
+    def lengths(self) -> dict[int, int]:
+        """The number of bytes of each ordinary id, with a leading space where a word begins."""
+        word_piece = any(word.startswith("##") for word in self.vocab)  # it marks the continuation of a word
+
+        def length(word: str) -> int:
+            if self._byte_level and all(c in CHAR_TO_BYTE for c in word):
+                return len(word)
+            if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
+                return 1
+            word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
+            return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
+
+        return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
+
+
+class Tokenizer(Vocabulary):
     """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
-    never encodes to a special id. `takes_blank`: whether tokens hold the blank before their word, so that a
-    mask replaces that, too. `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last
-    id, because only masked language models need it.
+    never encodes to a special id.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
-        self.name = name
         self.ranks = ranks
         self.pattern = pattern
-        self.eot = specials[EOT]
         last = max(*ranks.values(), *specials.values())
-        self.mask = specials.get(MASK, last + 1)
-        self.num_ids = max(self.mask, last) + 1
-        self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
-        self.specials = specials | {MASK: self.mask}
-        self.roles = roles_of(self.specials, self.eot)
-        self.takes_blank = any(token[:1] == b" " and token != b" " for token in ranks)
+        specials = specials | {MASK: specials.get(MASK, last + 1)}
+        words = {spelled(token): i for token, i in ranks.items()}
+        super().__init__(name, words, specials, EOT, MASK, byte_level=True)
         self._bytes = {i: token for token, i in ranks.items()}
-        self._bytes |= {i: special.encode() for special, i in self.specials.items()}
+        self._bytes |= {i: special.encode() for special, i in specials.items()}
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
             import tiktoken
             self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
-                                               special_tokens=self.specials)
+                                               special_tokens=specials)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids (n,) of ordinary text; `<|endoftext|>` inside it is text like any other."""
@@ -189,18 +221,11 @@ class Tokenizer:
         """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
-    def lengths(self) -> dict[int, int]:
-        """The number of bytes of each ordinary id."""
-        return {i: len(token) for token, i in self.ranks.items()}
-
     def to_json(self, with_mask: bool = True) -> str:
         """A Hugging Face `tokenizer.json` that encodes and decodes like this tokenizer."""
-        def spell(token: bytes) -> str:
-            return "".join(BYTE_TO_CHAR[b] for b in token)
-
         tokens = sorted(self.ranks, key=self.ranks.get)
-        merges = [[spell(part) for part in last_merge(t, self.ranks)] for t in tokens if len(t) > 1]
-        model = {"type": "BPE", "vocab": {spell(t): self.ranks[t] for t in tokens}, "merges": merges}
+        merges = [[*map(spelled, last_merge(t, self.ranks))] for t in tokens if len(t) > 1]
+        model = {"type": "BPE", "vocab": {spelled(t): self.ranks[t] for t in tokens}, "merges": merges}
         added = []
         for text, i in sorted(self.specials.items(), key=lambda item: item[1]):
             if with_mask or text != MASK or self.roles:  # ids after [MASK] must not move
@@ -216,12 +241,11 @@ class Tokenizer:
                            "decoder": BYTE_LEVEL, "model": model}, ensure_ascii=False)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Vocabulary):
     """Any tokenizer.json that this file did not write, run by the `tokenizers` package."""
 
     def __init__(self, name: str, text: str):
         import tokenizers
-        self.name = name
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.encode_special_tokens = True  # "</s>" inside a text is text like any other
         self._tokenizer.no_truncation()
@@ -234,14 +258,9 @@ class HuggingFaceTokenizer:
         mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
         self._tokenizer.add_special_tokens([eot, mask])
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.eot = vocab[eot]
-        self.mask = vocab[mask]
-        self.num_ids = max(vocab.values()) + 1
-        self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.specials = {token.content: i for i, token in added.items() if token.special}
-        self.roles = roles_of(self.specials, self.eot)
-        self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in vocab)
+        specials = {token.content: i for i, token in added.items() if token.special}
+        super().__init__(name, vocab, specials, eot, mask, "ByteLevel" in str(self._tokenizer.decoder))
         spec = json.loads(text)
         declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
         if len({*vocab.values()}) < len(vocab) or vocab != vocab | declared:  # tokenizers fills gaps
@@ -269,23 +288,6 @@ class HuggingFaceTokenizer:
 
     def to_json(self, with_mask: bool = True) -> str:
         return self._tokenizer.to_str()
-
-    def lengths(self) -> dict[int, int]:
-        """The number of bytes of each ordinary id, with a leading space where a word begins."""
-        special = set(self.specials.values())
-        vocab = self._tokenizer.get_vocab()
-        word_piece = any(word.startswith("##") for word in vocab)  # it marks the continuation of a word
-        byte_level = "ByteLevel" in str(self._tokenizer.decoder)
-
-        def length(word: str) -> int:
-            if byte_level and all(c in CHAR_TO_BYTE for c in word):
-                return len(word)
-            if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
-                return 1
-            word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
-            return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
-
-        return {i: length(word) for word, i in vocab.items() if i not in special}
 
 
 def tokenizer_id(tokenizer) -> str:
@@ -409,13 +411,6 @@ def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | Huggi
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     spec["added_tokens"].append({"id": tokenizer.num_ids, "content": RESPONSE, "special": True} | plain)
     return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
-
-
-def vocabulary(tokenizer: Tokenizer | HuggingFaceTokenizer) -> dict[str, int]:
-    """The id of each token, as a tokenizer.json spells it."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer._tokenizer.get_vocab(with_added_tokens=True)
-    return json.loads(tokenizer.to_json())["model"]["vocab"] | tokenizer.specials
 
 
 def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:

@@ -55,7 +55,7 @@ import monitor
 from data import (GPT2_DIGEST, ArgumentParser, Dataset, Masker, NotNow, UserError, cpu_count, directory_of,
                   flag_group, fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids,
                   replacing, row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches,
-                  vocabulary, without_surrogates)
+                  without_surrogates)
 from model import (GPT2, HF_FAMILIES, MLM, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
                    copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_gguf,
                    to_hf)
@@ -2135,8 +2135,8 @@ def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: W
         """Whether each id that the weights know is that of the same token in the data."""
         known_by = load_tokenizer(found["tokenizer_file"])
         assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
-        theirs = vocabulary(known_by)
-        return all(theirs.get(token) == i for token, i in vocabulary(tokenizer).items() if i < most)
+        theirs = known_by.vocab
+        return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
 
     if not (found["tokenizer"] and found["tokenizer_file"]):
         say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
