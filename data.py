@@ -79,12 +79,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def flag_group(parser: ArgumentParser, title: str):
-    """Begins a group of flags. Returns a function that adds a flag, given name, type, default and help. The
+    """Begins a group of flags. Returns a function that adds a flag, given name, type, help and default. The
     type is bool, a tuple of choices or a function.
     """
     group = parser.add_argument_group(title)
 
-    def flag(name: str, flag_type, default, text: str):
+    def flag(name: str, flag_type, text: str, default=None):
         text += "" if default in (None, "") else f" ({default})"
         if flag_type is bool:
             group.add_argument(name, action="store_true", help=text)
@@ -2025,28 +2025,28 @@ def main():
     p.add_argument("--tokenizer", dest="tokenizer_name",
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
     flag = flag_group(p, "settings")
-    flag("--max-samples", parse_count, None, "stop after this many documents: 500k, 2M")
-    flag("--max-tokens", parse_count, None, "stop after about this many training tokens")
-    flag("--min-words", int, 0, "skip documents with fewer words")
-    flag("--text-field", str, "text", "field or column that holds the text")
-    flag("--split-on", str, None, "text between the documents of a text: file, such as '<|endoftext|>', or "
+    flag("--max-samples", parse_count, "stop after this many documents: 500k, 2M")
+    flag("--max-tokens", parse_count, "stop after about this many training tokens")
+    flag("--min-words", int, "skip documents with fewer words", 0)
+    flag("--text-field", str, "field or column that holds the text", "text")
+    flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>', or "
          "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
-    flag("--val-split", parse_val_split, None, "hash:F: a fraction F of the documents, by a hash of their "
+    flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
          "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
          "hash:0.01, for task:addition 0.05)")
-    flag("--val-field", str, None, "field with a validation set for each of its values, val_VALUE, at most "
+    flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
          "16 (default: none; for task:addition the level)")
-    flag("--shard-tokens", parse_count, "100M", "tokens per shard")
-    flag("--workers", int, None, "threads that tokenize (default: one per core)")
+    flag("--shard-tokens", parse_count, "tokens per shard", "100M")
+    flag("--workers", int, "threads that tokenize (default: one per core)")
     flag = flag_group(p, "pairs of prompt and response")
-    flag("--prompt-field", str, None, "field that holds the prompt of a pair")
-    flag("--response-field", str, None, "field that holds the response of a pair")
-    flag("--condition-field", str, None, "field to put in front of the prompt: text, or the name of a "
+    flag("--prompt-field", str, "field that holds the prompt of a pair")
+    flag("--response-field", str, "field that holds the response of a pair")
+    flag("--condition-field", str, "field to put in front of the prompt: text, or the name of a "
          "special token of the tokenizer")
-    flag("--row", int, None, "tokens in a row, into which whole pairs are packed: the --seq-len of the "
+    flag("--row", int, "tokens in a row, into which whole pairs are packed: the --seq-len of the "
          "trainer (default: the multiple of 64 that holds the longest of the first 10,000 pairs, up to "
          f"{LARGEST_ROW}; {TASK_ROW} for task:addition)")
-    flag("--long", ("truncate", "drop"), None, "truncate or drop a response that does not fit into a row "
+    flag("--long", ("truncate", "drop"), "truncate or drop a response that does not fit into a row "
          "(default: truncate)")
     p.set_defaults(run=prepare)
     for run, text in ((info, "what a prepared directory holds"),
@@ -2058,10 +2058,10 @@ def main():
             p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards without a manifest")
         if run is peek:
             flag = flag_group(p, "which rows")
-            flag("--rows", int, 3, "how many")
-            flag("--split", str, "train", "train, val, or val_NAME")
-            flag("--seq-len", int, None, "tokens in a row (default: 128; pairs have their own)")
-            flag("--seed", int, 0, "of their choice")
+            flag("--rows", int, "how many", 3)
+            flag("--split", str, "train, val, or val_NAME", "train")
+            flag("--seq-len", int, "tokens in a row (default: 128; pairs have their own)")
+            flag("--seed", int, "of their choice", 0)
     args = vars(parser.parse_args())
     del args["command"]
     args.pop("run")(**args)

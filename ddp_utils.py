@@ -694,63 +694,63 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
 
 def add_training_flags(parser: ArgumentParser):
     flag = flag_group(parser, "data")
-    flag("--data", str, None, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
+    flag("--data", str, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
          "which is prepared if needed (from the hub 20 tokens per parameter); A,B,B reads two directories, "
          "and B twice in each epoch")
-    flag("--tokenizer", str, None, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
+    flag("--tokenizer", str, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for task:addition, "
          "else gpt2)")
-    flag("--max-tokens", parse_count, None, "prepare at most this many training tokens: 500k, 20M, 1.5B")
-    flag("--max-samples", parse_count, None, "prepare at most this many documents")
-    flag("--min-words", positive_int, None, "prepare only documents with at least this many words")
-    flag("--seed", number(0, 2**31, int), 0, "seed of weights, sample order and dropout")
+    flag("--max-tokens", parse_count, "prepare at most this many training tokens: 500k, 20M, 1.5B")
+    flag("--max-samples", parse_count, "prepare at most this many documents")
+    flag("--min-words", positive_int, "prepare only documents with at least this many words")
+    flag("--seed", number(0, 2**31, int), "seed of weights, sample order and dropout", 0)
     flag = flag_group(parser, "steps and batches")
-    flag("--steps", positive_int, None, "optimizer steps of the run")
-    flag("--epochs", number(1e-9), None, "passes over the data, instead of --steps")
-    flag("--global-batch", positive_int, None, "sequences in a step, summed over all processes")
-    flag("--batch", positive_int, None, "sequences in a micro-batch (default: the largest divisor up to the "
+    flag("--steps", positive_int, "optimizer steps of the run")
+    flag("--epochs", number(1e-9), "passes over the data, instead of --steps")
+    flag("--global-batch", positive_int, "sequences in a step, summed over all processes")
+    flag("--batch", positive_int, "sequences in a micro-batch (default: the largest divisor up to the "
          "table's)")
-    flag("--grad-accum", positive_int, None, "micro-batches in a step, instead of --batch")
+    flag("--grad-accum", positive_int, "micro-batches in a step, instead of --batch")
     flag = flag_group(parser, "optimization")
-    flag("--optimizer", ("adamw", "muon", "adam-atan2"), "adamw", "muon: for matrices in blocks, AdamW for "
-         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it")
-    flag("--lr", number(0), None, "peak learning rate")
-    flag("--schedule", ("cosine", "wsd", "constant"), "cosine", "wsd: the rate falls in the last fifth only")
-    flag("--warmup", steps_or_fraction, None, "steps of linear warm-up; below 1 a fraction of the run")
-    flag("--weight-decay", number(0), 0.1, "weight decay of matrices")
-    flag("--grad-clip", number(0), 1.0, "clip the gradient norm to this; 0: no clipping")
-    flag("--ema", fraction, 0.0, "decay of averaged weights for evaluation, --prompt and --export; 0: off")
+    flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for "
+         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
+    flag("--lr", number(0), "peak learning rate")
+    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: the rate falls in the last fifth only", "cosine")
+    flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run")
+    flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
+    flag("--grad-clip", number(0), "clip the gradient norm to this; 0: no clipping", 1.0)
+    flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export; 0: off", 0.0)
 
 
 def add_running_flags(parser: ArgumentParser):
     flag = flag_group(parser, "running")
-    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "type of activations (parameters: fp32); "
-         "auto: bf16 where the hardware has it")
-    flag("--checkpoint-activations", ("none", "selective", "block"), "none", "recompute in the backward "
+    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations (parameters: fp32); "
+         "auto: bf16 where the hardware has it", "auto")
+    flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
          "pass, exactly: block keeps only the input of a block, selective the matrix products too; some "
-         "sizes have a default for 80 GB")
-    flag("--fast", bool, None, "on GPUs, allow non-deterministic kernels: the last bits then change when a "
+         "sizes have a default for 80 GB", "none")
+    flag("--fast", bool, "on GPUs, allow non-deterministic kernels: the last bits then change when a "
          "run resumes, and in compiled blocks with other --checkpoint-activations")
-    flag("--strategy", STRATEGIES, "ddp", "what is sharded across processes: nothing, the optimizer state, "
-         "also gradients, also parameters, also into host memory; each resumes from any other")
-    flag("--device", ("auto", "cuda", "cpu"), "auto", "auto: a GPU if there is one")
-    flag("--backend", ("auto", "nccl", "gloo"), "auto", "auto: nccl on GPUs")
-    flag("--timeout", positive_int, 600, "seconds to wait for a lost process")
+    flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
+         "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
+    flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
+    flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
+    flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
-    flag("--comm", ("fp32", "bf16"), "fp32", "type of the sent gradients, with --strategy ddp")
+    flag("--comm", ("fp32", "bf16"), "type of the sent gradients, with --strategy ddp", "fp32")
     flag = flag_group(parser, "output")
-    flag("--out", utf8_path, None, "directory of the run (default: runs/MODEL-SIZE-DATA)")
-    flag("--log-every", positive_int, 10, "steps between log lines")
-    flag("--eval-every", positive_int, None, "steps between evaluations; a longer epoch also ends with one")
-    flag("--eval-batches", nonnegative_int, None, "global batches of a validation set to evaluate; 0: all")
-    flag("--save-every", positive_int, None, "steps between checkpoints")
-    flag("--keep-last", positive_int, 3, "checkpoints to keep, beside the best")
-    flag("--resume", str, "auto", "auto: from the newest checkpoint in --out; none: start from scratch, in "
-         "an --out without checkpoints; or the path of a checkpoint or of a run directory")
-    flag("--init-from", str, None, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
+    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA)")
+    flag("--log-every", positive_int, "steps between log lines", 10)
+    flag("--eval-every", positive_int, "steps between evaluations; a longer epoch also ends with one")
+    flag("--eval-batches", nonnegative_int, "global batches of a validation set to evaluate; 0: all")
+    flag("--save-every", positive_int, "steps between checkpoints")
+    flag("--keep-last", positive_int, "checkpoints to keep, beside the best", 3)
+    flag("--resume", str, "auto: from the newest checkpoint in --out; none: start from scratch, in "
+         "an --out without checkpoints; or the path of a checkpoint or of a run directory", "auto")
+    flag("--init-from", str, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
          "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
-    flag("--eval-only", bool, None, "evaluate the newest checkpoint, or that of --resume, on the validation "
+    flag("--eval-only", bool, "evaluate the newest checkpoint, or that of --resume, on the validation "
          "sets of --data (default: of the run), and do nothing else: prints a line and a JSON object, and "
          "leaves the run as it is")
     parser.add_argument("--export", nargs="?", const="hf", default=False, choices=("hf", "gguf"),
@@ -760,16 +760,16 @@ def add_running_flags(parser: ArgumentParser):
 
 def add_text_flags(parser: ArgumentParser):
     flag = flag_group(parser, "prompts and responses")
-    flag("--loss", ("response", "all"), None, "tokens to learn (default: response with pairs, else all)")
+    flag("--loss", ("response", "all"), "tokens to learn (default: response with pairs, else all)")
     text = without_surrogates
-    flag("--prompt", text, None, "continue or answer a text with the newest checkpoint, without training")
-    flag("--chat", bool, None, "answer prompts that are typed in, one after another")
-    flag("--condition", text, "", "text, or name of a special token, to put in front of a prompt")
-    flag("--sample-prompt", text, "", "prompt of the samples (default with pairs: a held-out one)")
-    flag("--sample-every", nonnegative_int, 0, "evaluations between samples; 0: only at the end")
-    flag("--max-new-tokens", positive_int, 200, "length of a sample")
-    flag("--temperature", number(0), 0.8, "0: always the likeliest token")
-    flag("--top-k", nonnegative_int, 50, "likeliest ids to keep; 0: all")
+    flag("--prompt", text, "continue or answer a text with the newest checkpoint, without training")
+    flag("--chat", bool, "answer prompts that are typed in, one after another")
+    flag("--condition", text, "text, or name of a special token, to put in front of a prompt", "")
+    flag("--sample-prompt", text, "prompt of the samples (default with pairs: a held-out one)", "")
+    flag("--sample-every", nonnegative_int, "evaluations between samples; 0: only at the end", 0)
+    flag("--max-new-tokens", positive_int, "length of a sample", 200)
+    flag("--temperature", number(0), "0: always the likeliest token", 0.8)
+    flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
 
 
 def recipe(args: Namespace, size: dict) -> dict:

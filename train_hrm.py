@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None = None, **records) -> Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, HRMConfig, SIZES)
     flag = flag_group(parser, "recurrence")
-    flag("--bp-steps", str, None, "last stack calls that backpropagation goes through: a number, or a ramp "
+    flag("--bp-steps", str, "last stack calls that backpropagation goes through: a number, or a ramp "
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
          "if given, --bp-cycles does not count")
     args = parse(parser, HRMConfig, SIZES, argv, **records)

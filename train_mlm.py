@@ -76,9 +76,9 @@ def parse_args(argv: list[str] | None = None, **records) -> Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     flag = flag_group(parser, "masked language model")
-    flag("--list-presets", bool, None, "print all presets with their commands")
-    flag("--mask-rate", number(0.001, 1, open_end=True), 0.3, "fraction of the tokens to be restored")
-    flag("--fill", data.without_surrogates, None, "print the likeliest tokens for each [MASK] in this text")
+    flag("--list-presets", bool, "print all presets with their commands")
+    flag("--mask-rate", number(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
+    flag("--fill", data.without_surrogates, "print the likeliest tokens for each [MASK] in this text")
     return parse(parser, MLMConfig, RECIPES, argv, **records)
 
 
