@@ -56,9 +56,9 @@ from data import (GPT2_DIGEST, ArgumentParser, Dataset, Masker, NotNow, UserErro
                   flag_group, fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids,
                   replacing, row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches,
                   without_surrogates)
-from model import (GPT2, HF_FAMILIES, MLM, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf, continue_text,
-                   copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab, to_gguf,
-                   to_hf)
+from model import (GPT2, HF_FAMILIES, MLM, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf,
+                   continue_text, copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab,
+                   to_gguf, to_hf)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -902,10 +902,10 @@ def on_all(what: str, function):
     return result
 
 
-def on_rank0(world: World, function):
+def on_rank0(function):
     """Runs function() on rank 0; returns its result on all ranks. Its error is a UserError on the others."""
-    answer = [on_all("rank 0", lambda: function() if world.is_rank0 else None)]
-    dist.broadcast_object_list(answer, src=0, device=world.device)
+    answer = [on_all("rank 0", lambda: function() if dist.get_rank() == 0 else None)]
+    dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
 
@@ -1110,7 +1110,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, strateg
     a checkpoint that was loaded before. Returns it and its checkpoint. `changes` replaces fields of the
     configuration that do not affect the parameters.
     """
-    saved = saved or load_checkpoint(source, world, say)
+    saved = saved or load_checkpoint(source, say)
     assert_family(saved, model_class)
     config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, strategy)
@@ -1119,7 +1119,7 @@ def load_model(model_class: type, source: str | Path, world: World, say, strateg
     return model, saved
 
 
-def weights_of(model_class: type, source: str, world: World, complete: bool = True) -> dict:
+def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
     """What is known of the weights of --init-from: `path`, `model_config` (what the model does not know of it
     is in `left_over`), tokenizer, `settings` of their run, and on rank 0, if `complete`, their tensors in
     `weights`. Raises UserError on all ranks.
@@ -1142,9 +1142,9 @@ def weights_of(model_class: type, source: str, world: World, complete: bool = Tr
                 "tokenizer_file": file}
 
     if source.startswith("hf:"):
-        found = on_rank0(world, read_hf)
+        found = on_rank0(read_hf)
     else:
-        found = load_checkpoint(source, world, print, checked=complete)
+        found = load_checkpoint(source, print, checked=complete)
         weights = found["tensors"]["model"] | found["tensors"]["ema"]
         if model_class in HF_FAMILIES:  # a model of one's own may start from any other
             assert_family(found, model_class)
@@ -1624,7 +1624,7 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def load_checkpoint(where: str | Path, world: World, say, checked: bool = True) -> dict:
+def load_checkpoint(where: str | Path, say, checked: bool = True) -> dict:
     """Loads a checkpoint file, or the newest intact one of a run directory. Adds its path, the paths of newer
     ones that are damaged, and the tokenizer.json of its run.
 
@@ -1662,7 +1662,7 @@ def load_checkpoint(where: str | Path, world: World, say, checked: bool = True) 
         return saved | {"path": str(path), "damaged": damaged, "tensors": shapes, "tokenizer_file": own,
                         "tokenizer_flag": own if gone else flag}
 
-    answer = on_rank0(world, choose)
+    answer = on_rank0(choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer
 
 
@@ -1713,7 +1713,7 @@ class Checkpoints:
         the newest to keep. Raises UserError on all ranks.
         """
         directory = self.run_directory
-        newest = on_rank0(self.world, lambda: next(map(str, list_checkpoints(directory)), None))
+        newest = on_rank0(lambda: next(map(str, list_checkpoints(directory)), None))
         if not newest:
             return saved
         if resume == "none":
@@ -1722,7 +1722,7 @@ class Checkpoints:
             raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
                             "--out to branch off there, or delete the later ones.")
         if resume == "auto" and not (saved and newest in (saved["path"], *saved["damaged"])):
-            saved = load_checkpoint(directory, self.world, self.say)
+            saved = load_checkpoint(directory, self.say)
         if self.world.is_rank0:
             for damaged in saved["damaged"]:
                 os.rename(damaged, f"{damaged}.damaged")
@@ -1738,7 +1738,7 @@ class Checkpoints:
         if Path(saved["path"]).parent == self.directory:
             self.saved_step = saved["step"]
             self._newest = Path(saved["path"])
-        on_rank0(self.world, lambda: self._go_back(saved["step"]))
+        on_rank0(lambda: self._go_back(saved["step"]))
         return saved["step"], saved["samples"]
 
     def _go_back(self, step: int):
@@ -1775,7 +1775,7 @@ class Checkpoints:
         while (sums := reduce_sum([not all(job.done() for job in self.unwritten), bool(lost)], world))[0]:
             time.sleep(0.02)
         if sums[1]:
-            raise UserError(on_rank0(world, lambda: lost))
+            raise UserError(on_rank0(lambda: lost))
         for group, name, tensor, owner in state.tensors():
             if owner is not None:
                 tensor = transfer(tensor, owner, 0, world)
@@ -1868,11 +1868,11 @@ class RunLock:
 
     held = []  # the locked files of this process
 
-    def __init__(self, out: Path, world: World):
+    def __init__(self, out: Path):
         self.out = out
         self._file = None
         self._mutex = threading.Lock()  # the thread that writes checkpoints also calls `lost`
-        on_rank0(world, self._acquire)
+        on_rank0(self._acquire)
 
     def _acquire(self):
         path = self.out / ".lock"  # never a link, because its content gets replaced
@@ -2003,7 +2003,7 @@ def find_run(model_class: type, args: Namespace, world: World,
     weights = missing = None
     if args.init_from:
         try:
-            weights = weights_of(model_class, args.init_from, world, complete=False)
+            weights = weights_of(model_class, args.init_from, complete=False)
         except UserError as error:  # does not matter to a run that has begun
             missing = error
         args = parse_args(argv, weights=weights)
@@ -2036,7 +2036,7 @@ def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
     nodes are numbered anew.
     """
     if resume not in ("auto", "none"):
-        return load_checkpoint(resume, world, print)
+        return load_checkpoint(resume, print)
     newest = max(map(step_of, list_checkpoints(out)), default=0)
     found = from_all((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
@@ -2048,7 +2048,7 @@ def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
         return None
     if world.is_rank0:
         say(f"reading the checkpoint of step {first} in {out}")  # which can take a while
-    return load_checkpoint(out, world, print)
+    return load_checkpoint(out, print)
 
 
 def open_run(out: Path, args: Namespace, world: World,
@@ -2056,7 +2056,7 @@ def open_run(out: Path, args: Namespace, world: World,
     """Locks a run directory and opens its log. Returns `saved` of find_run, or what has become the newest
     checkpoint since.
     """
-    lock = RunLock(out, world)
+    lock = RunLock(out)
     log = monitor.RunLog(out, world.is_rank0, world.prefix)
     log.lost = lock.lost
     checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
@@ -2124,7 +2124,7 @@ def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: W
     that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
     Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
     """
-    found = weights_of(model_class, args.init_from, world)
+    found = weights_of(model_class, args.init_from)
     source, weights, known = found["path"], found["weights"], found["model_config"]
     say(f"starting from {source}")
     tokenizer = dataset.tokenizer
@@ -2141,7 +2141,7 @@ def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: W
     if not (found["tokenizer"] and found["tokenizer_file"]):
         say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
             "here: use the tokenizer of that model")
-    elif not on_rank0(world, same_ids):
+    elif not on_rank0(same_ids):
         raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
                         f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
     if most < vocab_size and config.get("response", -1) < 0:
@@ -2174,7 +2174,7 @@ def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: W
         return sorted(lacking)
 
     left_over = found["left_over"] + sorted(weights.keys() - shapes.keys())
-    lacking = sorted(config.keys() - known.keys()) + on_rank0(world, complete)
+    lacking = sorted(config.keys() - known.keys()) + on_rank0(complete)
     if lacking:
         say(f"{source} lacks {listed(lacking)}: as in a new model")
     if left_over:
@@ -2213,7 +2213,7 @@ def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity
     log.settings = settings
     log.files = {"config.json": json.dumps(identity, indent=2), "tokenizer.json": dataset.tokenizer.to_json()}
     # only rank 0 reads the existing log
-    log.evaluations = on_rank0(world, lambda: log.begin(step, settings))
+    log.evaluations = on_rank0(lambda: log.begin(step, settings))
     say_plan(log, state, dataset, identity)
     say(f"run directory {log.out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
     if not blocks_of(state.model):
@@ -2444,7 +2444,8 @@ def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World):
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
     if world.is_rank0:
-        print(" | ".join([f"step {saved['step']} from {saved['path']} on {dataset.name}", *monitor.results(found)]))
+        where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
+        print(" | ".join([where, *monitor.results(found)]))
         print(json.dumps({"step": saved["step"], "data": dataset.name} | found), flush=True)
 
 

@@ -45,11 +45,11 @@ def raises(kind, function) -> str:
 def check_agreement(world: World) -> None:
     assert ddp_utils.reduce_sum([world.rank, torch.tensor(0.5)], world) == [1.0, 1.0]
     assert ddp_utils.from_all(0.1 * world.rank) == [0.0, 0.1]
-    assert ddp_utils.on_rank0(world, lambda: world.rank) == 0
+    assert ddp_utils.on_rank0(lambda: world.rank) == 0
 
     def fail():
         raise UserError("only rank 0 knows this")
-    assert raises(UserError, lambda: ddp_utils.on_rank0(world, fail)) == "only rank 0 knows this"
+    assert raises(UserError, lambda: ddp_utils.on_rank0(fail)) == "only rank 0 knows this"
     ddp_utils.assert_same("the tokenizer", "ab" * 16, "way out")
     message = raises(UserError, lambda: ddp_utils.assert_same(
         "the tokenizer", ("cd" if world.rank == 0 else "ce") * 16, "way out"))

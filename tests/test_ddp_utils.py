@@ -135,7 +135,7 @@ def test_what_is_saved_is_restored(tmp_path, world, optimizer):
     save(tmp_path, world, state)
     other = make_state(world, 1, optimizer)
     assert not torch.equal(other.model.embed.weight, state.model.embed.weight)
-    saved = load_checkpoint(tmp_path, world, print)
+    saved = load_checkpoint(tmp_path, print)
     assert saved["step"] == 1 and saved["samples"] == 7
     other.restore(saved, print)
     after = all_tensors(other)
@@ -150,7 +150,7 @@ def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
     for old, new in (("adamw", "muon"), ("muon", "adamw")):
         (tmp_path / old).mkdir()
         save(tmp_path / old, world, make_state(world, 0, old))
-        saved = load_checkpoint(tmp_path / old, world, print)
+        saved = load_checkpoint(tmp_path / old, print)
         state = make_state(world, 1, new)
         state.restore(saved, print)
         restored = state.optimizer_tensors()
@@ -217,12 +217,12 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path, world):
     newest = list_checkpoints(tmp_path)[0]
     newest.write_bytes(newest.read_bytes()[:1000])
     said = []
-    assert load_checkpoint(tmp_path, world, said.append)["step"] == 2
+    assert load_checkpoint(tmp_path, said.append)["step"] == 2
     assert len(said) == 1 and newest.name in said[0]
     for path in list_checkpoints(tmp_path):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="nor any older"):
-        load_checkpoint(tmp_path, world, said.append)
+        load_checkpoint(tmp_path, said.append)
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path):
@@ -430,7 +430,7 @@ def test_a_run_that_is_not_there_is_told_which_are(tmp_path, world):
         if name != "empty":
             (tmp_path / name / "checkpoints" / "step_00000001_loss5.0.pt").touch()
     with pytest.raises(UserError, match=f"c does not exist: .* such as {tmp_path}/a, {tmp_path}/b, or a"):
-        load_checkpoint(tmp_path / "c", world, print)
+        load_checkpoint(tmp_path / "c", print)
 
 
 def test_a_model_that_does_not_fit_is_one_sentence(tmp_path, shards):

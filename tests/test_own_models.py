@@ -193,7 +193,7 @@ def saved_as(state: TrainState, world, out):
     meta = {"samples": 7, "loss": 2.5, "settings": {"steps": 10}}
     checkpoints.save(3, state, meta)
     checkpoints.close()
-    return load_checkpoint(out, world, print)
+    return load_checkpoint(out, print)
 
 
 def test_numbers_of_an_optimizer_are_restored_also_the_second_time(world, tmp_path):

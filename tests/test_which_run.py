@@ -159,7 +159,7 @@ def test_a_file_system_without_locks_is_said_and_the_first_run_gives_way(tmp_pat
 
 def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
     """On a full disk, where nothing names the owner; where a file is numbered anew; while a disk is away."""
-    lock = ddp_utils.RunLock(tmp_path / "run", world)
+    lock = ddp_utils.RunLock(tmp_path / "run")
     assert lock.lost() == ""
     owner = (tmp_path / "run" / ".lock").read_text()
     os.truncate(tmp_path / "run" / ".lock", 0)
