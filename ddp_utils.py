@@ -2342,6 +2342,12 @@ class Metrics:
         seconds = time.perf_counter() - self._begun
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 
+    def machines(self) -> dict:
+        """What a log says of the machines: the most memory of any process, and curves."""
+        world = self.world
+        memory, curves = zip(*from_all((monitor.memory_gb(world.device), curves_of_node(world))))
+        return functools.reduce(operator.or_, curves, {"mem_gb": round(max(memory), 3)})
+
     def position(self) -> dict:
         """The state for a checkpoint."""
         means, epoch = self.reduce()
@@ -2354,26 +2360,6 @@ def curves_of_node(world: World) -> dict[str, float]:
     host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
     curves = monitor.machine_curves() if world.local_rank == 0 else {}
     return {f"{tag}{host}": value for tag, value in curves.items()}
-
-
-def log_step(log: monitor.RunLog, metrics: Metrics, step: int, samples: int, grad_norm: float,
-             **numbers):
-    """Logs a step, if it is due, with the means over all ranks. Every rank calls this after each step.
-    `numbers`, the same on all ranks, become curves.
-    """
-    world = metrics.world
-    log.tick(step)
-    if not log.wants(step, metrics.ends_epoch):  # the same on all ranks
-        return
-    means, epoch = metrics.reduce()
-    memory, machines = zip(*from_all((monitor.memory_gb(world.device), curves_of_node(world))))
-    monitor.refuse_taken([*numbers, *means])
-    numbers = {name: value.full_tensor() if isinstance(value, DTensor) else value
-               for name, value in numbers.items()}
-    numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    numbers |= {"grad_norm": grad_norm, "labels": int(metrics.labels), "mem_gb": round(max(memory), 3)}
-    numbers |= functools.reduce(operator.or_, machines, means)
-    log.step(step, samples, numbers, epoch, metrics.ends_epoch)
 
 
 @torch.no_grad()

@@ -335,11 +335,21 @@ class RunLog:
         evaluated = step % run["eval_every"] == 0 and self.facts["val_tokens"] > 0
         return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
 
-    def step(self, step: int, samples: int, numbers: dict, epoch: dict, ends_epoch: bool):
-        """Records and prints a training step, after which the run has consumed `samples`. `numbers` has loss,
-        lr, grad_norm, labels, mem_gb and any others. `epoch` has the loss, steps and seconds of the current
-        epoch.
+    def step(self, metrics, step: int, samples: int, grad_norm: float, **numbers):
+        """Records and prints a training step, after which the run has consumed `samples`, if it is due, with
+        the means over all ranks. Every rank calls this after each step. `numbers`, the same on all ranks,
+        become curves.
         """
+        self.tick(step)
+        if not self.wants(step, metrics.ends_epoch):  # the same on all ranks
+            return
+        means, epoch = metrics.reduce()
+        machines = metrics.machines()
+        refuse_taken([*numbers, *means])
+        for name, value in numbers.items():
+            if hasattr(value, "full_tensor"):  # sharded
+                value = value.full_tensor()
+            numbers[name] = value.item() if hasattr(value, "item") else value
         if not self.active:
             return
         run = self.settings
@@ -348,20 +358,20 @@ class RunLog:
         now = time.perf_counter()
         seq_len = run["seq_len"]
         tokens_per_sec = (samples - before) * seq_len / (now - lap_began)
-        skipped = int(not math.isfinite(numbers["grad_norm"]))
-        record = {"step": step, "loss": numbers["loss"]} | numbers
-        record |= {"skipped": skipped, "tokens": samples * seq_len, "mfu": None,
+        record = {"step": step, "loss": means["loss"]} | numbers
+        record |= {"grad_norm": grad_norm, "labels": int(metrics.labels)} | machines | means
+        record |= {"skipped": int(not math.isfinite(grad_norm)), "tokens": samples * seq_len, "mfu": None,
                    "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
         if self.facts["peak_flops"]:
             flops = tokens_per_sec * self.facts["flops_per_token"](record)
             record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
         self.restart_clock(samples)  # after counting, which is not part of the next steps
-        if ends_epoch or step == run["steps"]:
+        if metrics.ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
         self.write(record)
         eta = max(run["steps"] - step, 0) * (now - began) / (step - first)
         self.step_line(record, eta)
-        if ends_epoch and not self.facts["val_tokens"]:
+        if metrics.ends_epoch and not self.facts["val_tokens"]:
             self._epoch_line(record, math.nan)
 
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool):

@@ -16,7 +16,7 @@ from argparse import Namespace
 import data
 from data import UserError, flag_group
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, find_run, flags_of_model, identity_of, launch, load_data, log_step,
+                       end_run, evaluate, find_run, flags_of_model, identity_of, launch, load_data,
                        make_parser, new_model, open_run, parse, plan_run, sample, seed_step, set_modes, start,
                        use_model, with_cleanup)
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None):
         stop.vote()  # whether a rank got a signal; the next step reads it
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, grad_norm, lr=lr, bp_steps=bp_steps)
+        log.step(metrics, step, samples, grad_norm, lr=lr, bp_steps=bp_steps)
     loader.close()
     if not stopping:
         sample(state, dataset, args, log, step)

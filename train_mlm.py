@@ -19,7 +19,7 @@ from argparse import Namespace
 import data
 from data import flag_group
 from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, find_run, identity_of, launch, load_data, local_rank, log_step,
+                       end_run, evaluate, find_run, identity_of, launch, load_data, local_rank,
                        make_parser, new_model, number, open_run, parse, plan_run, seed_step, set_modes, start,
                        use_model, with_cleanup)
 from model import MLM, MLMConfig, learning_rate, make_optimizers
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None):
         stop.vote()  # whether a rank got a signal; the next step reads it
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, grad_norm, lr=lr)
+        log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     end_run(log, checkpoints, stop, step, samples)
 

@@ -419,13 +419,21 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
     assert (tmp_path / "train.log").read_text() == "still here\n"
 
 
+def metrics_of(means: dict) -> SimpleNamespace:
+    """What Metrics says of a step."""
+    epoch = {"loss": 1.5, "steps": 1, "seconds": 1.0}
+    return SimpleNamespace(reduce=lambda: (means, epoch), machines=lambda: {"mem_gb": 0.1}, labels=8,
+                           ends_epoch=False)
+
+
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log = RunLog(tmp_path, False, "")
-    assert log.begin(0, {}) == {}
+    assert log.begin(0, {"log_every": 1, "eval_every": 5, "steps": 10}) == {}
+    log.facts = {"val_tokens": 8}
     log.say("x")
     log.tick(1)
     log.write(record(1))
-    log.step(1, 8, record(1), {}, False)
+    log.step(metrics_of({"loss": 1.0}), 1, 8, 1.0, lr=1e-3)
     log.evaluation(1, 8, {"val_loss": 1.0}, False)
     log.finish(1, 8, 0.0, "")
     assert log.evaluations == {1: 1.0}  # which all ranks have
@@ -530,8 +538,7 @@ def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsy
     log = begun(tmp_path, log_every=1, eval_every=5, seq_len=8, world_size=1)
     log.facts = {"sync": "OK", "val_tokens": 8, "rows": 4, "peak_flops": None}
     log.start_clock(0, 0)
-    numbers = {"loss": 1.5, "lr": 1e-3, "grad_norm": 1.0, "labels": 8, "mem_gb": 0.1, "mine": 2.5}
-    log.step(1, 4, numbers, {"loss": 1.5, "steps": 1, "seconds": 1.0}, False)
+    log.step(metrics_of({"loss": 1.5}), 1, 4, 1.0, lr=1e-3, mine=2.5)
     log.close()
     assert "| mine 2.5 |" in capsys.readouterr().out
     assert monitor.read_metrics(tmp_path)[0]["mine"] == 2.5

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import data
 from ddp_utils import (Metrics, StopVote, TrainState, begin_log, begin_sum, end_run, evaluate, find_run,
-                       identity_of, launch, load_data, log_step, make_parser, new_model, open_run, parse,
+                       identity_of, launch, load_data, make_parser, new_model, open_run, parse,
                        plan_run, seed_step, set_modes, start, use_model, with_cleanup)
 from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate,
                    make_optimizers, rms_norm)
@@ -141,7 +141,7 @@ def main(argv=None) -> None:
         stop.vote()
         step, samples = step + 1, samples + global_batch
         metrics.end_step(samples, labels())
-        log_step(log, metrics, step, samples, grad_norm, lr=lr)
+        log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     end_run(log, checkpoints, stop, step, samples)
 
