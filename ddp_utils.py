@@ -2343,9 +2343,13 @@ class Metrics:
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 
     def machines(self) -> dict:
-        """What a log says of the machines: the most memory of any process, and curves."""
+        """The most memory of any process, and the curves of each machine, with its name if there are several,
+        from its first process.
+        """
         world = self.world
-        memory, curves = zip(*from_all((monitor.memory_gb(world.device), curves_of_node(world))))
+        host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
+        own = monitor.machine_curves(host) if world.local_rank == 0 else {}
+        memory, curves = zip(*from_all((monitor.memory_gb(world.device), own)))
         return functools.reduce(operator.or_, curves, {"mem_gb": round(max(memory), 3)})
 
     def position(self) -> dict:
@@ -2353,13 +2357,6 @@ class Metrics:
         means, epoch = self.reduce()
         return {"loss": means["loss"], "samples": self._samples, "epoch": epoch,
                 "ends_epoch": self.ends_epoch}
-
-
-def curves_of_node(world: World) -> dict[str, float]:
-    """The curves of this machine, from its first process; with the machine's name if there are several."""
-    host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
-    curves = monitor.machine_curves() if world.local_rank == 0 else {}
-    return {f"{tag}{host}": value for tag, value in curves.items()}
 
 
 @torch.no_grad()

@@ -75,19 +75,20 @@ def cpu_and_ram() -> dict:
             "ram_used": memory.total - memory.available, "ram_total": memory.total}
 
 
-def machine_curves() -> dict[str, float]:
+def machine_curves(suffix: str = "") -> dict[str, float]:
     """CPU use since the last call and RAM, in percent; for this thread's GPU, the memory reserved by torch in
-    MB, and the use in percent, which needs nvidia-ml-py.
+    MB, and the use in percent, which needs nvidia-ml-py. `suffix` ends the name of each curve.
     """
     import torch
     values = {}
     with suppress(ImportError, OSError):  # RunLog.begin says what is missing
         now = cpu_and_ram()
-        values = {"System/CPU_percent": now["cpu_percent"], "System/RAM_percent": now["ram_percent"]}
+        values = {f"System/CPU_percent{suffix}": now["cpu_percent"],
+                  f"System/RAM_percent{suffix}": now["ram_percent"]}
     if torch.cuda.is_initialized():
-        values["System/GPU_VRAM_MB"] = torch.cuda.memory_reserved() / MB
+        values[f"System/GPU_VRAM_MB{suffix}"] = torch.cuda.memory_reserved() / MB
         with suppress(Exception):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
-            values["System/GPU_percent"] = torch.cuda.utilization()
+            values[f"System/GPU_percent{suffix}"] = torch.cuda.utilization()
     return values
 
 
