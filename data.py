@@ -80,18 +80,18 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def flag_group(parser: ArgumentParser, title: str):
     """Begins a group of flags. Returns a function that adds a flag, given name, type, help and default. The
-    type is bool, a tuple of choices or a function.
+    type is bool, an action of argparse, a tuple of choices or a function.
     """
     group = parser.add_argument_group(title)
 
     def flag(name: str, flag_type, text: str, default=None):
         text += "" if default in (None, "") else f" ({default})"
-        if flag_type is bool:
-            group.add_argument(name, action="store_true", help=text)
+        kind = {"type": flag_type, "default": default}
+        if flag_type in (bool, argparse.BooleanOptionalAction):
+            kind = {"action": "store_true" if flag_type is bool else flag_type}
         elif isinstance(flag_type, tuple):
-            group.add_argument(name, choices=flag_type, default=default, help=text)
-        else:
-            group.add_argument(name, type=flag_type, default=default, help=text)
+            kind = {"choices": flag_type, "default": default}
+        group.add_argument(name, help=text, **kind)
 
     return flag
 

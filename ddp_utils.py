@@ -670,21 +670,15 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:
         choice.add_argument("--preset", choices=presets, help="a recipe instead of a --size")
-    group = parser.add_argument_group("model")
+    flag = flag_group(parser, "model")
     for field in flag_fields(config_class):
-        name = field.name.replace("_", "-")
+        kinds = {bool: BooleanOptionalAction, int: positive_int if field.default != 0 else nonnegative_int}
         text = field.metadata["help"]
-        if field.type is bool:
-            group.add_argument(f"--{name}", action=BooleanOptionalAction, help=text)
-        elif choices := field.metadata["choices"]:
-            group.add_argument(f"--{name}", choices=choices, help=text)
-        else:  # `parse` sets the default, because sizes have their own defaults
-            text += "" if field.name in keys or field.default is None else f" ({field.default})"
-            whole = nonnegative_int if field.default == 0 else positive_int
-            number_type = whole if field.type is int else fraction
-            group.add_argument(f"--{name}", type=field.metadata["type"] or number_type, help=text)
-    group.add_argument("--compile", action=BooleanOptionalAction,
-                       help="compile each block (default: on GPUs)")
+        if field.name not in keys and field.default is not None and field.type is not bool:
+            text += f" ({field.default})"  # `parse` sets it, because sizes have their own defaults
+        flag(f"--{field.name.replace('_', '-')}", field.metadata["type"] or kinds.get(field.type, fraction),
+             text)
+    flag("--compile", BooleanOptionalAction, "compile each block (default: on GPUs)")
     add_training_flags(parser)
     add_running_flags(parser)
     if issubclass(config_class, CausalConfig):  # the model writes text

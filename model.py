@@ -316,11 +316,11 @@ def init_normal(weight: Tensor, std: float):
     weight.data.mul_(std / 0.98658)
 
 
-def flag(default, help: str, choices: tuple[str, ...] | None = None, type=None):
+def flag(default, help: str, type=None):
     """A configuration field that is also a command-line flag of the trainer, with this default and help text.
-    `type` parses a value that is not a number.
+    `type`, choices or a function, is for values that are neither a number nor a switch.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "type": type})
+    return field(default=default, metadata={"help": help, "type": type})
 
 
 DROPOUT = "probability of dropping an activation while training"
