@@ -412,9 +412,12 @@ class RunLog:
         self.say(ending)
 
     def _open_files(self):
+        """Writes all that is known so far."""
         for name, text in self.files.items():
             write_atomically(self.out / name, text.encode())
-        self._rewrite_metrics()
+        path = self.out / "metrics.jsonl"
+        write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
+        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
         try:
             self._open_tensorboard()
         except ImportError:
@@ -422,11 +425,6 @@ class RunLog:
         except OSError as error:
             self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
             self._tensorboard = None
-
-    def _rewrite_metrics(self):
-        path = self.out / "metrics.jsonl"
-        write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
-        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
 
     def _open_tensorboard(self):
         """Writes the settings and all records into a new file for TensorBoard in place of the old ones, to
@@ -466,18 +464,14 @@ class RunLog:
         """
         if not self.active or self.lost():
             return
-        if self._metrics is not None and not (self.out / "metrics.jsonl").exists():
-            self._metrics = None  # the directory was removed and made again
-            with suppress(OSError, UserError):  # which is said below
-                self._open_files()
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
-        self._to_tensorboard([record])
         try:
-            if self._metrics is None:
-                self._rewrite_metrics()
+            if self._metrics is None or not (self.out / "metrics.jsonl").exists():  # the directory was removed
+                self._open_files()
             else:
                 self._metrics.write(json.dumps(record) + "\n")
+                self._to_tensorboard([record])
         except (OSError, UserError) as error:  # the next record tries again with all of them
             self._metrics = None
             self.say(f"WARNING: metrics.jsonl was not written ({error})")
