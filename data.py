@@ -28,7 +28,6 @@ import hashlib
 import itertools
 import json
 import lzma
-import math
 import numbers
 import os
 import random
@@ -1502,57 +1501,6 @@ class Masker:
         new = np.where(tenth == 8, random, np.where(tenth == 9, old, self.mask))
         np.put(x, at, np.where(ordinary, new, old).astype(x.dtype))
         return picked, np.where(ordinary, old, -1)
-
-
-def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
-    """The micro-batch size for a process's `share` of a global batch, or 0 if the flags do not fit the share.
-    A flag that is not given is None. Without flags, it is the largest size that fits, up to `largest`.
-    """
-    if grad_accum:
-        batch = batch or share // grad_accum
-        return batch if batch * grad_accum == share else 0
-    if batch:
-        return batch if share % batch == 0 else 0
-    return max(b for b in range(1, min(share, largest) + 1) if share % b == 0)
-
-
-def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
-               wanted: int, largest: int) -> tuple[int, int, int]:
-    """Returns (global batch, micro-batch, accumulation steps). The global batch is the product of the other
-    two and the world size. None means not given. A given global batch is used, or refused by a UserError with
-    the nearest fit. Otherwise it is `wanted`, from the recipe or the run so far. If the world size does not
-    divide `wanted`, it is the multiple of the world size within 5 % of `wanted` that has the largest
-    micro-batch, up to `largest`.
-    """
-    if global_batch is None and batch and grad_accum:
-        global_batch = batch * grad_accum * world_size
-    elif global_batch is None and wanted % world_size == 0:
-        global_batch = wanted
-    elif global_batch is None:
-        exact = wanted / world_size  # sequences per process
-        fitting = {}  # the micro-batch of each share within 5 %
-        for share in range(math.ceil(0.95 * exact), math.floor(1.05 * exact) + 1):
-            if micro := micro_batch_of(share, batch, grad_accum, largest):
-                fitting[share] = micro
-        unit = batch or grad_accum or 1
-        share = max(1, round(exact / unit)) * unit
-        if fitting:
-            share = max(fitting, key=lambda share: (fitting[share], -abs(share - exact)))
-        global_batch = share * world_size
-    if global_batch % world_size or global_batch < 1:
-        low = global_batch // world_size * world_size
-        fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
-        raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
-                        f"processes: use --global-batch {fits}.")
-    share = global_batch // world_size
-    micro = micro_batch_of(share, batch, grad_accum, largest)
-    if not micro:
-        wish = batch or share // grad_accum
-        nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
-        given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
-        raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
-                        f"processes {share}. Use --batch {nearest} --grad-accum {share // nearest}.")
-    return global_batch, micro, share // micro
 
 
 # -----------------------------------------------------------------------------------------------------------

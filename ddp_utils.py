@@ -1,11 +1,18 @@
-"""Distributed training: how processes start, agree, train, save, resume and end.
+"""Distributed training: how processes start, agree, train, save, resume and end. In the order of a run:
 
-`launch(main)` runs a trainer's main() and ends the process so that it neither hangs nor aborts. `start` joins
-the process group. `TrainState` holds the model in training and the other tensors of a checkpoint.
-`Checkpoints` writes and finds checkpoints. `StopVote` stops all ranks after the same step. `Metrics` sums
-each step's metrics over all ranks. The trainers show the order of the calls.
+    start and end       launch(main), start: join the process group, end without hanging
+    heartbeats          name the rank that is missing, or that made a collective fail
+    agreement           on_all, on_rank0, sums over ranks, comparisons of ranks
+    flags               make_parser, parse: the command line of all trainers
+    which run           find_run: what to resume; open_run, plan_run, new_model: what to train, and where
+    models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
+    training state      TrainState: the model in training and the other tensors of a checkpoint
+    checkpoints         Checkpoints writes and finds them; RunLock keeps a directory to one run
+    around a step       begin_log, StopVote, Metrics, evaluate, sample, end_run
+    using a run         load_run, use_model: --prompt, --chat, --fill, --export, --eval-only
 
-One rule holds everywhere: all ranks call the same collectives in the same order.
+The trainers show the order of the calls. One rule holds everywhere: all ranks call the same collectives in
+the same order.
 """
 
 import contextlib
@@ -53,7 +60,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from data import (GPT2_DIGEST, ArgumentParser, Dataset, Masker, NotNow, UserError, cpu_count, directory_of,
-                  flag_group, fsync_directory, load_tokenizer, locate, parse_count, plan_batch, prompt_ids,
+                  flag_group, fsync_directory, load_tokenizer, locate, parse_count, prompt_ids,
                   replacing, row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches,
                   without_surrogates)
 from model import (GPT2, HF_FAMILIES, MLM, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf,
@@ -380,7 +387,6 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         precision = "bf16" if fast else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
-
 # -----------------------------------------------------------------------------------------------------------
 # Heartbeats: which ranks are missing at the start, and which rank made a collective fail
 
@@ -611,6 +617,118 @@ class Heartbeat:
                     f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
                     "alive: busy for longer, or cut off from other ranks; look there, or raise --timeout.")
 
+# -----------------------------------------------------------------------------------------------------------
+# Agreement
+
+
+_waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
+
+
+def on_all(what: str, function):
+    """Runs function() on every rank, however long it takes. If it raises on one rank, on_all raises a
+    UserError with the same exit code on the others, so that none waits for the failed rank.
+    """
+    if not heartbeat:
+        return function()
+    what = f"{what} {next(_waits)}"
+    store = heartbeat.store
+    try:
+        result = function()
+    except BaseException as error:
+        reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
+        with suppress(RunError):
+            heartbeat.call(lambda: store.set(f"{what} failed", reason))
+        raise
+    heartbeat.add(what, 1)
+    while heartbeat.add(what, 0) < heartbeat.world_size:
+        if heartbeat.call(lambda: store.check([f"{what} failed"])):
+            code, _, reason = heartbeat.call(lambda: store.get(f"{what} failed")).decode().partition(" ")
+            raise (UserError if code == "2" else NotNow)(reason)
+        heartbeat.raise_if_lost()
+        time.sleep(0.05)
+    return result
+
+
+def on_rank0(function):
+    """Runs function() on rank 0; returns its result on all ranks. Its error is a UserError on the others."""
+    answer = [on_all("rank 0", lambda: function() if dist.get_rank() == 0 else None)]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+def from_all(value) -> list:
+    """The values of all ranks, small and plain, on each."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def reduce_sum(values: list, world: World) -> list[float]:
+    """Sums a few numbers, floats or scalar tensors, over all ranks in one float64 all-reduce."""
+    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
+    dist.all_reduce(packed)
+    return packed.tolist()
+
+
+def begin_sum(value: float, world: World):
+    """Starts summing a number over all ranks. Returns a function that waits for the sum and returns it as a
+    float64 scalar on the device. On a GPU the host does not wait.
+    """
+    total = torch.full((), value, dtype=torch.float64, device=world.device)  # a copy would wait for the GPU
+    under_way = dist.all_reduce(total, async_op=True)
+
+    def wait() -> Tensor:
+        under_way.wait()
+        return total
+
+    return wait
+
+
+def find_mismatch(values: list) -> tuple[int, int] | None:
+    """(index, odd rank) of the first of these plain values that differs between ranks, or None."""
+    for index, of_ranks in enumerate(zip(*from_all(values))):
+        usual = max(of_ranks, key=of_ranks.count)  # the first of the most frequent
+        for rank, value in enumerate(of_ranks):
+            if value != usual:
+                return index, rank
+    return None
+
+
+def assert_same(what: str, text: str, way_out: str):
+    """Raises UserError naming the first rank whose text differs from the other ranks'."""
+    if odd := find_mismatch([text]):
+        raise UserError(f"{what} on rank {odd[1]} differs from the other ranks: {way_out}.")
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, summed as integers to an int64 scalar. One flipped bit changes the sum."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(-1).view(integers)
+    if bits.device.type == "cpu":  # torch takes ten times as long as numpy, on all cores
+        return torch.tensor(bits.numpy().sum(dtype=np.int64))
+    return bits.sum(dtype=torch.int64)
+
+
+def assert_in_sync(model: nn.Module):
+    """Compares unsharded parameters and saved buffers across ranks, bit for bit. RunError if they differ."""
+    tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
+    buffers = dict(model.named_buffers())
+    names = sorted(tensors, key=lambda name: name in buffers)  # last, see below
+    if names and (odd := find_mismatch(torch.stack([bit_sum(tensors[name]) for name in names]).tolist())):
+        name = names[odd[0]]
+        cause = ("check the memory and the libraries of that node (processors of unlike types round "
+                 "differently: there --optimizer muon needs --strategy zero1); the last checkpoint was in "
+                 "sync.")
+        if name in buffers:  # and all parameters are alike
+            cause = ("forward updates this buffer from the data of its own rank: let it sum over all ranks "
+                     "what it adds, with torch.distributed.all_reduce.")
+        raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
+
+
+def say_on_other_nodes(world: World, text: str):
+    """Prints on the first process of a node without rank 0, which would otherwise print nothing."""
+    if world.local_rank == 0 and not world.is_rank0:
+        say(f"{world.prefix} {text}")
 
 # -----------------------------------------------------------------------------------------------------------
 # Flags
@@ -766,15 +884,6 @@ def add_text_flags(parser: ArgumentParser):
     flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
 
 
-def recipe(args: Namespace, size: dict) -> dict:
-    """The row of the size, with gentler defaults if --init-from continues from trained weights."""
-    if args.init_from:
-        size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-                       "global_batch": min(32, size["global_batch"]), "schedule": "cosine",
-                       "ema": min(0.999, size.get("ema", 0.0))}
-    return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
-
-
 def refuse_combinations(args: Namespace, given: Namespace):
     """Raises UserError for flags that exclude each other; in `given` a flag left at its default is None."""
     if given.steps and given.epochs:
@@ -837,6 +946,18 @@ def check_row(parser: ArgumentParser, name: str, row: dict):
             raise UserError(f"the row {name!r} of the sizes sets {key}={value!r}: write names with "
                             "underscores and numbers without quotes.")
 
+# -----------------------------------------------------------------------------------------------------------
+# Which run: its flags, directory, data, batches and model, and whether it may resume
+
+
+def recipe(args: Namespace, size: dict) -> dict:
+    """The row of the size, with gentler defaults if --init-from continues from trained weights."""
+    if args.init_from:
+        size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
+                       "global_batch": min(32, size["global_batch"]), "schedule": "cosine",
+                       "ema": min(0.999, size.get("ema", 0.0))}
+    return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
+
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
     """The size that a record names, or the first of those that differ from it in the fewest fields."""
@@ -864,112 +985,101 @@ def shape_of(config_class: type, record: dict, given: Namespace, free: tuple[str
     return shape
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Agreement
-
-
-_waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
-
-
-def on_all(what: str, function):
-    """Runs function() on every rank, however long it takes. If it raises on one rank, on_all raises a
-    UserError with the same exit code on the others, so that none waits for the failed rank.
+def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
+    """What is known of the weights of --init-from: `path`, `model_config` (what the model does not know of it
+    is in `left_over`), tokenizer, `settings` of their run, and on rank 0, if `complete`, their tensors in
+    `weights`. Raises UserError on all ranks.
     """
-    if not heartbeat:
-        return function()
-    what = f"{what} {next(_waits)}"
-    store = heartbeat.store
-    try:
-        result = function()
-    except BaseException as error:
-        reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
-        with suppress(RunError):
-            heartbeat.call(lambda: store.set(f"{what} failed", reason))
-        raise
-    heartbeat.add(what, 1)
-    while heartbeat.add(what, 0) < heartbeat.world_size:
-        if heartbeat.call(lambda: store.check([f"{what} failed"])):
-            code, _, reason = heartbeat.call(lambda: store.get(f"{what} failed")).decode().partition(" ")
-            raise (UserError if code == "2" else NotNow)(reason)
-        heartbeat.raise_if_lost()
-        time.sleep(0.05)
-    return result
+    weights = {}
+
+    def read_hf() -> dict:
+        theirs = next((base for base in model_class.__mro__ if base in HF_FAMILIES), model_class)
+        config, files = config_from_hf(theirs, source[3:])
+        if complete:
+            weights.update(from_hf(theirs, source[3:]).state_dict())
+        file = tokenizer_in(files[0].parent)
+        known = ""
+        with suppress(UserError):  # one that is refused matters only if it is used
+            known = tokenizer_id(load_tokenizer(file)) if file else ""
+            if known.endswith(GPT2_DIGEST):
+                load_tokenizer("gpt2")  # if that can be had
+                file = "gpt2"
+        return {"path": source, "model_config": asdict(config), "settings": {}, "tokenizer": known,
+                "tokenizer_file": file}
+
+    if source.startswith("hf:"):
+        found = on_rank0(read_hf)
+    else:
+        found = load_checkpoint(source, print, checked=complete)
+        weights = found["tensors"]["model"] | found["tensors"]["ema"]
+        if model_class in HF_FAMILIES:  # a model of one's own may start from any other
+            assert_family(found, model_class)
+            config_of(model_class.Config, found["model_config"], found["path"])
+    ours = {field.name for field in fields(model_class.Config)}
+    config = {name: value for name, value in found["model_config"].items() if name in ours}
+    # a new run may have longer rows than that one, and always has its tokenizer
+    return found | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
+                    "tokenizer_flag": found["tokenizer_file"],
+                    "left_over": sorted(found["model_config"].keys() - ours)}
 
 
-def on_rank0(function):
-    """Runs function() on rank 0; returns its result on all ranks. Its error is a UserError on the others."""
-    answer = [on_all("rank 0", lambda: function() if dist.get_rank() == 0 else None)]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
-
-
-def from_all(value) -> list:
-    """The values of all ranks, small and plain, on each."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def reduce_sum(values: list, world: World) -> list[float]:
-    """Sums a few numbers, floats or scalar tensors, over all ranks in one float64 all-reduce."""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
-    dist.all_reduce(packed)
-    return packed.tolist()
-
-
-def begin_sum(value: float, world: World):
-    """Starts summing a number over all ranks. Returns a function that waits for the sum and returns it as a
-    float64 scalar on the device. On a GPU the host does not wait.
+def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
+    """The checkpoint that --resume names, or with `auto` the newest of a run directory, if there is one.
+    Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
+    nodes are numbered anew.
     """
-    total = torch.full((), value, dtype=torch.float64, device=world.device)  # a copy would wait for the GPU
-    under_way = dist.all_reduce(total, async_op=True)
-
-    def wait() -> Tensor:
-        under_way.wait()
-        return total
-
-    return wait
-
-
-def find_mismatch(values: list) -> tuple[int, int] | None:
-    """(index, odd rank) of the first of these plain values that differs between ranks, or None."""
-    for index, of_ranks in enumerate(zip(*from_all(values))):
-        usual = max(of_ranks, key=of_ranks.count)  # the first of the most frequent
-        for rank, value in enumerate(of_ranks):
-            if value != usual:
-                return index, rank
-    return None
+    if resume not in ("auto", "none"):
+        return load_checkpoint(resume, print)
+    newest = max(map(step_of, list_checkpoints(out)), default=0)
+    found = from_all((newest, f"{world.node} ({HOST})"))
+    first = found[0][0]
+    latest, where = max(found)
+    if latest > first:
+        raise UserError(f"{where} holds step {latest} of {out}, node0 only step {first}: start that machine "
+                        f"as node 0, copy its {out} to node 0, or, to go back, delete its later checkpoints.")
+    if resume == "none" or not first:
+        return None
+    if world.is_rank0:
+        say(f"reading the checkpoint of step {first} in {out}")  # which can take a while
+    return load_checkpoint(out, print)
 
 
-def assert_same(what: str, text: str, way_out: str):
-    """Raises UserError naming the first rank whose text differs from the other ranks'."""
-    if odd := find_mismatch([text]):
-        raise UserError(f"{what} on rank {odd[1]} differs from the other ranks: {way_out}.")
+def run_directory(args: Namespace, model_class: type) -> Path:
+    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096."""
+    family = model_class.__name__.lower()
+    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
+    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
+    return args.out or Path("runs", "-".join(names))
 
 
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The bits of a tensor, summed as integers to an int64 scalar. One flipped bit changes the sum."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(-1).view(integers)
-    if bits.device.type == "cpu":  # torch takes ten times as long as numpy, on all cores
-        return torch.tensor(bits.numpy().sum(dtype=np.int64))
-    return bits.sum(dtype=torch.int64)
+def find_run(model_class: type, args: Namespace, world: World,
+             parse_args, argv: list[str] | None) -> tuple[Namespace, Path, dict | None]:
+    """Returns the flags, the run directory, and the checkpoint to resume from or None. All ranks call this.
 
-
-def assert_in_sync(model: nn.Module):
-    """Compares unsharded parameters and saved buffers across ranks, bit for bit. RunError if they differ."""
-    tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
-    buffers = dict(model.named_buffers())
-    names = sorted(tensors, key=lambda name: name in buffers)  # last, see below
-    if names and (odd := find_mismatch(torch.stack([bit_sum(tensors[name]) for name in names]).tolist())):
-        name = names[odd[0]]
-        cause = ("check the memory and the libraries of that node (processors of unlike types round "
-                 "differently: there --optimizer muon needs --strategy zero1); the last checkpoint was in "
-                 "sync.")
-        if name in buffers:  # and all parameters are alike
-            cause = ("forward updates this buffer from the data of its own rank: let it sum over all ranks "
-                     "what it adds, with torch.distributed.all_reduce.")
-        raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
+    What a flag does not say comes from that checkpoint, else from the weights of --init-from, else from its
+    default: parse_args(argv, …) parses the command line again with `saved` or `weights`, what they record.
+    Nothing is written or locked. Raises UserError on all ranks.
+    """
+    weights = missing = None
+    if args.init_from:
+        try:
+            weights = weights_of(model_class, args.init_from, complete=False)
+        except UserError as error:  # does not matter to a run that has begun
+            missing = error
+        args = parse_args(argv, weights=weights)
+    out = run_directory(args, model_class)
+    saved = find_checkpoint(out, args.resume, world)
+    if saved and saved["family"] == model_class.__name__:
+        args = parse_args(argv, saved=saved)
+    elif missing:
+        raise missing
+    if weights and not saved:
+        with torch.device("meta"):
+            model = model_class(model_class.Config(**weights["model_config"]))
+        known = model.config.seq_len
+        if args.seq_len > known and "positions.weight" in model.state_dict():
+            raise UserError(f"{args.init_from} has learned positions for {known} tokens: lower --seq-len.")
+    return args, out, saved
 
 
 def load_data(model_class: type, args: Namespace, world: World) -> Dataset:
@@ -995,8 +1105,229 @@ def load_data(model_class: type, args: Namespace, world: World) -> Dataset:
     return dataset
 
 
+def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
+    """The micro-batch size for a process's `share` of a global batch, or 0 if the flags do not fit the share.
+    A flag that is not given is None. Without flags, it is the largest size that fits, up to `largest`.
+    """
+    if grad_accum:
+        batch = batch or share // grad_accum
+        return batch if batch * grad_accum == share else 0
+    if batch:
+        return batch if share % batch == 0 else 0
+    return max(b for b in range(1, min(share, largest) + 1) if share % b == 0)
+
+
+def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
+               wanted: int, largest: int) -> tuple[int, int, int]:
+    """Returns (global batch, micro-batch, accumulation steps). The global batch is the product of the other
+    two and the world size. None means not given. A given global batch is used, or refused by a UserError with
+    the nearest fit. Otherwise it is `wanted`, from the recipe or the run so far. If the world size does not
+    divide `wanted`, it is the multiple of the world size within 5 % of `wanted` that has the largest
+    micro-batch, up to `largest`.
+    """
+    if global_batch is None and batch and grad_accum:
+        global_batch = batch * grad_accum * world_size
+    elif global_batch is None and wanted % world_size == 0:
+        global_batch = wanted
+    elif global_batch is None:
+        exact = wanted / world_size  # sequences per process
+        fitting = {}  # the micro-batch of each share within 5 %
+        for share in range(math.ceil(0.95 * exact), math.floor(1.05 * exact) + 1):
+            if micro := micro_batch_of(share, batch, grad_accum, largest):
+                fitting[share] = micro
+        unit = batch or grad_accum or 1
+        share = max(1, round(exact / unit)) * unit
+        if fitting:
+            share = max(fitting, key=lambda share: (fitting[share], -abs(share - exact)))
+        global_batch = share * world_size
+    if global_batch % world_size or global_batch < 1:
+        low = global_batch // world_size * world_size
+        fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
+        raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
+                        f"processes: use --global-batch {fits}.")
+    share = global_batch // world_size
+    micro = micro_batch_of(share, batch, grad_accum, largest)
+    if not micro:
+        wish = batch or share // grad_accum
+        nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
+        given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
+        raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
+                        f"processes {share}. Use --batch {nearest} --grad-accum {share // nearest}.")
+    return global_batch, micro, share // micro
+
+
+def plan_run(args: Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
+             say) -> tuple[int, int, int, int]:
+    """Returns sequences per step and per micro-batch, micro-batches per step, and steps of the run. A resumed
+    run keeps its global batch, unless the flags name another; then --epochs counts what is left with that.
+    """
+    size = recipe(args, size)
+    wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
+    global_batch, micro_batch, grad_accum_steps = plan_batch(
+        world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, size["batch"])
+    if global_batch * args.seq_len > 1e9:
+        raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
+                        "--global-batch, or --batch and --grad-accum.")
+    if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
+        say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
+            f"{global_batch}")
+        if abs(global_batch / wanted - 1) > 0.05:
+            say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
+                "--global-batch chooses another number")
+    steps = args.steps
+    if args.epochs:
+        done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
+        left = math.ceil(args.epochs * dataset.train.rows) - samples
+        steps = done + max(0, math.ceil(left / global_batch))
+    return global_batch, micro_batch, grad_accum_steps, steps
+
+
+def open_run(out: Path, args: Namespace, world: World,
+             saved: dict | None) -> tuple[monitor.RunLog, "Checkpoints", dict | None]:
+    """Locks a run directory and opens its log. Returns `saved` of find_run, or what has become the newest
+    checkpoint since.
+    """
+    lock = RunLock(out)
+    log = monitor.RunLog(out, world.is_rank0, world.prefix)
+    log.lost = lock.lost
+    checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
+    return log, checkpoints, checkpoints.load(args.resume, saved)
+
+
+def new_model(model_class: type, args: Namespace, dataset: Dataset, world: World,
+              saved: dict | None, say, **config) -> nn.Module:
+    """The model to train: random or from --init-from, or uninitialized if `saved` will be restored into it.
+    `config` has the fields of its configuration that come from the data.
+    """
+    padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
+    config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
+                                **config)
+    if vars(config).get("attention") == "prefix" and dataset.loss == "all":
+        raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
+                        "they are to learn: use isolated or causal, or prepare the data with "
+                        "--prompt-field and --response-field.")
+    if vars(config).get("response", -1) >= 0:
+        sample_prompt(args, dataset)
+    names = (*CHANGEABLE, "eot", "attention", "start", "response", "end")
+    changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    if args.init_from and not saved:
+        return trained_model(model_class, args, dataset, world, say, asdict(config), changes)
+    if saved and saved["family"] == model_class.__name__:  # otherwise check_resumable refuses it
+        config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
+    model = build_model(model_class, config, world, args.strategy)
+    if not saved:
+        say(f"initializing {num_params(model):,} parameters")
+        torch.manual_seed(args.seed)
+        copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
+    return model
+
+
+def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: World, say, config: dict,
+                  changes: dict) -> nn.Module:
+    """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
+    the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
+    that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
+    Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
+    """
+    found = weights_of(model_class, args.init_from)
+    source, weights, known = found["path"], found["weights"], found["model_config"]
+    say(f"starting from {source}")
+    tokenizer = dataset.tokenizer
+    most, vocab_size = known["vocab_size"], config["vocab_size"]
+    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
+
+    def same_ids() -> bool:
+        """Whether each id that the weights know is that of the same token in the data."""
+        known_by = load_tokenizer(found["tokenizer_file"])
+        assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
+        theirs = known_by.vocab
+        return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
+
+    if not (found["tokenizer"] and found["tokenizer_file"]):
+        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
+            "here: use the tokenizer of that model")
+    elif not on_rank0(same_ids):
+        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
+                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+    if most < vocab_size and config.get("response", -1) < 0:
+        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+    if known.get("attention") == "prefix" != changes.get("attention"):
+        say(f"WARNING: {source} was trained with prefix attention; this run has --attention "
+            f"{changes.get('attention')}")
+    changes["seq_len"] = max(args.seq_len, known["seq_len"])
+    if most < vocab_size:
+        say(f"{source} knows {most} of {vocab_size} ids: embeddings of new ids start as the mean of the "
+            "existing ones")
+        rows = max(pad_vocab(vocab_size), known["padded_vocab"])
+        changes |= {"vocab_size": vocab_size, "padded_vocab": rows}
+        for name in VOCAB_TENSORS & weights.keys():
+            mean = weights[name][:most].mean(0, keepdim=True)
+            weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
+    model = build_model(model_class, model_class.Config(**config | known | changes), world, args.strategy)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+    def complete() -> list[str]:
+        """Adds what the weights lack, and names it."""
+        for name in shapes.keys() & weights.keys():
+            if weights[name].shape != shapes[name]:
+                raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
+                                f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
+        lacking = shapes.keys() - weights.keys()
+        torch.manual_seed(args.seed)
+        fresh = model_class(model.config).state_dict() if lacking else {}
+        weights.update({name: fresh[name] for name in lacking})
+        return sorted(lacking)
+
+    left_over = found["left_over"] + sorted(weights.keys() - shapes.keys())
+    lacking = sorted(config.keys() - known.keys()) + on_rank0(complete)
+    if lacking:
+        say(f"{source} lacks {listed(lacking)}: as in a new model")
+    if left_over:
+        say(f"{source} has {listed(left_over)}, which this model does not use")
+    copy_weights(model, weights, world)
+    return model
+
+
+def assert_tokenizer(saved: dict, tokenizer, way_out: str):
+    """Raises UserError if a checkpoint is of another tokenizer, whatever their names."""
+    ours = tokenizer_id(tokenizer)
+    if ours.split()[-1] != saved["tokenizer"].split()[-1]:
+        raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, not with "
+                        f"{ours}: {way_out}.")
+
+
+def identity_of(model_class: type, model: nn.Module, args: Namespace, dataset: Dataset,
+                world: World, constants: dict, **settings) -> dict:
+    """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
+    the flags, some of which `settings` replaces. Of `constants`, the names of the trainer's file, it has
+    those in capitals that are numbers, texts or tuples.
+    """
+    flags = vars(args) | {name: value for name, value in constants.items()
+                          if name.isupper() and isinstance(value, int | float | str | tuple)}
+    text = json.dumps(flags, default=str, ensure_ascii=False)
+    settings = (json.loads(without_surrogates(text)) | flags_of_model(model_class.Config, model.config)
+                | settings)
+    settings["world_size"] = world.world_size
+    settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
+    return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
+            "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
+            "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
+
+
+def check_resumable(saved: dict, now: dict, say):
+    """Raises UserError if the family of the model, tokenizer, data or seed has changed (its shape is that of
+    the checkpoint, see find_run); prints other changes.
+    """
+    for what in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed"):
+        if saved[what] != now[what]:
+            raise UserError(f"{saved['path']} cannot be resumed: {what} was {saved[what]}, now {now[what]}; "
+                            "use the original flags and trainer, or start a new run with another --out.")
+    for flag, value in now["settings"].items():
+        if (before := saved["settings"].get(flag, value)) != value:
+            say(f"resuming with {flag} {value} (was {before})")
+
 # -----------------------------------------------------------------------------------------------------------
-# Models on all ranks, replicated or sharded
+# Models on ranks, replicated or sharded
 
 
 def build_model(model_class: type, config, world: World, strategy: str = "ddp") -> nn.Module:
@@ -1098,135 +1429,10 @@ def config_of(config_class: type, saved: dict, where):
     return config_class(**saved)
 
 
-def load_model(model_class: type, source: str | Path, world: World, say, strategy: str = "ddp",
-               saved: dict | None = None, **changes) -> tuple[nn.Module, dict]:
-    """Loads a model, with averaged weights if there are any, from a run directory or a file, or from `saved`,
-    a checkpoint that was loaded before. Returns it and its checkpoint. `changes` replaces fields of the
-    configuration that do not affect the parameters.
-    """
-    saved = saved or load_checkpoint(source, say)
-    assert_family(saved, model_class)
-    config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-    model = build_model(model_class, config, world, strategy)
-    assert_same_parameters(model, saved)
-    copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
-    return model, saved
-
-
-def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
-    """What is known of the weights of --init-from: `path`, `model_config` (what the model does not know of it
-    is in `left_over`), tokenizer, `settings` of their run, and on rank 0, if `complete`, their tensors in
-    `weights`. Raises UserError on all ranks.
-    """
-    weights = {}
-
-    def read_hf() -> dict:
-        theirs = next((base for base in model_class.__mro__ if base in HF_FAMILIES), model_class)
-        config, files = config_from_hf(theirs, source[3:])
-        if complete:
-            weights.update(from_hf(theirs, source[3:]).state_dict())
-        file = tokenizer_in(files[0].parent)
-        known = ""
-        with suppress(UserError):  # one that is refused matters only if it is used
-            known = tokenizer_id(load_tokenizer(file)) if file else ""
-            if known.endswith(GPT2_DIGEST):
-                load_tokenizer("gpt2")  # if that can be had
-                file = "gpt2"
-        return {"path": source, "model_config": asdict(config), "settings": {}, "tokenizer": known,
-                "tokenizer_file": file}
-
-    if source.startswith("hf:"):
-        found = on_rank0(read_hf)
-    else:
-        found = load_checkpoint(source, print, checked=complete)
-        weights = found["tensors"]["model"] | found["tensors"]["ema"]
-        if model_class in HF_FAMILIES:  # a model of one's own may start from any other
-            assert_family(found, model_class)
-            config_of(model_class.Config, found["model_config"], found["path"])
-    ours = {field.name for field in fields(model_class.Config)}
-    config = {name: value for name, value in found["model_config"].items() if name in ours}
-    # a new run may have longer rows than that one, and always has its tokenizer
-    return found | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
-                    "tokenizer_flag": found["tokenizer_file"],
-                    "left_over": sorted(found["model_config"].keys() - ours)}
-
-
 def assert_family(saved: dict, model_class: type):
     if saved["family"] != model_class.__name__:
         raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
                         f"{model_class.__name__}: use its own trainer.")
-
-
-def load_run(model_class: type, run: str | Path) -> tuple:
-    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
-    use in a script of one's own: with averaged weights if there are any, without a World. Raises RunError.
-    """
-    path = next(iter(list_checkpoints(run)), Path(run))
-    saved = read_checkpoint(path)
-    model = model_class(config_of(model_class.Config, saved["model_config"], path))
-    assert_same_parameters(model, saved | {"path": path})
-    model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
-    return model.eval(), load_tokenizer(str(path.parent.parent))
-
-
-def assert_tokenizer(saved: dict, tokenizer, way_out: str):
-    """Raises UserError if a checkpoint is of another tokenizer, whatever their names."""
-    ours = tokenizer_id(tokenizer)
-    if ours.split()[-1] != saved["tokenizer"].split()[-1]:
-        raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, not with "
-                        f"{ours}: {way_out}.")
-
-
-def use_model(model_class: type, args: Namespace, world: World, out: Path,
-              saved: dict | None):
-    """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
-    --resume.
-    """
-    changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
-    resume = out if args.resume == "auto" else args.resume
-    strategy = args.strategy if args.eval_only else "ddp"
-    model, saved = load_model(model_class, resume, world, print, strategy, saved, **changes)
-    model.compute_dtype = compute_dtype(args.precision, world.device)
-    model.eval()
-    if args.eval_only:
-        return evaluate_only(model, saved, args, world)
-    if not world.is_rank0:
-        return
-    home = Path(saved["path"]).parent.parent
-    out = args.out or home
-    if not (out / "tokenizer.json").exists():
-        raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
-    tokenizer = load_tokenizer(str(out))
-    assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
-    say(f"step {saved['step']} from {saved['path']}")
-    if args.export == "gguf":
-        to_gguf(model, out / "model.gguf", tokenizer)
-        say(f"{out / 'model.gguf'} is ready for llama-cli -m, Ollama and LM Studio")
-    if args.export == "hf":
-        to_hf(model, out / "hf", tokenizer)
-        say(f"{out / 'hf'} is ready for from_pretrained of transformers")
-        if model_class is GPT2 and model.config.attention == "prefix":
-            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
-    if vars(args).get("fill") is not None:
-        print(*fill_masks(model, tokenizer, args.fill), sep="\n")
-    answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
-    chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
-    if prompt is not None:
-        pieces = answer(prompt)
-        print(prompt, end="\n" * (model.config.response >= 0))
-        print_pieces(pieces)
-    with suppress(EOFError, KeyboardInterrupt):
-        while chat:
-            try:
-                print_pieces(answer(input("> ")))
-            except UserError as error:  # the prompt is too long
-                print(f"error: {error}")
-
-
-def print_pieces(pieces):
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
 
 
 def compiles(choice: bool | None, device: torch.device) -> bool:
@@ -1248,7 +1454,6 @@ def set_modes(model: nn.Module, args: Namespace, world: World, say):
         block.checkpointing = args.checkpoint_activations
         if compiled:  # rounds where eager code does, so that recomputing gives the same bits
             block.compile(options={"emulate_precision_casts": not args.fast})
-
 
 # -----------------------------------------------------------------------------------------------------------
 # Training state
@@ -1305,21 +1510,6 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(here, clip.to(here[0].device))
     return norm
-
-
-def mixed(seed: int, step: int, stream: int) -> int:
-    number = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + stream) * 0x94D049BB133111EB
-    return (number ^ number >> 31) % 2**63
-
-
-def seed_step(seed: int, step: int, rank: int):
-    """Seeds torch for one step of one rank, so that a checkpoint need not hold generator states."""
-    torch.manual_seed(mixed(seed, step, rank))
-
-
-def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Generator:
-    """A random generator, the same on all ranks; each `number` gives another one for the same step."""
-    return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
 
 
 @dataclass
@@ -1573,9 +1763,9 @@ class TrainState:
                 group.clear()
                 group.update(values)
 
-
 # -----------------------------------------------------------------------------------------------------------
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
+
 
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "optimizer")  # of tensors in a checkpoint, each a dict by name
@@ -1664,19 +1854,6 @@ def tokenizer_in(directory: Path) -> str | None:
     if (path := directory / "tokenizer.json").is_file():
         return str(path)
     return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
-
-
-def check_resumable(saved: dict, now: dict, say):
-    """Raises UserError if the family of the model, tokenizer, data or seed has changed (its shape is that of
-    the checkpoint, see find_run); prints other changes.
-    """
-    for what in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed"):
-        if saved[what] != now[what]:
-            raise UserError(f"{saved['path']} cannot be resumed: {what} was {saved[what]}, now {now[what]}; "
-                            "use the original flags and trainer, or start a new run with another --out.")
-    for flag, value in now["settings"].items():
-        if (before := saved["settings"].get(flag, value)) != value:
-            say(f"resuming with {flag} {value} (was {before})")
 
 
 class Checkpoints:
@@ -1931,268 +2108,8 @@ class RunLock:
         while cls.held:
             cls.held.pop().close()
 
-
 # -----------------------------------------------------------------------------------------------------------
-# Around a training step
-
-
-class StopVote:
-    """Stops all ranks after the same step, when any of them gets a signal.
-
-    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `vote`, called after each step and
-    each evaluation batch, starts a small all-reduce of it. Its result is read a step or batch later, so no
-    rank waits for another.
-    """
-
-    def __init__(self, world: World):
-        self.signal = 0  # received by this rank
-        self._since = 0.0  # when it came
-        self.agreed = 0  # the signal at which all ranks have agreed to stop
-        self._vote = torch.zeros((), device=world.device)  # the newest
-        self._under_way = None  # waits for it, until it is read
-        self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
-                signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number, frame):
-        # Ctrl-C comes twice at once, from the terminal and from torchrun; a second press comes later
-        if number == signal.SIGINT and self.signal and time.monotonic() - self._since > 2:
-            os.write(2, b"\nleaving at once, without a checkpoint\n")
-            os._exit(130)
-        if not self.signal:
-            self._since = time.monotonic()  # set first: a signal may come between these two lines
-            self.signal = number
-
-    def vote(self) -> int:
-        """Starts a vote. Returns the result of the previous one: the signal that any rank got, or 0."""
-        if self._under_way:
-            self.read()
-        if self._torchrun not in (None, os.getppid()):  # it was killed, so nothing else will stop us
-            self._on_signal(signal.SIGHUP, None)
-        self._vote.fill_(self.signal)
-        self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
-        return self.agreed
-
-    def read(self, *others: Tensor) -> list[float]:
-        """Reads the newest vote. Returns the values of `others`, float32 scalars on the device, for which the
-        host waits at the same time.
-        """
-        if self._under_way:
-            self._under_way.wait()
-            self._under_way = None
-        number, *values = torch.stack([self._vote, *others]).tolist()
-        self.agreed = self.agreed or int(number)
-        return values
-
-
-def find_run(model_class: type, args: Namespace, world: World,
-             parse_args, argv: list[str] | None) -> tuple[Namespace, Path, dict | None]:
-    """Returns the flags, the run directory, and the checkpoint to resume from or None. All ranks call this.
-
-    What a flag does not say comes from that checkpoint, else from the weights of --init-from, else from its
-    default: parse_args(argv, …) parses the command line again with `saved` or `weights`, what they record.
-    Nothing is written or locked. Raises UserError on all ranks.
-    """
-    weights = missing = None
-    if args.init_from:
-        try:
-            weights = weights_of(model_class, args.init_from, complete=False)
-        except UserError as error:  # does not matter to a run that has begun
-            missing = error
-        args = parse_args(argv, weights=weights)
-    out = run_directory(args, model_class)
-    saved = find_checkpoint(out, args.resume, world)
-    if saved and saved["family"] == model_class.__name__:
-        args = parse_args(argv, saved=saved)
-    elif missing:
-        raise missing
-    if weights and not saved:
-        with torch.device("meta"):
-            model = model_class(model_class.Config(**weights["model_config"]))
-        known = model.config.seq_len
-        if args.seq_len > known and "positions.weight" in model.state_dict():
-            raise UserError(f"{args.init_from} has learned positions for {known} tokens: lower --seq-len.")
-    return args, out, saved
-
-
-def run_directory(args: Namespace, model_class: type) -> Path:
-    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096."""
-    family = model_class.__name__.lower()
-    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
-    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
-    return args.out or Path("runs", "-".join(names))
-
-
-def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
-    """The checkpoint that --resume names, or with `auto` the newest of a run directory, if there is one.
-    Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
-    nodes are numbered anew.
-    """
-    if resume not in ("auto", "none"):
-        return load_checkpoint(resume, print)
-    newest = max(map(step_of, list_checkpoints(out)), default=0)
-    found = from_all((newest, f"{world.node} ({HOST})"))
-    first = found[0][0]
-    latest, where = max(found)
-    if latest > first:
-        raise UserError(f"{where} holds step {latest} of {out}, node0 only step {first}: start that machine "
-                        f"as node 0, copy its {out} to node 0, or, to go back, delete its later checkpoints.")
-    if resume == "none" or not first:
-        return None
-    if world.is_rank0:
-        say(f"reading the checkpoint of step {first} in {out}")  # which can take a while
-    return load_checkpoint(out, print)
-
-
-def open_run(out: Path, args: Namespace, world: World,
-             saved: dict | None) -> tuple[monitor.RunLog, Checkpoints, dict | None]:
-    """Locks a run directory and opens its log. Returns `saved` of find_run, or what has become the newest
-    checkpoint since.
-    """
-    lock = RunLock(out)
-    log = monitor.RunLog(out, world.is_rank0, world.prefix)
-    log.lost = lock.lost
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
-    return log, checkpoints, checkpoints.load(args.resume, saved)
-
-
-def plan_run(args: Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
-             say) -> tuple[int, int, int, int]:
-    """Returns sequences per step and per micro-batch, micro-batches per step, and steps of the run. A resumed
-    run keeps its global batch, unless the flags name another; then --epochs counts what is left with that.
-    """
-    size = recipe(args, size)
-    wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
-    global_batch, micro_batch, grad_accum_steps = plan_batch(
-        world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, size["batch"])
-    if global_batch * args.seq_len > 1e9:
-        raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
-                        "--global-batch, or --batch and --grad-accum.")
-    if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
-        say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
-            f"{global_batch}")
-        if abs(global_batch / wanted - 1) > 0.05:
-            say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
-                "--global-batch chooses another number")
-    steps = args.steps
-    if args.epochs:
-        done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
-        left = math.ceil(args.epochs * dataset.train.rows) - samples
-        steps = done + max(0, math.ceil(left / global_batch))
-    return global_batch, micro_batch, grad_accum_steps, steps
-
-
-def new_model(model_class: type, args: Namespace, dataset: Dataset, world: World,
-              saved: dict | None, say, **config) -> nn.Module:
-    """The model to train: random or from --init-from, or uninitialized if `saved` will be restored into it.
-    `config` has the fields of its configuration that come from the data.
-    """
-    padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
-    config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
-                                **config)
-    if vars(config).get("attention") == "prefix" and dataset.loss == "all":
-        raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
-                        "they are to learn: use isolated or causal, or prepare the data with "
-                        "--prompt-field and --response-field.")
-    if vars(config).get("response", -1) >= 0:
-        sample_prompt(args, dataset)
-    names = (*CHANGEABLE, "eot", "attention", "start", "response", "end")
-    changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    if args.init_from and not saved:
-        return trained_model(model_class, args, dataset, world, say, asdict(config), changes)
-    if saved and saved["family"] == model_class.__name__:  # otherwise check_resumable refuses it
-        config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-    model = build_model(model_class, config, world, args.strategy)
-    if not saved:
-        say(f"initializing {num_params(model):,} parameters")
-        torch.manual_seed(args.seed)
-        copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
-    return model
-
-
-def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: World, say, config: dict,
-                  changes: dict) -> nn.Module:
-    """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
-    the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
-    that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
-    Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
-    """
-    found = weights_of(model_class, args.init_from)
-    source, weights, known = found["path"], found["weights"], found["model_config"]
-    say(f"starting from {source}")
-    tokenizer = dataset.tokenizer
-    most, vocab_size = known["vocab_size"], config["vocab_size"]
-    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
-
-    def same_ids() -> bool:
-        """Whether each id that the weights know is that of the same token in the data."""
-        known_by = load_tokenizer(found["tokenizer_file"])
-        assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
-        theirs = known_by.vocab
-        return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
-
-    if not (found["tokenizer"] and found["tokenizer_file"]):
-        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
-            "here: use the tokenizer of that model")
-    elif not on_rank0(same_ids):
-        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
-                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-    if most < vocab_size and config.get("response", -1) < 0:
-        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-    if known.get("attention") == "prefix" != changes.get("attention"):
-        say(f"WARNING: {source} was trained with prefix attention; this run has --attention "
-            f"{changes.get('attention')}")
-    changes["seq_len"] = max(args.seq_len, known["seq_len"])
-    if most < vocab_size:
-        say(f"{source} knows {most} of {vocab_size} ids: embeddings of new ids start as the mean of the "
-            "existing ones")
-        rows = max(pad_vocab(vocab_size), known["padded_vocab"])
-        changes |= {"vocab_size": vocab_size, "padded_vocab": rows}
-        for name in VOCAB_TENSORS & weights.keys():
-            mean = weights[name][:most].mean(0, keepdim=True)
-            weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
-    model = build_model(model_class, model_class.Config(**config | known | changes), world, args.strategy)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-    def complete() -> list[str]:
-        """Adds what the weights lack, and names it."""
-        for name in shapes.keys() & weights.keys():
-            if weights[name].shape != shapes[name]:
-                raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
-                                f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
-        lacking = shapes.keys() - weights.keys()
-        torch.manual_seed(args.seed)
-        fresh = model_class(model.config).state_dict() if lacking else {}
-        weights.update({name: fresh[name] for name in lacking})
-        return sorted(lacking)
-
-    left_over = found["left_over"] + sorted(weights.keys() - shapes.keys())
-    lacking = sorted(config.keys() - known.keys()) + on_rank0(complete)
-    if lacking:
-        say(f"{source} lacks {listed(lacking)}: as in a new model")
-    if left_over:
-        say(f"{source} has {listed(left_over)}, which this model does not use")
-    copy_weights(model, weights, world)
-    return model
-
-
-def identity_of(model_class: type, model: nn.Module, args: Namespace, dataset: Dataset,
-                world: World, constants: dict, **settings) -> dict:
-    """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
-    the flags, some of which `settings` replaces. Of `constants`, the names of the trainer's file, it has
-    those in capitals that are numbers, texts or tuples.
-    """
-    flags = vars(args) | {name: value for name, value in constants.items()
-                          if name.isupper() and isinstance(value, int | float | str | tuple)}
-    text = json.dumps(flags, default=str, ensure_ascii=False)
-    settings = (json.loads(without_surrogates(text)) | flags_of_model(model_class.Config, model.config)
-                | settings)
-    settings["world_size"] = world.world_size
-    settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
-    return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
-            "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
-            "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
+# Around a step
 
 
 def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict, step: int,
@@ -2275,10 +2192,69 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
                  "sync": "shards" if settings["strategy"] in SHARDED else "OK"}
 
 
-def say_on_other_nodes(world: World, text: str):
-    """Prints on the first process of a node without rank 0, which would otherwise print nothing."""
-    if world.local_rank == 0 and not world.is_rank0:
-        say(f"{world.prefix} {text}")
+def mixed(seed: int, step: int, stream: int) -> int:
+    number = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + stream) * 0x94D049BB133111EB
+    return (number ^ number >> 31) % 2**63
+
+
+def seed_step(seed: int, step: int, rank: int):
+    """Seeds torch for one step of one rank, so that a checkpoint need not hold generator states."""
+    torch.manual_seed(mixed(seed, step, rank))
+
+
+def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Generator:
+    """A random generator, the same on all ranks; each `number` gives another one for the same step."""
+    return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
+
+
+class StopVote:
+    """Stops all ranks after the same step, when any of them gets a signal.
+
+    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `vote`, called after each step and
+    each evaluation batch, starts a small all-reduce of it. Its result is read a step or batch later, so no
+    rank waits for another.
+    """
+
+    def __init__(self, world: World):
+        self.signal = 0  # received by this rank
+        self._since = 0.0  # when it came
+        self.agreed = 0  # the signal at which all ranks have agreed to stop
+        self._vote = torch.zeros((), device=world.device)  # the newest
+        self._under_way = None  # waits for it, until it is read
+        self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number, frame):
+        # Ctrl-C comes twice at once, from the terminal and from torchrun; a second press comes later
+        if number == signal.SIGINT and self.signal and time.monotonic() - self._since > 2:
+            os.write(2, b"\nleaving at once, without a checkpoint\n")
+            os._exit(130)
+        if not self.signal:
+            self._since = time.monotonic()  # set first: a signal may come between these two lines
+            self.signal = number
+
+    def vote(self) -> int:
+        """Starts a vote. Returns the result of the previous one: the signal that any rank got, or 0."""
+        if self._under_way:
+            self.read()
+        if self._torchrun not in (None, os.getppid()):  # it was killed, so nothing else will stop us
+            self._on_signal(signal.SIGHUP, None)
+        self._vote.fill_(self.signal)
+        self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
+        return self.agreed
+
+    def read(self, *others: Tensor) -> list[float]:
+        """Reads the newest vote. Returns the values of `others`, float32 scalars on the device, for which the
+        host waits at the same time.
+        """
+        if self._under_way:
+            self._under_way.wait()
+            self._under_way = None
+        number, *values = torch.stack([self._vote, *others]).tolist()
+        self.agreed = self.agreed or int(number)
+        return values
 
 
 class Metrics:
@@ -2399,33 +2375,6 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World):
-    """Evaluates the model of the checkpoint `saved` on the validation sets of --data, beside a training, too:
-    takes no lock and writes nothing into the run. Prints the results as a line, and as JSON for a script.
-    Every rank calls this. With the run's flags and number of processes the losses are those of its log, up to
-    rounding if blocks were compiled.
-    """
-    dataset = load_data(type(model), args, world)
-    assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
-    if not dataset.val:
-        raise UserError(f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1.")
-    run = saved["settings"]
-    if args.precision == "auto":
-        model.compute_dtype = getattr(torch, run["precision"])
-    masker = None
-    if isinstance(model, MLM):
-        masker = Masker(dataset.tokenizer, args.seq_len, run.get("EVAL_RATE", 0.15), 0)
-    state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
-    found = evaluate(state, dataset, StopVote(world), args.batch or run["batch"],
-                     args.eval_batches * run["global_batch"], masker)
-    if found is None:  # a signal has cut it short
-        raise KeyboardInterrupt
-    if world.is_rank0:
-        where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
-        print(" | ".join([where, *monitor.results(found)]))
-        print(json.dumps({"step": saved["step"], "data": dataset.name} | found), flush=True)
-
-
 def sample_prompt(args: Namespace, dataset: Dataset) -> tuple[str, str]:
     """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
     the response is empty. Raises UserError if the prompt of a pair fills a row.
@@ -2488,3 +2437,112 @@ def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step:
     # torchrun whose processes have ended waits for the others only for a while.
     on_all("end", finish)
     say_on_other_nodes(world, f"{ending} on node 0")
+
+# -----------------------------------------------------------------------------------------------------------
+# Using a run
+
+
+def load_model(model_class: type, source: str | Path, world: World, say, strategy: str = "ddp",
+               saved: dict | None = None, **changes) -> tuple[nn.Module, dict]:
+    """Loads a model, with averaged weights if there are any, from a run directory or a file, or from `saved`,
+    a checkpoint that was loaded before. Returns it and its checkpoint. `changes` replaces fields of the
+    configuration that do not affect the parameters.
+    """
+    saved = saved or load_checkpoint(source, say)
+    assert_family(saved, model_class)
+    config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
+    model = build_model(model_class, config, world, strategy)
+    assert_same_parameters(model, saved)
+    copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
+    return model, saved
+
+
+def load_run(model_class: type, run: str | Path) -> tuple:
+    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
+    use in a script of one's own: with averaged weights if there are any, without a World. Raises RunError.
+    """
+    path = next(iter(list_checkpoints(run)), Path(run))
+    saved = read_checkpoint(path)
+    model = model_class(config_of(model_class.Config, saved["model_config"], path))
+    assert_same_parameters(model, saved | {"path": path})
+    model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
+    return model.eval(), load_tokenizer(str(path.parent.parent))
+
+
+def use_model(model_class: type, args: Namespace, world: World, out: Path,
+              saved: dict | None):
+    """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
+    --resume.
+    """
+    changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
+    resume = out if args.resume == "auto" else args.resume
+    strategy = args.strategy if args.eval_only else "ddp"
+    model, saved = load_model(model_class, resume, world, print, strategy, saved, **changes)
+    model.compute_dtype = compute_dtype(args.precision, world.device)
+    model.eval()
+    if args.eval_only:
+        return evaluate_only(model, saved, args, world)
+    if not world.is_rank0:
+        return
+    home = Path(saved["path"]).parent.parent
+    out = args.out or home
+    if not (out / "tokenizer.json").exists():
+        raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
+    tokenizer = load_tokenizer(str(out))
+    assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
+    say(f"step {saved['step']} from {saved['path']}")
+    if args.export == "gguf":
+        to_gguf(model, out / "model.gguf", tokenizer)
+        say(f"{out / 'model.gguf'} is ready for llama-cli -m, Ollama and LM Studio")
+    if args.export == "hf":
+        to_hf(model, out / "hf", tokenizer)
+        say(f"{out / 'hf'} is ready for from_pretrained of transformers")
+        if model_class is GPT2 and model.config.attention == "prefix":
+            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
+    if vars(args).get("fill") is not None:
+        print(*fill_masks(model, tokenizer, args.fill), sep="\n")
+    answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
+    chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
+    if prompt is not None:
+        pieces = answer(prompt)
+        print(prompt, end="\n" * (model.config.response >= 0))
+        print_pieces(pieces)
+    with suppress(EOFError, KeyboardInterrupt):
+        while chat:
+            try:
+                print_pieces(answer(input("> ")))
+            except UserError as error:  # the prompt is too long
+                print(f"error: {error}")
+
+
+def print_pieces(pieces):
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World):
+    """Evaluates the model of the checkpoint `saved` on the validation sets of --data, beside a training, too:
+    takes no lock and writes nothing into the run. Prints the results as a line, and as JSON for a script.
+    Every rank calls this. With the run's flags and number of processes the losses are those of its log, up to
+    rounding if blocks were compiled.
+    """
+    dataset = load_data(type(model), args, world)
+    assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
+    if not dataset.val:
+        raise UserError(f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1.")
+    run = saved["settings"]
+    if args.precision == "auto":
+        model.compute_dtype = getattr(torch, run["precision"])
+    masker = None
+    if isinstance(model, MLM):
+        masker = Masker(dataset.tokenizer, args.seq_len, run.get("EVAL_RATE", 0.15), 0)
+    state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
+    found = evaluate(state, dataset, StopVote(world), args.batch or run["batch"],
+                     args.eval_batches * run["global_batch"], masker)
+    if found is None:  # a signal has cut it short
+        raise KeyboardInterrupt
+    if world.is_rank0:
+        where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
+        print(" | ".join([where, *monitor.results(found)]))
+        print(json.dumps({"step": saved["step"], "data": dataset.name} | found), flush=True)
