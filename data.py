@@ -11,6 +11,9 @@ A shard is a header followed by an array (the format of llm.c and modded-nanogpt
 `prepare` can be killed at any time: the manifest lists the finished shards and where they end in the source.
 The order of samples is a pure function of seed and position on any number of ranks, so a checkpoint stores
 only the number of samples consumed. Only the reader imports torch, so `prepare` starts five times faster.
+
+What all commands of this project share is defined here, too: the errors that end them with one sentence
+(UserError, NotNow), their flags (ArgumentParser, flag_group), and how they print (`say`).
 """
 
 import argparse
@@ -151,8 +154,8 @@ def spelled(token: bytes) -> str:
 
 class Vocabulary:
     """The tokens of a tokenizer, as its tokenizer.json spells them. `takes_blank`: whether tokens hold the
-    blank before their word, so that a mask replaces that, too. `num_ids` counts all ids. `vocab_size` excludes
-    [MASK] if it is the last id, because only masked language models need it.
+    blank before their word, so that a mask replaces that, too. `num_ids` counts all ids. `vocab_size`
+    excludes [MASK] if it is the last id, because only masked language models need it.
     """
 
     def __init__(self, name: str, vocab: dict[str, int], specials: dict[str, int], eot: str, mask: str,
@@ -487,7 +490,7 @@ class Source:
                 hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
                 raise UserError(f"no file matches {where!r}{hint}.")
         elif dataset in SHORT_NAMES or prefix == "hf" and where:
-            self.repo, self.config = SHORT_NAMES.get(dataset) or (where.split(":") + [None])[:2]
+            self.repo, self.config = SHORT_NAMES.get(dataset) or [*where.split(":"), None][:2]
             prefix = "hub"
             self.identity = f"{self.repo}:{self.config}"
             self.files = find_files(f"{self.repo}/**")  # if it is a directory here
@@ -597,8 +600,7 @@ class Source:
                 except UnicodeDecodeError as error:
                     at = begin + len(raw) - len(error.object) + error.start
                     file.seek(0)
-                    ends = itertools.accumulate(map(len, file))
-                    line = 1 + sum(1 for _ in itertools.takewhile(lambda end: end <= at, ends))
+                    line = 1 + sum(end <= at for end in itertools.accumulate(map(len, file)))
                     raise not_utf8(path, f"byte {at + 1} in line {line}", error)
                 begin += len(raw)
                 self.done += len(raw)
@@ -1236,10 +1238,11 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     else:
         tokenizer = load_tokenizer(name)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        if lost := tokenizer.lost_in("\n".join(first_texts(source, settings, BLOCK, splits=""))):
-            text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
-            if lost > 0.01:
-                raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
+        lost = tokenizer.lost_in("\n".join(first_texts(source, settings, BLOCK, splits="")))
+        text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
+        if lost > 0.01:
+            raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
+        if lost:
             say(f"WARNING: {text}")
     pairs = settings["row"] is not None
     if pairs:

@@ -8,7 +8,7 @@
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
     checkpoints         Checkpoints writes and finds them; RunLock keeps a directory to one run
-    around a step       begin_log, StopVote, Metrics, evaluate, sample, end_run
+    around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
     using a run         load_run, use_model: --prompt, --chat, --fill, --export, --eval-only
 
 The trainers show the order of the calls. One rule holds everywhere: all ranks call the same collectives in
@@ -45,6 +45,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -59,13 +60,48 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from data import (GPT2_DIGEST, ArgumentParser, Dataset, Masker, NotNow, UserError, cpu_count, directory_of,
-                  flag_group, fsync_directory, load_tokenizer, locate, parse_count, prompt_ids,
-                  replacing, row_of, say, sources_of, tokenizer_id, unigram_entropy, validation_batches,
-                  without_surrogates)
-from model import (GPT2, HF_FAMILIES, MLM, VOCAB_TENSORS, CausalConfig, blocks_of, config_from_hf,
-                   continue_text, copied_buffers, fill_masks, flops_per_token, from_hf, num_params, pad_vocab,
-                   to_gguf, to_hf)
+from data import (
+    GPT2_DIGEST,
+    ArgumentParser,
+    Dataset,
+    Masker,
+    NotNow,
+    UserError,
+    cpu_count,
+    directory_of,
+    flag_group,
+    fsync_directory,
+    load_tokenizer,
+    locate,
+    parse_count,
+    prompt_ids,
+    replacing,
+    row_of,
+    say,
+    sources_of,
+    tokenizer_id,
+    unigram_entropy,
+    validation_batches,
+    without_surrogates,
+)
+from model import (
+    GPT2,
+    HF_FAMILIES,
+    MLM,
+    VOCAB_TENSORS,
+    CausalConfig,
+    blocks_of,
+    config_from_hf,
+    continue_text,
+    copied_buffers,
+    fill_masks,
+    flops_per_token,
+    from_hf,
+    num_params,
+    pad_vocab,
+    to_gguf,
+    to_hf,
+)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
@@ -77,11 +113,7 @@ STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 HOST = os.uname().nodename  # the name of this machine
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-sys.path.append(str(Path(__file__).resolve().with_name("cluster")))
-try:
-    import roll_call
-except ImportError:  # the trainers alone were copied
-    roll_call = None
+HAS_CLUSTER = Path(__file__).with_name("cluster").is_dir()  # not where the trainers alone were copied
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
@@ -433,22 +465,28 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
                             "store still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
                             "on every node before torchrun, and start again; a run resumes from its newest "
                             "checkpoint.")
-        own = address_towards(env["MASTER_ADDR"])
+        several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE", 1))
+        own = ""
+        if several_nodes and HAS_CLUSTER:
+            own = address_towards(env["MASTER_ADDR"])
         if own:
             store.compare_set("a node's address", "", own)
         heartbeat = Heartbeat(store, rank, world_size, where, timeout, hosts_store)
         heartbeat.wait_for_all()
-        if world_size > int(env.get("LOCAL_WORLD_SIZE", 1)):  # several nodes
+        if several_nodes and HAS_CLUSTER:
             choose_interface(own, store)
+        elif several_nodes and local_rank() == 0 and "GLOO_SOCKET_IFNAME" not in env:
+            say("WARNING: there is no folder cluster/ beside ddp_utils.py, so gloo takes the network card of "
+                "this machine's name: copy the folder, too, or set GLOO_SOCKET_IFNAME")
     return rank, world_size, store
 
 
 def address_towards(address: str) -> str:
     """This machine's IPv4 address on the way to that one, "" if it is not known or no other machine's way."""
+    from cluster import roll_call
     own = ""
-    if roll_call:
-        with suppress(roll_call.Problem):  # as with IPv6
-            own = roll_call.address_towards(address)
+    with suppress(roll_call.Problem):  # as with IPv6
+        own = roll_call.address_towards(address)
     return "" if own.startswith("127.") else own
 
 
@@ -456,6 +494,7 @@ def choose_interface(own: str, store: dist.Store):
     """Makes gloo use the network interface of the address `own`. By default it takes that of this machine's
     name, which is 127.0.1.1 on Debian and Ubuntu.
     """
+    from cluster import roll_call
     if not own and store.check(["a node's address"]):  # here MASTER_ADDR is this machine's name
         own = address_towards(store.get("a node's address").decode())
     if interface := own and roll_call.interface_of(own):
@@ -687,10 +726,9 @@ def begin_sum(value: float, world: World):
 def find_mismatch(values: list) -> tuple[int, int] | None:
     """(index, odd rank) of the first of these plain values that differs between ranks, or None."""
     for index, of_ranks in enumerate(zip(*from_all(values))):
-        usual = max(of_ranks, key=of_ranks.count)  # the first of the most frequent
-        for rank, value in enumerate(of_ranks):
-            if value != usual:
-                return index, rank
+        if len(set(of_ranks)) > 1:
+            usual = max(of_ranks, key=of_ranks.count)  # the first of the most frequent
+            return index, next(rank for rank, value in enumerate(of_ranks) if value != usual)
     return None
 
 
@@ -1156,49 +1194,72 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
     return global_batch, micro, share // micro
 
 
-def plan_run(args: Namespace, size: dict, dataset: Dataset, world: World, saved: dict | None,
-             say) -> tuple[int, int, int, int]:
-    """Returns sequences per step and per micro-batch, micro-batches per step, and steps of the run. A resumed
-    run keeps its global batch, unless the flags name another; then --epochs counts what is left with that.
+@dataclass
+class Run:
+    """What is settled before the first step."""
+
+    model_class: type
+    args: Namespace
+    world: World
+    dataset: Dataset
+    log: monitor.RunLog
+    checkpoints: "Checkpoints"
+    saved: dict | None  # the checkpoint to resume from
+    names: dict  # of the trainer's file: its constants, and __file__
+    # of plan_run
+    steps: int = 0
+    global_batch: int = 0  # sequences in a step, over all processes
+    batch: int = 0  # sequences in a micro-batch
+    grad_accum: int = 0  # micro-batches in a step
+
+
+def plan_run(run: Run, size: dict):
+    """Sets the steps and batches of a run. A resumed one keeps its global batch, unless the flags name
+    another; then --epochs counts what is left with that.
     """
+    args, world, saved, say = run.args, run.world, run.saved, run.log.say
     size = recipe(args, size)
     wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
-    global_batch, micro_batch, grad_accum_steps = plan_batch(
+    run.global_batch, run.batch, run.grad_accum = plan_batch(
         world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, size["batch"])
-    if global_batch * args.seq_len > 1e9:
-        raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
-                        "--global-batch, or --batch and --grad-accum.")
-    if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
+    if run.global_batch * args.seq_len > 1e9:
+        raise UserError(f"a step of {run.global_batch:,} sequences of {args.seq_len} tokens takes hours: "
+                        "lower --global-batch, or --batch and --grad-accum.")
+    if not (args.global_batch or args.batch and args.grad_accum) and run.global_batch != wanted:
         say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
-            f"{global_batch}")
-        if abs(global_batch / wanted - 1) > 0.05:
-            say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
+            f"{run.global_batch}")
+        if abs(run.global_batch / wanted - 1) > 0.05:
+            say(f"WARNING: {run.global_batch} sequences a step, not {wanted}, may need another --lr: "
                 "--global-batch chooses another number")
-    steps = args.steps
+    run.steps = args.steps
     if args.epochs:
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
-        left = math.ceil(args.epochs * dataset.train.rows) - samples
-        steps = done + max(0, math.ceil(left / global_batch))
-    return global_batch, micro_batch, grad_accum_steps, steps
+        left = math.ceil(args.epochs * run.dataset.train.rows) - samples
+        run.steps = done + max(0, math.ceil(left / run.global_batch))
 
 
-def open_run(out: Path, args: Namespace, world: World,
-             saved: dict | None) -> tuple[monitor.RunLog, "Checkpoints", dict | None]:
-    """Locks a run directory and opens its log. Returns `saved` of find_run, or what has become the newest
-    checkpoint since.
+def open_run(model_class: type, args: Namespace, world: World, out: Path, saved: dict | None, size: dict,
+             names: dict) -> Run:
+    """Reads the data, locks the run directory, opens its log and plans the run. `saved` is that of find_run;
+    the Run has what has become the newest checkpoint since. `size` is a row of the trainer's sizes, `names`
+    its globals(). Raises UserError on all ranks.
     """
+    dataset = load_data(model_class, args, world)  # first, so that bad data leave no empty directory
     lock = RunLock(out)
-    log = monitor.RunLog(out, world.is_rank0, world.prefix)
-    log.lost = lock.lost
+    log = monitor.RunLog(out, world.is_rank0, world.prefix, lock.lost)
     checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
-    return log, checkpoints, checkpoints.load(args.resume, saved)
+    saved = checkpoints.load(args.resume, saved)
+    run = Run(model_class, args, world, dataset, log, checkpoints, saved, names)
+    plan_run(run, size)
+    return run
 
 
-def new_model(model_class: type, args: Namespace, dataset: Dataset, world: World,
-              saved: dict | None, say, **config) -> nn.Module:
-    """The model to train: random or from --init-from, or uninitialized if `saved` will be restored into it.
-    `config` has the fields of its configuration that come from the data.
+def new_model(run: Run, **config) -> nn.Module:
+    """The model to train: random or from --init-from, or uninitialized if a checkpoint will be restored into
+    it. `config` has the fields of its configuration that come from the data.
     """
+    model_class, args, dataset, world = run.model_class, run.args, run.dataset, run.world
+    saved, say = run.saved, run.log.say
     padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
     config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
                                 **config)
@@ -1211,7 +1272,7 @@ def new_model(model_class: type, args: Namespace, dataset: Dataset, world: World
     names = (*CHANGEABLE, "eot", "attention", "start", "response", "end")
     changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if args.init_from and not saved:
-        return trained_model(model_class, args, dataset, world, say, asdict(config), changes)
+        return trained_model(run, asdict(config), changes)
     if saved and saved["family"] == model_class.__name__:  # otherwise check_resumable refuses it
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, args.strategy)
@@ -1222,17 +1283,17 @@ def new_model(model_class: type, args: Namespace, dataset: Dataset, world: World
     return model
 
 
-def trained_model(model_class: type, args: Namespace, dataset: Dataset, world: World, say, config: dict,
-                  changes: dict) -> nn.Module:
+def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
     the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
     that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
     Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
     """
+    model_class, args, world, say = run.model_class, run.args, run.world, run.log.say
     found = weights_of(model_class, args.init_from)
     source, weights, known = found["path"], found["weights"], found["model_config"]
     say(f"starting from {source}")
-    tokenizer = dataset.tokenizer
+    tokenizer = run.dataset.tokenizer
     most, vocab_size = known["vocab_size"], config["vocab_size"]
     ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
 
@@ -1296,20 +1357,21 @@ def assert_tokenizer(saved: dict, tokenizer, way_out: str):
                         f"{ours}: {way_out}.")
 
 
-def identity_of(model_class: type, model: nn.Module, args: Namespace, dataset: Dataset,
-                world: World, constants: dict, **settings) -> dict:
+def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
-    the flags, some of which `settings` replaces. Of `constants`, the names of the trainer's file, it has
-    those in capitals that are numbers, texts or tuples.
+    its settings: the flags, the plan, the trainer's constants (names in capitals that are numbers, texts or
+    tuples), and `settings`.
     """
-    flags = vars(args) | {name: value for name, value in constants.items()
-                          if name.isupper() and isinstance(value, int | float | str | tuple)}
-    text = json.dumps(flags, default=str, ensure_ascii=False)
-    settings = (json.loads(without_surrogates(text)) | flags_of_model(model_class.Config, model.config)
-                | settings)
-    settings["world_size"] = world.world_size
+    args, dataset = run.args, run.dataset
+    constants = {name: value for name, value in run.names.items()
+                 if name.isupper() and isinstance(value, int | float | str | tuple)}
+    text = json.dumps(vars(args) | constants, default=str, ensure_ascii=False)
+    plan = {name: getattr(run, name) for name in ("steps", "global_batch", "batch", "grad_accum")}
+    flags = json.loads(without_surrogates(text)) | flags_of_model(run.model_class.Config, model.config)
+    settings = flags | plan | settings
+    settings["world_size"] = run.world.world_size
     settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
-    return {"family": model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
+    return {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
             "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
 
@@ -1863,7 +1925,7 @@ class Checkpoints:
     every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks.
     """
 
-    unwritten: list[futures.Future] = []  # the last job of this process, for `launch` to wait for
+    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, for `launch` to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
         self.lost = lock.lost if lock else lambda: ""  # a RunLock's
@@ -2037,7 +2099,7 @@ class RunLock:
     Raises UserError on all ranks.
     """
 
-    held = []  # the locked files of this process
+    held: ClassVar[list] = []  # the locked files of this process
 
     def __init__(self, out: Path):
         self.out = out
@@ -2112,36 +2174,59 @@ class RunLock:
 # Around a step
 
 
-def begin_log(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict, step: int,
-              saved: dict | None, examples):
-    """Opens the log of a run after `step` steps, writes config.json and tokenizer.json, and prints the plan.
-    `examples(record)` lists the arguments of `model.example` for steps such as the record's, whose FLOPs are
-    averaged.
+def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples):
+    """Opens the log of a run after `step` steps, writes config.json, tokenizer.json and trainer.py, and
+    prints the plan. `examples(record)` lists the arguments of `model.example` for steps such as the record's,
+    whose FLOPs are averaged.
     """
-    world = state.world
+    world, dataset, log = run.world, run.dataset, run.log
     settings = identity["settings"]
-    say = log.say
-    log.settings = settings
-    log.files = {"config.json": json.dumps(identity, indent=2), "tokenizer.json": dataset.tokenizer.to_json()}
-    # only rank 0 reads the existing log
-    log.evaluations = on_rank0(lambda: log.begin(step, settings))
-    say_plan(log, state, dataset, identity)
-    say(f"run directory {log.out}" + (f", resuming after step {step} from {saved['path']}" if saved else ""))
+    val = [*dataset.val.values()]
+    count = functools.cache(functools.partial(flops_per_token, run.model_class, state.model.config))
+    facts = {"rows": dataset.train.rows, "val_tokens": sum(shards.num_tokens for shards in val)}
+    facts["entropy"] = unigram_entropy(val or [dataset.train])
+    facts["sync"] = "shards" if settings["strategy"] in SHARDED else "OK"
+    facts["peak_flops"] = monitor.peak_flops(world.device, log.say)
+    facts["flops_per_token"] = lambda record: statistics.fmean(count(**kw) for kw in examples(record))
+    files = {"config.json": json.dumps(identity, indent=2), "tokenizer.json": dataset.tokenizer.to_json()}
+    files |= on_rank0(lambda: trainer_file(run))
+    evaluations = on_rank0(lambda: log.read_back(step))
+    on_all("log", lambda: log.begin(step, settings, facts, files, evaluations))
+    say_plan(run, state, identity)
+    resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
+    log.say(f"run directory {log.out}{resuming}")
     if not blocks_of(state.model):
-        say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
-            "recomputed by --checkpoint-activations or sharded by itself")
-    count = functools.cache(functools.partial(flops_per_token, type(state.model), state.model.config))
-    log.facts["peak_flops"] = monitor.peak_flops(world.device, say)
-    log.facts["flops_per_token"] = lambda record: statistics.fmean(count(**kw) for kw in examples(record))
+        log.say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
+                "recomputed by --checkpoint-activations or sharded by itself")
     say_on_other_nodes(world, f"{HOST}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
 
 
-def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity: dict):
+def trainer_file(run: Run) -> dict[str, str]:
+    """trainer.py and its content, the text of the trainer that began the run; none if that is not known, as
+    in a notebook. Says where the trainer has changed since.
+    """
+    path = run.log.out / "trainer.py"
+    try:
+        now = Path(run.names["__file__"]).read_text(encoding="utf-8")
+    except (KeyError, OSError):
+        return {}
+    if not (run.saved and path.exists()):
+        return {path.name: now}
+    began = path.read_text(encoding="utf-8", errors="replace")
+    pairs = itertools.zip_longest(began.splitlines(), now.splitlines())
+    changed = next((i for i, (before, after) in enumerate(pairs, 1) if before != after), None)
+    if changed:
+        run.log.say(f"{Path(run.names['__file__']).name} has changed since it began this run, first in line "
+                    f"{changed} (see {path})")
+    return {path.name: began}
+
+
+def say_plan(run: Run, state: TrainState, identity: dict):
     """Prints what will be trained, where, how and on what. Every rank calls this."""
-    world = state.world
-    model = state.model
+    world, dataset, log = run.world, run.dataset, run.log
     settings = identity["settings"]
+    model = state.model
     c = model.config
     blocks = blocks_of(model)
     shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items() if value is not None]
@@ -2161,35 +2246,51 @@ def say_plan(log: monitor.RunLog, state: TrainState, dataset: Dataset, identity:
     log.say(f"{processes}, {hosts}, threads per process {torch.get_num_threads()}; activations "
             f"{settings['precision']}, no autocast, {scaler}, {compiled}, {saving}{fast}")
 
-    rows = dataset.train.rows
     for name, shards in dataset.val.items():  # a trainer may have added some
         if shards.ids != dataset.train.ids:
             raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
                             f"training data: prepare it with --tokenizer {log.out}/tokenizer.json.")
-    val = [*dataset.val.values()]
-    val_tokens = sum(shards.num_tokens for shards in val)
-    entropy = unigram_entropy(val or [dataset.train])
+    rows = dataset.train.rows
     read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
             f"{dataset.loss}")
-    log.say(f"data {dataset.name}: {read}; {val_tokens:,} validation tokens of unigram entropy {entropy:.4f}")
+    validation = "{val_tokens:,} validation tokens of unigram entropy {entropy:.4f}".format(**log.facts)
+    log.say(f"data {dataset.name}: {read}; {validation}")
 
-    sequences = settings["global_batch"]
-    passes = settings["steps"] * sequences / rows
-    batch = f"{settings['batch']} x accumulation {settings['grad_accum']} x processes {world.world_size}"
+    sequences = run.global_batch
+    passes = run.steps * sequences / rows
+    batch = f"{run.batch} x accumulation {run.grad_accum} x processes {world.world_size}"
     tokens = f"{sequences * settings['seq_len']:,} tokens a step"
-    log.say(f"batch {batch} = {sequences} sequences, {tokens}; {settings['steps']} steps, "
+    log.say(f"batch {batch} = {sequences} sequences, {tokens}; {run.steps} steps, "
             f"{rows / sequences:.1f} an epoch")
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
         log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
-    if settings["epochs"] and settings["steps"] < 100:
-        log.say(f"WARNING: {settings['steps']} steps are too few to learn much: try --steps 300, more "
+    if settings["epochs"] and run.steps < 100:
+        log.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more "
                 "--epochs or a smaller --global-batch")
-    if not val:
+    if not dataset.val:
         log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
                 "them with --val-split hash:0.1 or a larger fraction in another directory")
-    log.facts = {"rows": rows, "val_tokens": val_tokens, "entropy": entropy,
-                 "sync": "shards" if settings["strategy"] in SHARDED else "OK"}
+
+
+@dataclass
+class Due:
+    """What is due after a step. All ranks decide alike."""
+
+    stopping: bool  # a signal has come
+    done: bool  # the steps of the run are
+    evaluating: bool
+    saving: bool
+
+
+def due_after(step: int, run: Run, metrics: "Metrics", stop: "StopVote") -> Due:
+    """What is due after `step` steps. An evaluation is preceded by a save, because it can take long."""
+    stopping = stop.agreed > 0
+    done = step >= run.steps
+    in_turn = step % run.args.eval_every == 0 or metrics.ends_epoch or done
+    evaluating = step > 0 and bool(run.dataset.val) and step not in run.log.evaluations and in_turn
+    saving = step > 0 and (step % run.args.save_every == 0 or evaluating or stopping or done)
+    return Due(stopping, done, evaluating, saving)
 
 
 def mixed(seed: int, step: int, stream: int) -> int:
@@ -2262,15 +2363,14 @@ class Metrics:
     device until `reduce`.
     """
 
-    def __init__(self, world: World, rows: int, shortest: int, saved: dict | None):
-        """`rows` make an epoch, unless it is not longer than `shortest` rows; then epochs are not tracked.
-        `saved` is the checkpoint to resume from.
-        """
-        saved = saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
+    def __init__(self, run: Run):
+        """Epochs that are not longer than the steps between two evaluations are not tracked."""
+        world, rows = run.world, run.dataset.train.rows
+        saved = run.saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
         epoch = saved["epoch"]
         self.world = world
-        self._rows = rows if rows > shortest else 0
+        self._rows = rows if rows > run.args.eval_every * run.global_batch else 0
         self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
         self._samples = saved["samples"]
         self._steps = epoch["steps"]
@@ -2390,11 +2490,11 @@ def sample_prompt(args: Namespace, dataset: Dataset) -> tuple[str, str]:
     return prompt, expected
 
 
-def sample(state: TrainState, dataset: Dataset, args: Namespace, log: monitor.RunLog,
-           step: int):
+def sample(state: TrainState, run: Run, step: int):
     """Logs a text that the model writes. Rank 0 writes it alone, for as long as that takes, unless each rank
     holds a shard.
     """
+    args, dataset, log = run.args, run.dataset, run.log
     prompt, expected = sample_prompt(args, dataset)
 
     def write() -> str:
@@ -2414,16 +2514,14 @@ def sample(state: TrainState, dataset: Dataset, args: Namespace, log: monitor.Ru
     log.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")
 
 
-def end_run(log: monitor.RunLog, checkpoints: Checkpoints, stop: StopVote, step: int,
-            samples: int):
+def end_run(run: Run, stop: StopVote, step: int, samples: int):
     """Waits for the last checkpoint and says how the run has ended."""
-    world = checkpoints.world
-    settings = log.settings
+    world, log, checkpoints = run.world, run.log, run.checkpoints
     stopping = stop.agreed
     memory = max(from_all(monitor.memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
-    in_sync = "are in shards" if settings["strategy"] in SHARDED else "of all ranks were in sync"
-    ending = (f"training complete: {step} steps, {samples * settings['seq_len']:,} tokens, the parameters "
+    in_sync = "are in shards" if run.args.strategy in SHARDED else "of all ranks were in sync"
+    ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters "
               f"{in_sync}; the run is in {log.out}")
     if stopping:
         ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "

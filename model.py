@@ -104,7 +104,7 @@ def compiled_once(function):
 
 # Selective checkpointing keeps the results of matrix products and attention and recomputes the rest.
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
-_KEPT = _PRODUCTS + [torch.ops.higher_order.flex_attention, *(
+_KEPT = [*_PRODUCTS, torch.ops.higher_order.flex_attention, *(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in (
         "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))]
 
@@ -963,7 +963,7 @@ def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
 # Sampling
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
+def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
     """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise from the top k."""
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -993,7 +993,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
                 cache.length, new = 0, idx[:, -max(c.seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
-            new = sample(logits, temperature, top_k, generator)[:, None]
+            new = sample_ids(logits, temperature, top_k, generator)[:, None]
             idx = torch.cat((idx, new), dim=1)
             yield new[:, 0]
             if stop is not None and idx.size(0) == 1 and new.item() == stop:

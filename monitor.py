@@ -24,6 +24,7 @@ import threading
 import time
 from argparse import Namespace
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
@@ -246,6 +247,17 @@ def curve_values(record: dict) -> dict[str, float]:
     return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
 
 
+def step_line(record: dict, eta: float, sync: str) -> str:
+    """The record of a training step for people. `eta` is in seconds."""
+    parts = [f"loss {record['loss']:.4f}", f"eta {tqdm.format_interval(eta)}"]  # first, in a narrow bar
+    parts += [f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
+    parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
+    parts.append(f"{tqdm.format_sizeof(record['tokens_per_sec'])} tok/s")
+    if record["mfu"] is not None:
+        parts.append(f"{record['mfu']:.1%} MFU")
+    return " | ".join([*parts, f"{record['mem_gb']:.1f} GB", f"Sync={sync}"])
+
+
 def results(found: dict) -> list[str]:
     """The result of an evaluation as texts; on each named set, exact matches for pairs, losses otherwise."""
     prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in found else ("val_loss/", "{} {:.4f}")
@@ -255,32 +267,35 @@ def results(found: dict) -> list[str]:
     return format_known(found, EVALUATION) + own + [", ".join(sets)] * bool(sets)
 
 
-class RunLog:
-    """The log of a run in directory `out`: a record for each logged step and each evaluation. Every rank has
-    a RunLog, but only that of rank 0 (`active`) prints and writes.
-    """
+@dataclass
+class Clock:
+    """Step, samples and time when training began here; samples and time after the last pause."""
 
-    def __init__(self, out: Path, active: bool, prefix: str):
-        self.out = Path(out)
-        self.active = active
-        self.prefix = prefix
-        self.records: list[dict] = []
-        self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
-        self.settings: dict = {}  # of the run, by flag
-        self.facts: dict = {}  # about the data and the device, see ddp_utils.begin_log
-        self.files = {}  # texts that belong into the directory, by name
-        self.lost = lambda: ""  # why nothing may be written any more, see ddp_utils.RunLock
-        self._next_drawing = 0.0
-        self._bar = self._tensorboard = self._metrics = None
+    step: int
+    samples: int
+    began: float
+    lap_samples: int
+    lap_began: float
+
+
+class TrainLog:
+    """train.log and the screen: all that a run says, and a line for each record."""
+
+    def __init__(self, path: Path, prefix: str):
+        self._prefix = prefix
+        self._steps = 0  # of the run, see begin
+        self._bar = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
-        self._text = None
-        if active:
-            self._text = open(self.out / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")
+        self._file = open(path, "a", buffering=1, encoding="utf-8", errors="replace")
 
-    def say(self, text: str = "", on_screen: bool = True):
-        """Prints a text and appends it to train.log."""
-        if not self.active:
-            return
+    def begin(self, step: int, steps: int):
+        """Shows a progress bar after `step` of `steps`, if the screen is a terminal."""
+        self._steps = steps
+        if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
+            self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True,
+                             bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
+
+    def say(self, text: str, on_screen: bool = True):
         with self._lock:
             with suppress(OSError):  # the terminal may be gone
                 if on_screen and self._bar is not None:
@@ -288,32 +303,176 @@ class RunLog:
                 elif on_screen:
                     say(text)
             with suppress(OSError):  # a full disk must not stop the training
-                self._text.write(text + "\n")
+                self._file.write(text + "\n")
 
-    def begin(self, step: int, settings: dict) -> dict[int, float]:
-        """Opens the files at `step`, 0 or that of the checkpoint, and drops all later records. On rank 0,
-        returns the validation losses by step. That of `step` may be missing if the run was killed before its
-        evaluation. Raises UserError if nothing can be written.
+    def tick(self, step: int):
+        """Advances the progress bar."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def write(self, record: dict, line: str):
+        """Prints the line of an evaluation; that of a step beside the progress bar, if there is one."""
+        if "loss" not in record:
+            return self.say(f"step {record['step']} | {line}")
+        if self._bar is not None:
+            self._bar.set_description_str(line, refresh=False)
+        head = f"{self._prefix} step {record['step']}/{self._steps}"
+        self.say(f"{head} | {line}", on_screen=self._bar is None)
+
+    def close(self):
+        if self._bar is not None:
+            self._bar.close()
+
+
+class MetricsFile:
+    """metrics.jsonl: a JSON object for each record."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = None
+
+    def open(self, records: list[dict], settings: dict):
+        """Replaces the file by one with these records, if there is space for it."""
+        write_atomically(self._path, *(json.dumps(r).encode() + b"\n" for r in records))
+        self._file = open(self._path, "a", buffering=1, encoding="utf-8")  # writes each line at once
+
+    def write(self, record: dict):
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self):
+        self._file.close()
+
+
+class EventFile:
+    """Curves for TensorBoard, and the settings as a text."""
+
+    OURS = "trainer"  # the end of the names of the files that are written here
+
+    def __init__(self, directory: Path, say):
+        self._directory = directory
+        self._say = say
+        self._writer = None  # none if nothing can be written
+
+    def open(self, records: list[dict], settings: dict):
+        try:
+            self._rewrite(records, settings)
+        except ImportError:
+            self._say("curves for TensorBoard are not written: pip install tensorboard")
+        except (OSError, UserError) as error:
+            self._say(f"WARNING: no curves for TensorBoard until the next start ({error})")
+
+    def _rewrite(self, records: list[dict], settings: dict):
+        """Writes these records into a new file, then empties that of the start before, to which a kill can
+        have added points, and removes older ones. Raises ImportError, OSError and UserError.
         """
-        self.settings = settings
-        if not self.active:
-            return {}
+        self._writer = None
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        self._directory.mkdir(exist_ok=True)
+        # TensorBoard reads files in the order of their names, so a clock that has gone back must not matter
+        made = self._directory.glob("events.out.tfevents.[0-9]*.*")
+        stamp = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in made)])
+        path = self._directory / f"events.out.tfevents.{stamp}.{self.OURS}"
+        content = io.BytesIO()
+        began = records[0].get("time") if records else time.time()
+        text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
+        self._writer = RecordWriter(content)
+        self._add(Event(wall_time=began, file_version="brain.Event:2"))
+        # a TensorBoard that has read older files forgets their points
+        self._add(Event(wall_time=began, session_log=SessionLog(status=SessionLog.START)))
+        self._add(Event(wall_time=began, summary=text_pb("settings", text)))
+        for record in records:
+            self.write(record)
+        self._writer = None
+        write_atomically(path, content.getvalue())
+        earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.OURS}"))[:-1]
+        for old in earlier[:-1]:
+            old.unlink()
+        for last in earlier[-1:]:
+            os.truncate(last, 0)  # a TensorBoard that has it open would stay there if it were removed
+        self._writer = RecordWriter(open(path, "ab"))
+
+    def _add(self, event):
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+
+    def write(self, record: dict):
+        """Writes all points of a record as one event, so that a kill leaves all of them or none."""
+        if not self._writer:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        points = [Summary.Value(tag=tag, simple_value=v) for tag, v in curve_values(record).items()]
+        self._add(Event(wall_time=record.get("time"), step=record["step"], summary=Summary(value=points)))
+
+    def close(self):
+        if self._writer:
+            self._writer.close()
+
+
+class RunLog:
+    """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
+    passes to all `sinks`. A sink has open(records, settings), which gets all records so far, write(record)
+    and close(). Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
+    """
+
+    def __init__(self, out: Path, active: bool, prefix: str, lost=lambda: ""):
+        """`lost()` says why nothing may be written any more, see ddp_utils.RunLock."""
+        self.out = Path(out)
+        self.active = active
+        self.lost = lost
+        self.records: list[dict] = []
+        self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
+        self.clock: Clock | None = None  # see start_clock
+        self.sinks = [MetricsFile(self.out / "metrics.jsonl"), EventFile(self.out / "tb", self.say)]
+        self._behind = False  # whether the sinks lack records, because a write has failed
+        self._next_drawing = 0.0
+        self._text = TrainLog(self.out / "train.log", prefix) if active else None
+
+    def say(self, text: str = ""):
+        """Prints a text and appends it to train.log."""
+        if self.active:
+            self._text.say(text)
+
+    def read_back(self, step: int) -> dict[int, float]:
+        """Reads the records up to `step`, that of the checkpoint. Returns the validation losses by step. That
+        of `step` may be missing if the run was killed before its evaluation.
+        """
         with suppress(FileNotFoundError):
             for record in read_metrics(self.out, self.say):
                 # an evaluation of this step without a finite loss is repeated
                 failed = "loss" not in record and record.get("val_loss") is None
                 if record["step"] < step or record["step"] == step and not failed:
                     self.records.append(record)
-        self._open_files()
-        if self._tensorboard:
-            try:
-                cpu_and_ram()  # the first record has the mean from now on
-            except ImportError:
-                self.say("curves of CPU and RAM are not written: pip install psutil")
-        if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
-            self._bar = tqdm(total=settings["steps"], initial=step, dynamic_ncols=True,
-                             bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
         return evaluations_of(self.records)
+
+    def begin(self, step: int, settings: dict, facts: dict, files: dict[str, str],
+              evaluations: dict[int, float]):
+        """Opens the files of a run that has done `step` steps. `settings` are its flags, `facts` those of
+        ddp_utils.begin_log, `files` texts that belong into the directory, by name, and `evaluations` what
+        read_back returned on rank 0. Raises UserError if nothing can be written.
+        """
+        self.settings = settings
+        self.facts = facts
+        self.files = files
+        self.evaluations = evaluations
+        if not self.active:
+            return
+        self._open_sinks()
+        try:
+            cpu_and_ram()  # the first record has the mean from now on
+        except ImportError:
+            self.say("curves of CPU and RAM are not written: pip install psutil")
+        self._text.begin(step, settings["steps"])
+
+    def _open_sinks(self):
+        """Writes all that is known so far. Raises OSError and UserError."""
+        for name, text in self.files.items():
+            write_atomically(self.out / name, text.encode())
+        for sink in self.sinks:
+            sink.open(self.records, self.settings)
+        self._behind = False
 
     def say_complete(self, step: int, use: str):
         """Says that there is nothing left to train, and what else to do."""
@@ -323,12 +482,13 @@ class RunLog:
 
     def start_clock(self, step: int, samples: int):
         """Starts the clock when the run has done `step` steps and `samples` samples."""
-        self._begun = step, samples, time.perf_counter()
-        self.restart_clock(samples)
+        now = time.perf_counter()
+        self.clock = Clock(step, samples, now, samples, now)
 
     def restart_clock(self, samples: int):
         """Excludes a pause that ends now, such as an evaluation, from tokens per second."""
-        self._lap = samples, time.perf_counter()
+        self.clock.lap_samples = samples
+        self.clock.lap_began = time.perf_counter()
 
     def wants(self, step: int, ends_epoch: bool) -> bool:
         """Whether a step is logged."""
@@ -338,27 +498,27 @@ class RunLog:
 
     def step(self, metrics, step: int, samples: int, grad_norm: float, **numbers):
         """Records and prints a training step, after which the run has consumed `samples`, if it is due, with
-        the means over all ranks. Every rank calls this after each step. `numbers`, the same on all ranks,
-        become curves.
+        the means over all ranks of `metrics`, a ddp_utils.Metrics. Every rank calls this after each step.
+        `numbers`, the same on all ranks, become curves.
         """
-        self.tick(step)
+        if self.active:
+            self._text.tick(step)
         if not self.wants(step, metrics.ends_epoch):  # the same on all ranks
             return
         means, epoch = metrics.reduce()
         machines = metrics.machines()
         refuse_taken([*numbers, *means])
         for name, value in numbers.items():
-            if hasattr(value, "full_tensor"):  # sharded
+            if hasattr(value, "full_tensor"):  # it is sharded
                 value = value.full_tensor()
             numbers[name] = value.item() if hasattr(value, "item") else value
         if not self.active:
             return
         run = self.settings
-        first, _, began = self._begun
-        before, lap_began = self._lap
+        clock = self.clock
         now = time.perf_counter()
         seq_len = run["seq_len"]
-        tokens_per_sec = (samples - before) * seq_len / (now - lap_began)
+        tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
         record = {"step": step, "loss": means["loss"]} | numbers
         record |= {"grad_norm": grad_norm, "labels": int(metrics.labels)} | machines | means
         record |= {"skipped": int(not math.isfinite(grad_norm)), "tokens": samples * seq_len, "mfu": None,
@@ -369,9 +529,8 @@ class RunLog:
         self.restart_clock(samples)  # after counting, which is not part of the next steps
         if metrics.ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
-        self.write(record)
-        eta = max(run["steps"] - step, 0) * (now - began) / (step - first)
-        self.step_line(record, eta)
+        eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
+        self.write(record, step_line(record, eta, self.facts["sync"]))
         if metrics.ends_epoch and not self.facts["val_tokens"]:
             self._epoch_line(record, math.nan)
 
@@ -383,10 +542,10 @@ class RunLog:
             self.evaluations[step] = found["val_loss"]
         if not self.active:
             return
-        self.write({"step": step, "tokens": samples * self.settings["seq_len"], **found,
-                    "time": round(time.time(), 3)})
-        parts = [f"step {step}", *results(found), f"unigram entropy {self.facts['entropy']:.4f}"]
-        self.say(" | ".join(parts + ["best so far"] * best))
+        record = {"step": step, "tokens": samples * self.settings["seq_len"], **found,
+                  "time": round(time.time(), 3)}
+        parts = [*results(found), f"unigram entropy {self.facts['entropy']:.4f}"]
+        self.write(record, " | ".join(parts + ["best so far"] * best))
         self.save_history()
         trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
         if ends_epoch and trained:
@@ -397,99 +556,24 @@ class RunLog:
         self.say(f"epoch {number} | training loss {record['epoch_loss']:.4f} | validation loss "
                  f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
 
-    def finish(self, step: int, samples: int, peak_memory: float, ending: str):
-        """Says how fast the run was, and how it has ended."""
-        if not self.active:
-            return
-        first, before, began = self._begun
-        seconds = time.perf_counter() - began
-        speed = (samples - before) * self.settings["seq_len"] / seconds
-        took = f"{step - first} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
-        losses = [(loss, at) for at, loss in self.evaluations.items()]
-        best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
-        self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
-        self.close()
-        self.say(ending)
-
-    def _open_files(self):
-        """Writes all that is known so far."""
-        for name, text in self.files.items():
-            write_atomically(self.out / name, text.encode())
-        path = self.out / "metrics.jsonl"
-        write_atomically(path, *(json.dumps(r).encode() + b"\n" for r in self.records))
-        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
-        try:
-            self._open_tensorboard()
-        except ImportError:
-            self.say("curves for TensorBoard are not written: pip install tensorboard")
-        except OSError as error:
-            self.say(f"WARNING: no curves for TensorBoard until the next start ({error})")
-            self._tensorboard = None
-
-    def _open_tensorboard(self):
-        """Writes the settings and all records into a new file for TensorBoard in place of the old ones, to
-        which a kill can have added points, and which a clock that has gone back would put after this one.
-        """
-        from torch.utils.tensorboard import SummaryWriter
-        for path in (self.out / "tb").glob("events.out.tfevents.*.*.*.*"):
-            path.unlink()
-        self._tensorboard = SummaryWriter(self.out / "tb", purge_step=0)
-        lines = [f"    {name}: {value}" for name, value in self.settings.items()]
-        self._tensorboard.add_text("settings", "\n".join(lines))
-        self._to_tensorboard(self.records)
-
-    def tick(self, step: int):
-        """Advances the progress bar."""
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-
-    def step_line(self, record: dict, eta: float):
-        """Prints a record, as a line or beside the progress bar. `eta` is in seconds."""
-        parts = [f"loss {record['loss']:.4f}", f"eta {tqdm.format_interval(eta)}"]  # first, in a narrow bar
-        parts += [f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
-        parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
-        parts.append(f"{tqdm.format_sizeof(record['tokens_per_sec'])} tok/s")
-        if record["mfu"] is not None:
-            parts.append(f"{record['mfu']:.1%} MFU")
-        parts += [f"{record['mem_gb']:.1f} GB", f"Sync={self.facts['sync']}"]
-        line = " | ".join(parts)
-        if self._bar is not None:
-            self._bar.set_description_str(line, refresh=False)
-        steps = f"step {record['step']}/{self.settings['steps']}"
-        self.say(f"{self.prefix} {steps} | {line}", on_screen=self._bar is None)
-
-    def write(self, record: dict):
-        """Adds the record of a step or an evaluation to all curves. NaN and infinity, which JSON lacks,
-        become null.
+    def write(self, record: dict, line: str):
+        """Passes a record to all sinks, and its line for people to train.log. NaN and infinity, which JSON
+        lacks, become null.
         """
         if not self.active or self.lost():
             return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
+        self._text.write(record, line)
         try:
-            if self._metrics is None or not (self.out / "metrics.jsonl").exists():  # the directory was removed
-                self._open_files()
+            if self._behind or not (self.out / "metrics.jsonl").exists():  # the directory was removed
+                self._open_sinks()
             else:
-                self._metrics.write(json.dumps(record) + "\n")
-                self._to_tensorboard([record])
-        except (OSError, UserError) as error:  # the next record tries again with all of them
-            self._metrics = None
-            self.say(f"WARNING: metrics.jsonl was not written ({error})")
-
-    def _to_tensorboard(self, records: list[dict]):
-        """Writes all points of a record as one event."""
-        if not self._tensorboard:
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        try:
-            for record in records:
-                points = [Summary.Value(tag=tag, simple_value=v) for tag, v in curve_values(record).items()]
-                self._tensorboard.file_writer.add_summary(
-                    Summary(value=points), record["step"], record.get("time"))
-            self._tensorboard.flush()
-        except OSError as error:
-            self.say(f"WARNING: no more curves for TensorBoard until the next start ({error})")
-            self._tensorboard = None
+                for sink in self.sinks:
+                    sink.write(record)
+        except (OSError, UserError) as error:
+            self._behind = True
+            self.say(f"WARNING: a record was not written ({error}); the next one tries again with all")
 
     def save_history(self, last: bool = False):
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
@@ -508,13 +592,27 @@ class RunLog:
             self.say(f"WARNING: the history was not written ({error})")
         self._next_drawing = time.perf_counter() + 20 * (time.perf_counter() - start)
 
+    def finish(self, step: int, samples: int, peak_memory: float, ending: str):
+        """Says how fast the run was, and how it has ended."""
+        if not self.active:
+            return
+        clock = self.clock
+        seconds = time.perf_counter() - clock.began
+        speed = (samples - clock.samples) * self.settings["seq_len"] / seconds
+        took = f"{step - clock.step} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
+        losses = [(loss, at) for at, loss in self.evaluations.items()]
+        best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
+        self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
+        self.close()
+        self.say(ending)
+
     def close(self):
+        if not self.active:
+            return
         self.save_history(last=True)
-        if self._bar is not None:
-            self._bar.close()
-        if self._tensorboard:
+        for sink in (self._text, *self.sinks):
             with suppress(OSError):
-                self._tensorboard.close()
+                sink.close()
 
 
 # -----------------------------------------------------------------------------------------------------------

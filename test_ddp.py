@@ -31,9 +31,25 @@ from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import ArgumentParser, Dataset, UserError, expected_ids, say, sources_of
-from ddp_utils import (HOST, SHARDED, STRATEGIES, RunError, World, compute_dtype, first_line, flags_of_model,
-                       from_all, hardware, init, launch, number, on_all, plan_batch, recipe,
-                       refuse_lone_tasks)
+from ddp_utils import (
+    HOST,
+    SHARDED,
+    STRATEGIES,
+    RunError,
+    World,
+    compute_dtype,
+    first_line,
+    flags_of_model,
+    from_all,
+    hardware,
+    init,
+    launch,
+    number,
+    on_all,
+    plan_batch,
+    recipe,
+    refuse_lone_tasks,
+)
 from model import LOSS_ROWS, blocks_of, hidden_matrices, num_params, pad_vocab
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")

@@ -14,11 +14,7 @@ import random
 from argparse import Namespace
 
 import data
-from data import UserError, flag_group
-from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, find_run, flags_of_model, identity_of, launch, load_data,
-                       make_parser, new_model, open_run, parse, plan_run, sample, seed_step, set_modes, start,
-                       use_model, with_cleanup)
+import ddp_utils as ddp
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
@@ -58,18 +54,19 @@ def as_range(low: int, high: int) -> str:
 
 def parse_args(argv: list[str] | None = None, **records) -> Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
-    parser = make_parser(__doc__, HRMConfig, SIZES)
-    flag = flag_group(parser, "recurrence")
+    parser = ddp.make_parser(__doc__, HRMConfig, SIZES)
+    flag = data.flag_group(parser, "recurrence")
     flag("--bp-steps", str, "last stack calls that backpropagation goes through: a number, or a ramp "
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
          "if given, --bp-cycles does not count")
-    args = parse(parser, HRMConfig, SIZES, argv, **records)
+    args = ddp.parse(parser, HRMConfig, SIZES, argv, **records)
     record = records.get("saved") or records.get("weights")
     least = record["model_config"].get("least_cycles", 0) if record else 0
-    c = HRMConfig(least_cycles=least, **flags_of_model(HRMConfig, args))
+    c = HRMConfig(least_cycles=least, **ddp.flags_of_model(HRMConfig, args))
     args.h_cycles, args.least_cycles = c.h_cycles, c.least_cycles
     if args.halt and args.least_cycles:
-        raise UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one number.")
+        raise data.UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one "
+                             "number.")
     if args.bp_steps:
         args.bp_cycles = 0
     if not args.init_from or records:  # otherwise the weights say how many cycles there are
@@ -89,105 +86,96 @@ def truncation(args: Namespace, c: HRMConfig) -> tuple[int, int]:
         low = high if args.init_from else 2  # trained weights need no ramp
     if high > max(c.cycles * calls, 5):
         kept = f"--bp-cycles {c.bp_cycles}" if c.bp_cycles else f"--bp-steps {high}"
-        raise UserError(f"{kept} is more than the {c.cycles} cycles of {calls} stack calls.")
+        raise data.UserError(f"{kept} is more than the {c.cycles} cycles of {calls} stack calls.")
     return low, high
 
 
-@with_cleanup
+@ddp.with_cleanup
 def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
-        _, high = truncation(args, HRMConfig(**flags_of_model(HRMConfig, args)))
+        _, high = truncation(args, HRMConfig(**ddp.flags_of_model(HRMConfig, args)))
         return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
-    world = start(args)
-    args, out, saved = find_run(HRM, args, world, parse_args, argv)
+    world = ddp.start(args)
+    args, out, saved = ddp.find_run(HRM, args, world, parse_args, argv)
     if args.eval_only or args.export or args.chat or args.prompt is not None:
-        return use_model(HRM, args, world, out, saved)
+        return ddp.use_model(HRM, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = load_data(HRM, args, world)
-    log, checkpoints, saved = open_run(out, args, world, saved)  # saved is None for a new run
-    global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
-        args, SIZES[args.size], dataset, world, saved, log.say)
-    model = new_model(HRM, args, dataset, world, saved, log.say, least_cycles=args.least_cycles,
-                      vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    run = ddp.open_run(HRM, args, world, out, saved, SIZES[args.size], globals())
+    dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
+    model = ddp.new_model(run, least_cycles=args.least_cycles,
+                          vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     c = model.config
     low, high = truncation(args, c)
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
-        raise UserError(f"with a graph through {high} stack calls the embedding never learns: add "
+        raise data.UserError(f"with a graph through {high} stack calls the embedding never learns: add "
                         f"--inject-input, or give --bp-steps {least_cycles + 1}.")
-    examples = [model.example(micro_batch, world.device, n) for n in (low, high)]
-    set_modes(model, args, world, log.say)  # precision, recomputing, compiling
+    examples = [model.example(run.batch, world.device, n) for n in (low, high)]
+    ddp.set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
-    state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
-    identity = identity_of(HRM, model, args, dataset, world, globals(), steps=total_steps,
-                           global_batch=global_batch, batch=micro_batch, grad_accum=grad_accum_steps,
-                           bp_steps=[low, high])
-    step, samples = checkpoints.resume(saved, state, identity)
+    state = ddp.TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    identity = ddp.identity_of(model, run, bp_steps=[low, high])
+    step, samples = checkpoints.resume(run.saved, state, identity)
 
     def drawn(record: dict) -> list[dict]:
         """The steps that a record may stand for, whose cycles were drawn at random."""
         drawn = [round(record["cycles"])] if c.halt else range(least_cycles, c.cycles + 1)
         return [{"bp_steps": record["bp_steps"], "cycles": n} for n in drawn]
 
-    begin_log(log, state, dataset, identity, step, saved, drawn)
-    if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
+    ddp.begin_log(run, state, identity, step, drawn)
+    if step >= run.steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--prompt")
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
     used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through the last {graph}")
     state.warm_up(*examples)
-    stop = StopVote(world)
-    loader = data.Loader(dataset.train, micro_batch, world, args.seed, samples)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)
+    stop = ddp.StopVote(world)
+    loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
+    metrics = ddp.Metrics(run)  # each epoch ends with an evaluation, unless it is shorter than --eval-every
     log.start_clock(step, samples)
 
     def plan(step: int) -> tuple[float, int, int]:
         """Ramp progress (0 to 1), bp_steps and cycles of a step; the same on all ranks."""
-        ramp = min(1.0, step / (RAMP * total_steps))
+        ramp = min(1.0, step / (RAMP * run.steps))
         cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
 
     # -------------------------------------------------------------------------------------------- training
     while True:
-        # what is due after the steps so far; all ranks decide alike
-        stopping, done = stop.agreed > 0, step >= total_steps
-        evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
-            step % args.eval_every == 0 or metrics.ends_epoch or done)
-        saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
-        if step % SYNC_EVERY == 0:  # and before each save
-            assert_in_sync(model)
+        due = ddp.due_after(step, run, metrics, stop)
+        if step % ddp.SYNC_EVERY == 0:  # and before each save
+            ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
-        if saving and (state.updated or stopping or done):
+        if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, identity | metrics.position())
-        if evaluating and not stopping:
-            found = evaluate(state, dataset, stop, micro_batch, args.eval_batches * global_batch)
+        if due.evaluating and not due.stopping:
+            found = ddp.evaluate(state, dataset, stop, run.batch, args.eval_batches * run.global_batch)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"])
             log.evaluation(step, samples, found, metrics.ends_epoch)
-            if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not done:
-                sample(state, dataset, args, log, step)
-        if stopping or done:
+            if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
+                ddp.sample(state, run, step)
+        if due.stopping or due.done:
             break
-        if saving:  # saves and evaluations do not count as training time
+        if due.saving:  # saves and evaluations do not count as training time
             log.restart_clock(samples)
         if metrics.ends_epoch:
             metrics.begin_epoch()
 
         ramp, bp_steps, cycles = plan(step)
-        lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
-        seed_step(args.seed, step, world.rank)
-        count, batches = loader.step(grad_accum_steps)
-        labels = begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
+        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        ddp.seed_step(args.seed, step, world.rank)
+        count, batches = loader.step(run.grad_accum)
+        labels = ddp.begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y is −1 where nothing is learned
-            with state.no_sync(micro_step < grad_accum_steps - 1):
+            with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
                                                 ponder_weight=ramp * PONDER_COST)
                 # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
@@ -199,14 +187,14 @@ def main(argv: list[str] | None = None):
             model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         stop.vote()  # whether a rank got a signal; the next step reads it
-        step, samples = step + 1, samples + global_batch
+        step, samples = step + 1, samples + run.global_batch
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr, bp_steps=bp_steps)
     loader.close()
-    if not stopping:
-        sample(state, dataset, args, log, step)
-    end_run(log, checkpoints, stop, step, samples)
+    if not due.stopping:
+        ddp.sample(state, run, step)
+    ddp.end_run(run, stop, step, samples)
 
 
 if __name__ == "__main__":
-    launch(main)
+    ddp.launch(main)

@@ -17,11 +17,7 @@ masks the same 15 %.
 from argparse import Namespace
 
 import data
-from data import flag_group
-from ddp_utils import (SYNC_EVERY, Metrics, StopVote, TrainState, assert_in_sync, begin_log, begin_sum,
-                       end_run, evaluate, find_run, identity_of, launch, load_data, local_rank,
-                       make_parser, new_model, number, open_run, parse, plan_run, seed_step, set_modes, start,
-                       use_model, with_cleanup)
+import ddp_utils as ddp
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -74,85 +70,77 @@ def list_presets():
 
 def parse_args(argv: list[str] | None = None, **records) -> Namespace:
     """`records`: `saved` or `weights`, see ddp_utils.find_run."""
-    parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
-    flag = flag_group(parser, "masked language model")
+    parser = ddp.make_parser(__doc__, MLMConfig, SIZES, PRESETS)
+    flag = data.flag_group(parser, "masked language model")
     flag("--list-presets", bool, "print all presets with their commands")
-    flag("--mask-rate", number(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
+    flag("--mask-rate", ddp.number(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
     flag("--fill", data.without_surrogates, "print the likeliest tokens for each [MASK] in this text")
-    return parse(parser, MLMConfig, RECIPES, argv, **records)
+    return ddp.parse(parser, MLMConfig, RECIPES, argv, **records)
 
 
-@with_cleanup
+@ddp.with_cleanup
 def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.list_presets:
-        return list_presets() if local_rank() == 0 else None
+        return list_presets() if ddp.local_rank() == 0 else None
     if args.dry_run is not None:
         from test_ddp import dry_run
         return dry_run(MLM, args, RECIPES[args.size], mask_rate=args.mask_rate)
-    world = start(args)
-    args, out, saved = find_run(MLM, args, world, parse_args, argv)
+    world = ddp.start(args)
+    args, out, saved = ddp.find_run(MLM, args, world, parse_args, argv)
     if args.eval_only or args.export or args.fill is not None:
-        return use_model(MLM, args, world, out, saved)
+        return ddp.use_model(MLM, args, world, out, saved)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = load_data(MLM, args, world)
+    run = ddp.open_run(MLM, args, world, out, saved, RECIPES[args.size], globals())
+    dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
     tokenizer = dataset.tokenizer
-    log, checkpoints, saved = open_run(out, args, world, saved)  # saved is None for a new run
-    global_batch, micro_batch, grad_accum_steps, total_steps = plan_run(
-        args, RECIPES[args.size], dataset, world, saved, log.say)
-    model = new_model(MLM, args, dataset, world, saved, log.say, vocab_size=tokenizer.num_ids,
-                      eot=tokenizer.eot)
-    example = model.example(micro_batch, world.device, args.mask_rate)
-    set_modes(model, args, world, log.say)  # precision, recomputing, compiling
+    model = ddp.new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
+    example = model.example(run.batch, world.device, args.mask_rate)
+    ddp.set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
-    state = TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
-    identity = identity_of(MLM, model, args, dataset, world, globals(), steps=total_steps,
-                           global_batch=global_batch, batch=micro_batch, grad_accum=grad_accum_steps)
-    step, samples = checkpoints.resume(saved, state, identity)
-    begin_log(log, state, dataset, identity, step, saved, lambda record: [{"mask_rate": args.mask_rate}])
-    if step >= total_steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
+    state = ddp.TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    identity = ddp.identity_of(model, run)
+    step, samples = checkpoints.resume(run.saved, state, identity)
+    ddp.begin_log(run, state, identity, step, lambda record: [{"mask_rate": args.mask_rate}])
+    if step >= run.steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
         return log.say_complete(step, "--fill")
     state.warm_up(example, example)
-    stop = StopVote(world)
+    stop = ddp.StopVote(world)
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
-    loader = data.Loader(dataset.train, micro_batch, world, args.seed, samples, masker)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = Metrics(world, dataset.train.rows, args.eval_every * global_batch, saved)
+    loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
+    metrics = ddp.Metrics(run)  # each epoch ends with an evaluation, unless it is shorter than --eval-every
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
     while True:
-        # what is due after the steps so far; all ranks decide alike
-        stopping, done = stop.agreed > 0, step >= total_steps
-        evaluating = step > 0 and bool(dataset.val) and step not in log.evaluations and (
-            step % args.eval_every == 0 or metrics.ends_epoch or done)
-        saving = step > 0 and (step % args.save_every == 0 or evaluating or stopping or done)
-        if step % SYNC_EVERY == 0:  # and before each save
-            assert_in_sync(model)
+        due = ddp.due_after(step, run, metrics, stop)
+        if step % ddp.SYNC_EVERY == 0:  # and before each save
+            ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
-        if saving and (state.updated or stopping or done):
+        if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, identity | metrics.position())
-        if evaluating and not stopping:
-            found = evaluate(state, dataset, stop, micro_batch, args.eval_batches * global_batch, eval_masker)
+        if due.evaluating and not due.stopping:
+            found = ddp.evaluate(state, dataset, stop, run.batch, args.eval_batches * run.global_batch,
+                                 eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"])
             log.evaluation(step, samples, found, metrics.ends_epoch)
-        if stopping or done:
+        if due.stopping or due.done:
             break
-        if saving:  # saves and evaluations do not count as training time
+        if due.saving:  # saves and evaluations do not count as training time
             log.restart_clock(samples)
         if metrics.ends_epoch:
             metrics.begin_epoch()
 
-        lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
-        seed_step(args.seed, step, world.rank)
-        count, batches = loader.step(grad_accum_steps)
-        labels = begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
+        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        ddp.seed_step(args.seed, step, world.rank)
+        count, batches = loader.step(run.grad_accum)
+        labels = ddp.begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
         for micro_step, (x, positions, y) in enumerate(batches):  # (B, T), (B, K), (B, K)
-            with state.no_sync(micro_step < grad_accum_steps - 1):
+            with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, positions, y)  # both are sums over labels
                 # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
                 loss = objective * (world.world_size / labels().clamp(min=1))
@@ -161,12 +149,12 @@ def main(argv: list[str] | None = None):
         grad_norm = state.clip_gradients(args.grad_clip, stop)
         state.optimizer_step(lr, grad_norm)
         stop.vote()  # whether a rank got a signal; the next step reads it
-        step, samples = step + 1, samples + global_batch
+        step, samples = step + 1, samples + run.global_batch
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
-    end_run(log, checkpoints, stop, step, samples)
+    ddp.end_run(run, stop, step, samples)
 
 
 if __name__ == "__main__":
-    launch(main)
+    ddp.launch(main)

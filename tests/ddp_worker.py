@@ -10,7 +10,6 @@ import time
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from states import train_state
 
 import data
@@ -288,7 +287,7 @@ def check_who_writes_samples(world: World) -> None:
             return ["b"]
 
         with mock.patch("ddp_utils.continue_text", slowly):
-            ddp_utils.sample(state, dataset, args, log, 1)
+            ddp_utils.sample(state, argparse.Namespace(args=args, dataset=dataset, log=log), 1)
         assert set(written) == writers & {world.rank} and time.monotonic() - began > 0.5
         assert texts.pop() == f"a sample after step 1:\n{'ab' if world.rank in writers else 'a'}\n"
 

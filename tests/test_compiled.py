@@ -22,7 +22,7 @@ import ddp_utils
 import model
 import test_ddp
 import train_hrm
-from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy, sample
+from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy, sample_ids
 
 SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 64, "n_layer": 1, "n_head": 4, "d_model": 64}
 WHOLE = {"ff": 128, "l_cycles": 1, "bp_cycles": 2, "inject_input": True}
@@ -157,7 +157,7 @@ def test_the_compiled_block_mask_is_the_same_and_compiled_once():
     for shift in range(3):
         document = (x.roll(shift, 1) == 499).cumsum(1)
 
-        def together(b, h, i, j):
+        def together(b, h, i, j, document=document):
             return document[b, i] == document[b, j]
 
         found, expected = (make(together, 4, None, 64, 64, device="cpu")
@@ -265,7 +265,7 @@ def test_training_and_sampling_need_no_operation_that_strict_mode_refuses(name, 
         ddp_utils.assert_in_sync(state.model)
         with torch.no_grad(), state.averaged_weights():
             state.model.eval()(*batch(name))
-            sample(torch.randn(2, 60), 0.8, 50, torch.Generator().manual_seed(0))
+            sample_ids(torch.randn(2, 60), 0.8, 50, torch.Generator().manual_seed(0))
     assert seen.sorted <= 4 * SMALL["seq_len"]  # rows of the batch, not their channels
 
 

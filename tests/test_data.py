@@ -181,7 +181,8 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
     def prepare(name: str, tokenizer: str) -> None:
         data.prepare(f"jsonl:{source}", tmp_path / name, tokenizer, workers=workers)
 
-    with pytest.raises(data.UserError, match=r"a.jsonl, document 41, cannot be encoded: ValueError\(.*no token"):
+    message = r"a.jsonl, document 41, cannot be encoded: ValueError\(.*no token"
+    with pytest.raises(data.UserError, match=message):
         prepare("out", str(tmp_path / "tokenizer.json"))
 
     class Panic(BaseException):

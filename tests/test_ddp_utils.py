@@ -13,17 +13,24 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from unittest import mock
 
+import ddp_worker
 import pytest
 import torch
 from conftest import ROOT, Finished, finish, run, start
 from states import train_state
 
 import ddp_utils
-import ddp_worker
 import test_ddp
 from data import UserError
-from ddp_utils import (Checkpoints, RunError, World, list_checkpoints, load_checkpoint,
-                       load_model, read_checkpoint)
+from ddp_utils import (
+    Checkpoints,
+    RunError,
+    World,
+    list_checkpoints,
+    load_checkpoint,
+    load_model,
+    read_checkpoint,
+)
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "fp16_shards",
@@ -69,7 +76,7 @@ def test_two_processes(failed, check):
 
 
 def test_all_checks_are_run():
-    assert CHECKS == [name.removeprefix("check_") for name in vars(ddp_worker) if name.startswith("check_")]
+    assert [name.removeprefix("check_") for name in vars(ddp_worker) if name.startswith("check_")] == CHECKS
 
 
 @pytest.mark.full
@@ -309,7 +316,10 @@ def test_marking_the_same_best_again_leaves_nothing_behind(tmp_path, world):
 
 def test_the_loss_of_an_epoch(world):
     """A step that reaches into the next epoch is the last of its own; a resumed run has the same sums."""
-    labels, metrics = torch.tensor(2.0, dtype=torch.float64), ddp_utils.Metrics(world, 10, 0, None)
+    dataset = SimpleNamespace(train=SimpleNamespace(rows=10))
+    run = SimpleNamespace(world=world, dataset=dataset, global_batch=4,
+                          args=SimpleNamespace(eval_every=2), saved=None)
+    labels, metrics = torch.tensor(2.0, dtype=torch.float64), ddp_utils.Metrics(run)
     ends, found = [], []
     for step in range(1, 6):
         metrics.add({"loss": torch.tensor(1.0 * step)})
@@ -318,7 +328,8 @@ def test_the_loss_of_an_epoch(world):
         position = metrics.position()
         ends.append(metrics.ends_epoch)
         found.append((position["loss"], position["epoch"]["loss"], position["epoch"]["steps"]))
-        metrics = ddp_utils.Metrics(world, 10, 0, position)
+        run.saved = position
+        metrics = ddp_utils.Metrics(run)
         if metrics.ends_epoch:
             metrics.begin_epoch()
     assert ends == [False, False, True, False, True]
@@ -331,8 +342,10 @@ def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     monkeypatch.setattr(ddp_utils, "from_all", lambda value: order.append("from_all") or [value])
     stop = SimpleNamespace(agreed=0, read=lambda: order.append("read"))
     checkpoints = SimpleNamespace(world=world, close=lambda: order.append("close"))
-    log = SimpleNamespace(settings={"strategy": "ddp", "seq_len": 8}, out="", finish=lambda *_: None)
-    ddp_utils.end_run(log, checkpoints, stop, 1, 1)
+    run = SimpleNamespace(world=world, checkpoints=checkpoints, steps=1,
+                          args=SimpleNamespace(strategy="ddp", seq_len=8),
+                          log=SimpleNamespace(out="", finish=lambda *_: None))
+    ddp_utils.end_run(run, stop, 1, 1)
     assert sorted(order[:-1]) == ["from_all", "read"] and order[-1] == "close"
 
 
@@ -501,15 +514,16 @@ def test_a_step_waits_for_the_device_once(world, optimizer):
 
 
 @pytest.mark.parametrize("loss, warned", [("all", True), ("response", False)])
-def test_a_small_text_is_warned_of_but_not_small_pairs(world, monkeypatch, loss, warned):
+def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     """Pairs, of which only a few tokens are learned, need many passes."""
-    monkeypatch.setattr(ddp_utils, "unigram_entropy", lambda sets: 3.0)
     said, train = [], SimpleNamespace(rows=60, num_tokens=480)
     settings = {"size": "tiny", "precision": "float32", "checkpoint_activations": "none", "strategy": "ddp",
-                "compile": None, "fast": None, "steps": 300, "epochs": None, "seq_len": 8, "global_batch": 16,
-                "batch": 8, "grad_accum": 2, "backend": "auto"}
-    ddp_utils.say_plan(SimpleNamespace(say=said.append), make_state(world), SimpleNamespace(
-        train=train, val={}, name="mine", loss=loss), {"family": "HRM", "settings": settings})
+                "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto"}
+    dataset = SimpleNamespace(train=train, val={}, name="mine", loss=loss)
+    log = SimpleNamespace(say=said.append, facts={"val_tokens": 0, "entropy": 3.0})
+    run = SimpleNamespace(world=world, dataset=dataset, log=log, steps=300, global_batch=16, batch=8,
+                          grad_accum=2)
+    ddp_utils.say_plan(run, make_state(world), {"family": "HRM", "settings": settings})
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
     assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16, ")
     assert said[3] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "

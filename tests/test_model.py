@@ -43,7 +43,7 @@ from model import (
     num_params,
     pad_vocab,
     rms_norm,
-    sample,
+    sample_ids,
     to_hf,
 )
 from train_gpt2 import parse_args
@@ -178,7 +178,7 @@ def test_control_checkpoint_around_a_late_bound_closure(monkeypatch):
     """Recomputed in the backward pass, `block` is the last one for all: no error, and wrong gradients."""
     def late_bound(self, x, rope, mask, cache=None):
         for block in self.blocks:
-            x = checkpoint(lambda x: block.block(x, rope), x, use_reentrant=False)  # noqa: B023
+            x = checkpoint(lambda x, block=block: block.block(x, rope), x, use_reentrant=False)
         return rms_norm(x, self.eps)
 
     expected, _ = step(hrm(), bp_steps=5)
@@ -570,7 +570,7 @@ def test_sampling_follows_the_probabilities():
     generator = torch.Generator().manual_seed(0)
 
     def frequencies(temperature=1.0, top_k=None):
-        ids = sample(logits.expand(50_000, -1), temperature, top_k, generator)
+        ids = sample_ids(logits.expand(50_000, -1), temperature, top_k, generator)
         return ids.bincount(minlength=5) / 50_000
 
     for settings, expected in [

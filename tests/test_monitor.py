@@ -117,7 +117,7 @@ def test_without_psutil_one_sentence_says_so(tmp_path, monkeypatch, capsys):
     assert "pip install psutil" in errors
     pytest.importorskip("tensorboard")
     log = begun(tmp_path)
-    log.write(record(1))
+    log.write(record(1), "")
     log.close()
     assert capsys.readouterr().out.count("pip install psutil") == 1
     found = curves(tmp_path)
@@ -256,9 +256,13 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 # RunLog
 
 
-def begun(out: Path, step: int = 0, **settings) -> RunLog:
+FACTS = {"sync": "OK", "val_tokens": 8, "rows": 4, "entropy": 2.89861, "peak_flops": None}
+
+
+def begun(out: Path, step: int = 0, facts: dict = FACTS, **settings) -> RunLog:
     log = RunLog(out, True, "[Rank 0/1]")
-    log.begin(step, {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None, "steps": 10} | settings)
+    settings = {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None, "steps": 10} | settings
+    log.begin(step, settings, facts, {}, log.read_back(step))
     return log
 
 
@@ -275,11 +279,11 @@ def curves(out: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tags(tmp_path):
     log = begun(tmp_path)
     log.write(record(1, val_loss=4.5, epoch_loss=4.8, epoch_seconds=12.0, bp_steps=2, cycles=2.0, ponder=0.1,
-                     val_exact=0.6, **{"val_exact/easy": 0.7}))
-    log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_bits_per_byte=1.0))
+                     val_exact=0.6, **{"val_exact/easy": 0.7}), "")
+    log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_bits_per_byte=1.0), "")
     log.close()
     found = curves(tmp_path)
-    assert found.pop("settings/text_summary") == 1
+    assert found.pop("settings") == 1
     for tag in ("System/CPU_percent", "System/RAM_percent"):
         assert [step for step, _ in found.pop(tag)] == [1, 2]
     one = {"Loss/train_step": 4.9, "Loss/train_epoch": 4.8, "Loss/val_epoch": 4.5, "Time/epoch_seconds": 12.0,
@@ -302,21 +306,20 @@ def test_a_resumed_run_has_one_point_for_each_step(tmp_path, evaluates, evaluate
     """
     log = begun(tmp_path)
     for step in range(1, 9):
-        log.write(record(step))
+        log.write(record(step), "")
         if step == 5 and evaluates:
-            log.write({"step": 5, "val_loss": 4.25})
+            log.write({"step": 5, "val_loss": 4.25}, "")
     path = tmp_path / "metrics.jsonl"
     if not evaluated:
         path.write_text("".join(line for line in path.open() if "val_loss" not in line))
     with open(path, "a") as file:
         file.write('{"step": 9, "lo')
-    log = RunLog(tmp_path, True, "")
-    found = log.begin(5, {})
-    assert found == ({5: 4.25} if evaluates and evaluated else {})
+    log = begun(tmp_path, 5)
+    assert log.evaluations == ({5: 4.25} if evaluates and evaluated else {})
     if evaluates and not evaluated:
-        log.write({"step": 5, "val_loss": 4.25})
+        log.write({"step": 5, "val_loss": 4.25}, "")
     for step in range(6, 11):
-        log.write(record(step, loss=step))
+        log.write(record(step, loss=step), "")
     log.close()
     expected = [(s, 5 - s / 10) for s in range(1, 6)] + [(s, s) for s in range(6, 11)]
     history = json.loads((tmp_path / "history.json").read_text())
@@ -334,8 +337,8 @@ def test_tensorboard_that_is_installed_later_has_the_whole_curve(tmp_path, monke
     with monkeypatch.context() as patch:
         block(patch, "tensorboard", "matplotlib", "psutil")
         log = begun(tmp_path)
-        log.write(record(1, val_loss=4.0))
-        log.write(record(2))
+        log.write(record(1, val_loss=4.0), "")
+        log.write(record(2), "")
         log.close()
         said = capsys.readouterr().out
         for package in ("tensorboard", "matplotlib"):
@@ -344,7 +347,7 @@ def test_tensorboard_that_is_installed_later_has_the_whole_curve(tmp_path, monke
         code, out, errors = command(capsys, tmp_path)
         assert code == 0 and "pip install matplotlib" in errors and json.loads(out)["loss"] == 4.8
     log = begun(tmp_path, 2)
-    log.write(record(3))
+    log.write(record(3), "")
     log.close()
     assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3]
 
@@ -355,11 +358,54 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log._tensorboard.file_writer.event_writer._async_writer._writer, "flush", full)
-    log.write(record(1))
-    log.write(record(2))
+    _, curve_file = log.sinks
+    monkeypatch.setattr(curve_file._writer, "flush", full)
+    log.write(record(1), "")
+    log.write(record(2), "")
     assert capsys.readouterr().out.count("No space left on device") == 1
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2]
+    assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.out.tfevents.*"])
+def test_a_disk_that_is_full_at_a_start_loses_no_old_curve(tmp_path, monkeypatch, capsys, name):
+    """The files are written anew beside the old ones, which stay until then."""
+    log = begun(tmp_path)
+    for step in range(1, 4):
+        log.write(record(step), "")
+    log.close()
+    write = monitor.write_atomically
+
+    def full(path, *pieces):
+        if path.match(name):
+            raise UserError(f"{path} cannot be written: free some space.")
+        write(path, *pieces)
+
+    monkeypatch.setattr(monitor, "write_atomically", full)
+    with contextlib.suppress(UserError):  # of metrics.jsonl, without which no run begins
+        begun(tmp_path, 3)
+    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
+    assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3]
+
+
+@needs_psutil
+def test_each_record_goes_to_all_sinks_by_one_call(tmp_path, capsys):
+    got = []
+    own = SimpleNamespace(open=lambda records, settings: got.append((len(records), settings["lr"])),
+                          write=lambda record: got.append(record["step"]), close=lambda: got.append("closed"))
+    for first in (1, 2):
+        log = RunLog(tmp_path, True, "[Rank 0/1]")
+        log.sinks.append(own)
+        log.begin(first - 1, {"lr": 1e-3, "steps": 10}, FACTS, {}, log.read_back(first - 1))
+        log.write(record(first), "loss 4.9")
+        log.write({"step": first, "val_loss": 4.0}, "validation loss 4.0")
+        log.close()
+    assert got == [(0, 1e-3), 1, 1, "closed", (2, 1e-3), 2, 2, "closed"]
+    said = ["[Rank 0/1] step 1/10 | loss 4.9", "step 1 | validation loss 4.0",
+            "[Rank 0/1] step 2/10 | loss 4.9", "step 2 | validation loss 4.0"]
+    assert (tmp_path / "train.log").read_text().splitlines() == said == capsys.readouterr().out.splitlines()
+    assert len(monitor.read_metrics(tmp_path)) == 4
+    assert curves(tmp_path)["Loss/val_epoch"] == [(1, 4.0), (2, 4.0)]
 
 
 @pytest.mark.parametrize("found, line", [
@@ -368,7 +414,6 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
      "1.5000 bits per byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
 def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
     log = begun(tmp_path, seq_len=8)
-    log.facts = {"entropy": 2.89861}
     capsys.readouterr()
     log.evaluation(9, 1, {"val_loss": 4.62509, **found}, False)
     assert capsys.readouterr().out == line and (tmp_path / "train.log").read_text().endswith(line)
@@ -377,7 +422,7 @@ def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
 @pytest.mark.parametrize("loss, best", [(3.9, True), (4.1, False)])
 def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best):
     log = begun(tmp_path, seq_len=8)
-    log.facts, log.evaluations = {"entropy": 5.0}, {1: 4.0}
+    log.evaluations = {1: 4.0}
     log.evaluation(3, 1, {"val_loss": loss}, False)
     assert capsys.readouterr().out.endswith("| best so far\n") == best
 
@@ -389,7 +434,7 @@ def test_a_terminal_without_a_size_gets_lines(tmp_path, monkeypatch, columns, ro
                                                        flush=lambda: None))
     monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((columns, rows)))
     log = begun(tmp_path)
-    assert (log._bar is not None) == (rows > 0)
+    assert (log._text._bar is not None) == (rows > 0)
     log.close()
 
 
@@ -398,10 +443,11 @@ def test_a_bar_of_120_columns_has_a_bar_one_eta_and_its_end(tmp_path, monkeypatc
                                                        flush=lambda: None))
     monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((120, 40)))
     log = begun(tmp_path)
-    log._bar.n, log._bar.total = 150, 300
-    log._bar.set_description_str("loss 4.7627 | lr 4.1e-03 | grad 0.46 | 8.02k tok/s | 35.1% MFU | 0.9 GB | "
+    bar = log._text._bar
+    bar.n, bar.total = 150, 300
+    bar.set_description_str("loss 4.7627 | lr 4.1e-03 | grad 0.46 | 8.02k tok/s | 35.1% MFU | 0.9 GB | "
                                  "eta 01:23 | Sync=OK", refresh=False)
-    text = log._bar.format_meter(**log._bar.format_dict | {"ncols": 120})
+    text = bar.format_meter(**bar.format_dict | {"ncols": 120})
     log.close()
     assert text.startswith("|█████     | 150/300 | loss 4.7627") and text.endswith("eta 01:23 | Sync=OK")
 
@@ -412,7 +458,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
         raise OSError(5, "Input/output error")
 
     log = RunLog(tmp_path, True, "")
-    log._bar = SimpleNamespace(write=gone) if bar else None
+    log._text._bar = SimpleNamespace(write=gone) if bar else None
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "write", gone)
         log.say("still here")
@@ -428,11 +474,9 @@ def metrics_of(means: dict) -> SimpleNamespace:
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log = RunLog(tmp_path, False, "")
-    assert log.begin(0, {"log_every": 1, "eval_every": 5, "steps": 10}) == {}
-    log.facts = {"val_tokens": 8}
+    log.begin(0, {"log_every": 1, "eval_every": 5, "steps": 10}, FACTS, {}, {})
     log.say("x")
-    log.tick(1)
-    log.write(record(1))
+    log.write(record(1), "")
     log.step(metrics_of({"loss": 1.0}), 1, 8, 1.0, lr=1e-3)
     log.evaluation(1, 8, {"val_loss": 1.0}, False)
     log.finish(1, 8, 0.0, "")
@@ -469,12 +513,12 @@ def test_peaks(monkeypatch, name, tflops):
 def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeypatch, shifts):
     """As with a dual boot or without a battery: TensorBoard reads files in the order of their names."""
     now = time.time
-    for start, shift in enumerate(shifts):
-        monkeypatch.setattr(time, "time", lambda: now() + shift)
-        log = begun(tmp_path, 5 * start)
-        for step in range(5 * start + 1, 5 * start + 8):  # the last two are made again
-            log.write(record(step, loss=start))
-        log._tensorboard.close()
+    for i, shift in enumerate(shifts):
+        monkeypatch.setattr(time, "time", lambda shift=shift: now() + shift)
+        log = begun(tmp_path, 5 * i)
+        for step in range(5 * i + 1, 5 * i + 8):  # the last two are made again
+            log.write(record(step, loss=i), "")
+        log.sinks[1].close()
     found = curves(tmp_path)["Loss/train_step"]
     assert [step for step, _ in found] == list(range(1, 5 * len(shifts) + 3))
     assert [value for _, value in found[5:10]] == [1] * 5
@@ -513,7 +557,7 @@ def test_a_copied_file_among_the_curves_does_not_end_a_run(tmp_path):
     for name in ("copy", "12.backup"):
         (tmp_path / "tb" / f"events.out.tfevents.{name}").write_bytes(b"")
     log = begun(tmp_path, 5)
-    log.write(record(6))
+    log.write(record(6), "")
     log.close()
     assert 6 in [step for step, _ in curves(tmp_path)["Loss/train_step"]]
 
@@ -536,7 +580,6 @@ def png_size(path: Path) -> tuple[int, int]:
 def test_a_number_of_a_trainer_of_ones_own_is_a_curve_everywhere(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     log = begun(tmp_path, log_every=1, eval_every=5, seq_len=8, world_size=1)
-    log.facts = {"sync": "OK", "val_tokens": 8, "rows": 4, "peak_flops": None}
     log.start_clock(0, 0)
     log.step(metrics_of({"loss": 1.5}), 1, 4, 1.0, lr=1e-3, mine=2.5)
     log.close()
@@ -571,9 +614,8 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
 
     monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(monitor, "draw_curves", draw)
-    log._tensorboard = None
     for step in range(100, 700, 100):
-        log.write(record(step))
+        log.write(record(step), "")
         log.save_history()
         now[0] += 40.0 if step < 400 else 9.0
     assert drawn == [100, 200, 300, 400]
@@ -584,8 +626,7 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
 @pytest.mark.parametrize("val_tokens, logged", [(8, [1, 3, 4, 6, 8, 9, 10]), (0, [1, 4, 8, 10])])
 def test_which_steps_are_logged(tmp_path, val_tokens, logged):
     """Those with an evaluation, too, if there is anything to evaluate."""
-    log = begun(tmp_path, log_every=4, eval_every=3)
-    log.facts = {"val_tokens": val_tokens}
+    log = begun(tmp_path, 0, {"val_tokens": val_tokens}, log_every=4, eval_every=3)
     assert [step for step in range(1, 11) if log.wants(step, False)] == logged
     assert log.wants(2, True)
 
@@ -601,11 +642,11 @@ def test_of_equal_losses_the_first_is_the_best(tmp_path, capsys):
 def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
     """So after each start the log has one record of it, as of all others."""
     for _ in range(3):
-        log = RunLog(tmp_path, True, "")
-        assert log.begin(1 if log.out.joinpath("metrics.jsonl").exists() else 0, {}) == {}
+        log = begun(tmp_path, 1 if (tmp_path / "metrics.jsonl").exists() else 0)
+        assert log.evaluations == {}
         if not log.records:
-            log.write(record(1))
-        log.write({"step": 1, "val_loss": math.nan})
+            log.write(record(1), "")
+        log.write({"step": 1, "val_loss": math.nan}, "")
         log.close()
     assert [("loss" in r, r.get("val_loss")) for r in monitor.read_metrics(tmp_path)] == [
         (True, None), (False, None)]
@@ -651,21 +692,23 @@ from pathlib import Path
 import monitor, train_gpt2
 from ddp_utils import launch
 kind, where = sys.argv.pop(1), sys.argv.pop(1)
-monitor_write, to_tensorboard = monitor.RunLog.write, monitor.RunLog._to_tensorboard
+write_all, write_metrics = monitor.RunLog.write, monitor.MetricsFile.write
 def here(record):
     return record["step"] == 8 and ("val_loss" if kind == "evaluation" else "loss") in record
-def die(log):
-    while kind == "evaluation" and not list((log.out / "checkpoints").glob("step_00000008*")):
+def die(file):
+    out = Path(file.name).parent
+    while kind == "evaluation" and not list((out / "checkpoints").glob("step_00000008*")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-def write(log, record):
-    monitor_write(log, record)
-    if where == "after" and here(record): die(log)
-def write_tensorboard(log, records):
-    if where == "before" and any(map(here, records)): die(log)
-    to_tensorboard(log, records)
-    if where == "between" and any(map(here, records)): die(log)
-monitor.RunLog.write, monitor.RunLog._to_tensorboard = write, write_tensorboard
+def write(log, record, line):
+    file = log.sinks[0]._file
+    write_all(log, record, line)
+    if where == "after" and here(record): die(file)
+def write_file(sink, record):
+    if where == "before" and here(record): die(sink._file)
+    write_metrics(sink, record)
+    if where == "between" and here(record): die(sink._file)
+monitor.RunLog.write, monitor.MetricsFile.write = write, write_file
 launch(train_gpt2.main)
 """
 
@@ -676,7 +719,7 @@ launch(train_gpt2.main)
     pytest.param(where, marks=pytest.mark.long) for where in ("before", "after"))])
 @pytest.mark.parametrize("kind, step", [("training", 4), ("evaluation", 8)])
 def test_kill_9_at_a_record(tmp_path, shards, kind, step, where):
-    """Before the record, between TensorBoard and metrics.jsonl, or after them: always one point a step. A
+    """Before the record, between metrics.jsonl and TensorBoard, or after them: always one point a step. A
     step is saved after its training record and before its evaluation.
     """
     from runs import Trainer

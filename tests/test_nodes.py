@@ -5,12 +5,13 @@ numbered, and how they leave. Needs root and iproute2 where there are namespaces
 import itertools
 import os
 import shutil
+import socket
 import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Finished, finish, start
 from lab import MASTER, PORT, Lab, Unavailable
 from processes import Group
 from runs import Trainer, log_of
@@ -32,6 +33,46 @@ def lab(request):
             yield lab
     except Unavailable as reason:
         pytest.skip(str(reason))
+
+
+# ------------------------------------------------------------------------------------- what lies in cluster/
+
+
+def two_machines(directory, *flags, **env) -> Finished:
+    """Two processes that believe to be on two machines, with the program in a directory."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": port, "GROUP_WORLD_SIZE": 2, "PYTHONPATH": None, **env}
+    processes = [start([sys.executable, directory / "train_gpt2.py", *flags], cwd=directory,
+                       **common | {"RANK": rank, "GROUP_RANK": rank}) for rank in (0, 1)]
+    found = [finish(process) for process in processes]
+    return Finished(max(done.code for done in found), "".join(done.out for done in found))
+
+
+def test_without_the_folder_cluster_one_sentence_says_what_is_missing(tmp_path, shards):
+    """Where the trainers alone were copied. Several machines need it, unless GLOO_SOCKET_IFNAME is set."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    flags = GPT2.flags(shards, tmp_path / "run", steps=1, global_batch=2)
+    missing = "WARNING: there is no folder cluster/ beside ddp_utils.py"
+    done = two_machines(tmp_path, *flags)
+    assert done.code == 0 and done.out.count(missing) == 2, done.out  # once a machine
+    done = two_machines(tmp_path, *flags, "--steps", "2", GLOO_SOCKET_IFNAME="lo")
+    assert done.code == 0 and missing not in done.out and "training complete: 2 steps" in done.out, done.out
+    (tmp_path / "cluster").mkdir()  # an import that fails in the folder is no missing folder
+    (tmp_path / "cluster" / "__init__.py").write_text("import no_such_package\n")
+    done = two_machines(tmp_path, *flags, "--steps", "3", "--timeout", "10")
+    assert done.code and "No module named 'no_such_package'" in done.out, done.out
+
+
+def test_the_folder_cluster_comes_before_a_package_of_that_name(tmp_path, shards):
+    """PyPI has one."""
+    (tmp_path / "cluster.py").write_text("raise RuntimeError('the wrong package')\n")
+    flags = GPT2.flags(shards, tmp_path / "run", steps=1, global_batch=2)
+    done = two_machines(ROOT, *flags, PYTHONPATH=tmp_path)
+    assert done.code == 0 and "training complete" in done.out, done.out
 
 
 # ----------------------------------------------------------------------------------- who starts the processes

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,7 @@ import data
 import ddp_utils
 import model as model_module
 from data import UserError
-from ddp_utils import (Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint,
-                       read_checkpoint)
+from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
 
 
@@ -334,7 +334,9 @@ class Mine(GPT2):
 
 
 def own_numbers(tmp_path, name="square", result="mine", number="own") -> Trainer:
-    """A copy of the trainer of GPT-2 with a sum of the model, a result of an evaluation and a number of a step."""
+    """A copy of the trainer of GPT-2 with a sum of the model, a result of an evaluation and a number of a
+    step.
+    """
     head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
     main = re.sub(r"\bGPT2\b", "Mine", main).replace("grad_norm, lr=lr)", f"grad_norm, lr=lr, {number}=1.5)")
     mark = "            checkpoints.mark_best("
@@ -364,9 +366,12 @@ def test_every_sum_and_every_result_is_a_curve(ranks, shards, tmp_path):
         {"result": "step"}, {"result": "loss"}, {"result": "lr"}, {"result": "tokens"}))])
 def test_a_name_that_a_record_has_already_is_refused(names, shards, tmp_path):
     done = own_numbers(tmp_path, **names).train(0, shards, tmp_path / "run")
-    called = next(iter(names.values())).removeprefix("val_") if "result" in names else next(iter(names.values()))
+    called = next(iter(names.values()))
+    if "result" in names:
+        called = called.removeprefix("val_")
     assert done.code == 2, done.out
-    assert re.search(rf"error: a number called {called} cannot be logged, .*another\.$", done.out, re.M), done.out
+    sentence = rf"error: a number called {called} cannot be logged, .*another\.$"
+    assert re.search(sentence, done.out, re.M), done.out
 
 
 def test_another_constant_of_the_trainer_is_printed_on_a_resume(shards, tmp_path):
@@ -419,6 +424,37 @@ def test_a_flag_added_to_a_model_counts_as_its_default_in_older_runs(shards, tmp
     assert done.code == 0 and "resuming after step 4" in done.out, done.out
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
+    """A resumed run whose trainer has changed since says so, once; the text stays that of the beginning."""
+    path, out = tmp_path / "train_mine.py", tmp_path / "run"
+    mine = copy_of_the_trainer(path, "")
+    first = path.read_text()
+    assert mine.train(ranks, shards, out, steps=2).code == 0
+    assert (out / "trainer.py").read_text() == first
+    same = mine.train(ranks, shards, out, steps=3)
+    assert same.code == 0 and "resuming after step 2" in same.out and "has changed" not in same.out, same.out
+    mine = copy_of_the_trainer(path, "", ("0.95\\)", "0.99)"))
+    line = 1 + next(i for i, text in enumerate(first.splitlines()) if text.startswith("BETAS"))
+    changed = mine.train(ranks, shards, out, steps=4)
+    said = f"train_mine.py has changed since it began this run, first in line {line} (see {out}/trainer.py)"
+    assert changed.code == 0 and changed.out.count(said) == 1, changed.out
+    assert (out / "trainer.py").read_text() == first
+    longer = copy_of_the_trainer(path, "", ("launch.main.\n", "launch(main)\n# the end\n"))
+    said = f"first in line {len(first.splitlines()) + 1} "
+    assert said in longer.train(ranks, shards, out, steps=5).out
+    assert longer.train(ranks, shards, tmp_path / "branch", resume=out, steps=6).code == 0
+    assert (tmp_path / "branch" / "trainer.py").read_text() == path.read_text()  # which began that one
+
+
+def test_a_trainer_without_a_file_has_no_text(tmp_path):
+    """As one that was typed into a notebook, or one whose file has been removed since."""
+    run = SimpleNamespace(log=SimpleNamespace(out=tmp_path), saved=None)
+    for names in ({}, {"__file__": str(tmp_path / "gone.py")}):
+        run.names = names
+        assert ddp_utils.trainer_file(run) == {}
+
+
 def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
     (tmp_path / "t.txt").write_text("Once upon a time there was a test. " * 400)
     other = data.prepare(f"text:{tmp_path}/t.txt", tmp_path / "other", "bpe:300")
@@ -427,8 +463,8 @@ def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
         path = tmp_path / f"train_{directory.name}.py"
         joined = f"dataset.val['more'] = data.Dataset([Path({str(directory)!r})], args.seq_len).val['']"
         path.write_text((ROOT / "train_gpt2.py").read_text().replace(
-            "    log, checkpoints, saved = open_run", f"    from pathlib import Path\n    {joined}\n"
-            "    log, checkpoints, saved = open_run"))
+            "    model = ddp.new_model",
+            f"    from pathlib import Path\n    {joined}\n    model = ddp.new_model"))
         done = Trainer(str(path), **FLAGS).train(0, shards, tmp_path / f"run-{directory.name}", steps=4)
         assert done.code == code, done.out
         assert code == 0 or "error: the validation set more has another tokenizer" in done.out, done.out

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import ROOT
 from processes import fork
-from runs import (Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, steps_of,
-                  tensors_of)
+from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, steps_of, tensors_of
 
+import ddp_utils
 import train_gpt2
 import train_hrm
 import train_mlm
@@ -53,7 +53,7 @@ def test_main_can_be_called_again(tmp_path, shards, module, monkeypatch, capsys)
         with pytest.raises(UserError):
             module.main(mistake)
         assert cleaned_up()
-    step = module.seed_step
+    step = ddp_utils.seed_step
 
     def interrupted(seed, number, rank):
         if number == 6:
@@ -62,7 +62,7 @@ def test_main_can_be_called_again(tmp_path, shards, module, monkeypatch, capsys)
         step(seed, number, rank)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "seed_step", interrupted)
+        patch.setattr(ddp_utils, "seed_step", interrupted)
         with pytest.raises(KeyboardInterrupt) as held:  # its traceback keeps the frames, as a notebook does
             module.main([*flags, "--steps", "8"])
         assert cleaned_up()

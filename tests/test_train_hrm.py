@@ -1,5 +1,6 @@
 """train_hrm.py as a user runs it: processes that learn, are killed, resume, stop and refuse."""
 
+import itertools
 import json
 import os
 import re
@@ -10,8 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SHARED, finish, run
-from runs import (PUBLISHED, Trainer, assert_close_runs, assert_same_run, evaluations_of, log_of, steps_of,
-                  tensors_of, worker)
+from runs import (
+    PUBLISHED,
+    Trainer,
+    assert_close_runs,
+    assert_same_run,
+    evaluations_of,
+    log_of,
+    steps_of,
+    tensors_of,
+    worker,
+)
 
 import data
 import ddp_utils
@@ -113,8 +123,8 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     assert len(list_checkpoints(out)) == 3 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
     *_, trained, evaluated = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     of_run = {key for key in trained if not key.startswith("System/")}
-    assert of_run == {"step", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "mfu", "mem_gb",
-                      "bp_steps", "labels", "cycles", "time", "epoch_loss", "epoch_seconds"}
+    assert of_run == {"step", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "mfu",
+                      "mem_gb", "bp_steps", "labels", "cycles", "time", "epoch_loss", "epoch_seconds"}
     assert evaluated.keys() == {"step", "tokens", "val_loss", "val_cycles", "val_bits_per_byte", "time"}
     history = json.loads((out / "history.json").read_text())
     assert history["step"][-2:] == [20, 20] and history["val_loss"][-2:] == [None, evaluated["val_loss"]]
@@ -198,7 +208,7 @@ def test_a_run_whose_evaluation_was_cut_off_evaluates_first(tmp_path, shards):
     for out in (whole, cut):
         assert train(0, shards, out, steps=8, eval_every=4).code == 0
     lines = (cut / "metrics.jsonl").read_text().splitlines()
-    for kept, again in ((lines[:-1], True), (lines[:-1] + [lines[-1][:20]], True), (lines, False)):
+    for kept, again in ((lines[:-1], True), ([*lines[:-1], lines[-1][:20]], True), (lines, False)):
         (cut / "metrics.jsonl").write_text("\n".join(kept) + "\n")
         done = train(0, shards, cut, steps=8, eval_every=4)
         assert done.code == 0 and ("validation loss" in done.out) == again, done.out
@@ -245,7 +255,7 @@ def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient(tmp_path,
     assert done.code == 0, done.out
     found = [read_checkpoint(path)["tensors"]["model"]["embed.weight"]
              for path in reversed(list_checkpoints(tmp_path / "run"))]
-    assert [torch.equal(a, b) for a, b in zip(found, found[1:])] == [True] * 3 + [False] * 16
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(found)] == [True] * 3 + [False] * 16
 
 
 def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
@@ -302,7 +312,8 @@ def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, t
     for lr, vocab_lr in ((0, 4.0), (1e-3, 1.0), (1e-3, 4.0)):
         monkeypatch.setattr(train_hrm, "VOCAB_LR", vocab_lr)
         out = tmp_path / str(len(found))
-        assert train(0, shards, out, steps=1, eval_every=1, lr=lr, bp_steps=4, weight_decay=0, **changes).code == 0
+        done = train(0, shards, out, steps=1, eval_every=1, lr=lr, bp_steps=4, weight_decay=0, **changes)
+        assert done.code == 0, done.out
         found.append({name: t for name, t in tensors_of(out).items() if name.startswith("model/")})
     start, one, four = found
     for name in start:
@@ -333,9 +344,9 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
         ("--h-cycles", "1:6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
     assert tables[0] == tables[1] != tables[2], tables
     begun = {}
-    monkeypatch.setattr(train_hrm, "begin_log", lambda *arguments: begun.update(examples=arguments[-1]))
-    monkeypatch.setattr(train_hrm.TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
-    monkeypatch.setattr(train_hrm, "StopVote", lambda world: 1 / 0)  # and no more
+    monkeypatch.setattr(ddp_utils, "begin_log", lambda *arguments: begun.update(examples=arguments[-1]))
+    monkeypatch.setattr(ddp_utils.TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
+    monkeypatch.setattr(ddp_utils, "StopVote", lambda world: 1 / 0)  # and no more
     with pytest.raises(ZeroDivisionError):
         train(0, shards, tmp_path / "run", h_cycles="1:6")
     state, *examples = begun["warm_up"]

@@ -121,13 +121,13 @@ def assert_decodes(model: CausalLM) -> None:
 
 
 def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monkeypatch):
-    trainer, module, seen = trainer_of(script, capsys), module_of(script), []
+    trainer, begin, seen = trainer_of(script, capsys), ddp_utils.start, []
 
     def start(args):
         seen.append((args, vars(args).copy()))
-        return ddp_utils.start(args)
+        return begin(args)
 
-    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(ddp_utils, "start", start)
     assert trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2).code == 0
     (args, before), = seen
     assert vars(args) == before

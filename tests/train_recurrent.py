@@ -11,11 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import data
-from ddp_utils import (Metrics, StopVote, TrainState, begin_log, begin_sum, end_run, evaluate, find_run,
-                       identity_of, launch, load_data, make_parser, new_model, open_run, parse,
-                       plan_run, seed_step, set_modes, start, use_model, with_cleanup)
-from model import (Block, CausalConfig, CausalLM, KVCache, Linear, flag, learning_rate,
-                   make_optimizers, rms_norm)
+import ddp_utils as ddp
+from model import (
+    Block,
+    CausalConfig,
+    CausalLM,
+    KVCache,
+    Linear,
+    flag,
+    learning_rate,
+    make_optimizers,
+    rms_norm,
+)
 
 
 @dataclass
@@ -81,70 +88,68 @@ SIZES = {"tiny": dict(seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
 
 
 def parse_args(argv=None, **records) -> argparse.Namespace:
-    return parse(make_parser(__doc__, RecurrentConfig, SIZES), RecurrentConfig, SIZES, argv, **records)
+    parser = ddp.make_parser(__doc__, RecurrentConfig, SIZES)
+    return ddp.parse(parser, RecurrentConfig, SIZES, argv, **records)
 
 
-@with_cleanup
+@ddp.with_cleanup
 def main(argv=None) -> None:
     args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
         return dry_run(Recurrent, args, SIZES[args.size])
-    world = start(args)
-    args, out, saved = find_run(Recurrent, args, world, parse_args, argv)
+    world = ddp.start(args)
+    args, out, saved = ddp.find_run(Recurrent, args, world, parse_args, argv)
     if args.export or args.chat or args.prompt is not None:
-        return use_model(Recurrent, args, world, out, saved)
-    dataset = load_data(Recurrent, args, world)
-    log, checkpoints, saved = open_run(out, args, world, saved)  # saved is None for a new run
-    global_batch, batch, accumulation, total_steps = plan_run(args, SIZES[args.size], dataset, world, saved,
-                                                              log.say)
-    model = new_model(Recurrent, args, dataset, world, saved, log.say,
-                      vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    example = model.example(batch, world.device)
-    set_modes(model, args, world, log.say)
-    state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), world,
-                       args.strategy, args.comm, args.ema)
-    identity = identity_of(Recurrent, model, args, dataset, world, globals(), steps=total_steps,
-                           global_batch=global_batch, batch=batch, grad_accum=accumulation)
-    step, samples = checkpoints.resume(saved, state, identity)
-    begin_log(log, state, dataset, identity, step, saved, lambda record: [{}])
+        return ddp.use_model(Recurrent, args, world, out, saved)
+    run = ddp.open_run(Recurrent, args, world, out, saved, SIZES[args.size], globals())
+    dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
+    model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    example = model.example(run.batch, world.device)
+    ddp.set_modes(model, args, world, log.say)
+    state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), world,
+                           args.strategy, args.comm, args.ema)
+    identity = ddp.identity_of(model, run)
+    step, samples = checkpoints.resume(run.saved, state, identity)
+    ddp.begin_log(run, state, identity, step, lambda record: [{}])
     state.warm_up(example, example)
-    stop = StopVote(world)
-    loader = data.Loader(dataset.train, batch, world, args.seed, samples)
-    metrics = Metrics(world, 0, 0, saved)  # no loss of each epoch
+    stop = ddp.StopVote(world)
+    loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
+    metrics = ddp.Metrics(run)
     log.start_clock(step, samples)
     while True:
-        ends = stop.agreed or step >= total_steps
-        due = step % args.eval_every == 0 and step > 0
-        if ends or due or step % args.save_every == 0 and step > 0:
+        due = ddp.due_after(step, run, metrics, stop)
+        if due.saving:
             checkpoints.save(step, state, identity | metrics.position())
-        if due and step not in log.evaluations and not stop.agreed:
-            found = evaluate(state, dataset, stop, batch, args.eval_batches * global_batch)
+        if due.evaluating and not due.stopping:
+            found = ddp.evaluate(state, dataset, stop, run.batch, args.eval_batches * run.global_batch)
             if found is None:
                 continue
             checkpoints.mark_best(step, found["val_loss"])
-            log.evaluation(step, samples, found, False)
-        if ends:
+            log.evaluation(step, samples, found, metrics.ends_epoch)
+        if due.stopping or due.done:
             break
-        seed_step(args.seed, step, world.rank)
-        count, batches = loader.step(accumulation)
-        labels = begin_sum(count, world)
+        if metrics.ends_epoch:
+            metrics.begin_epoch()
+        ddp.seed_step(args.seed, step, world.rank)
+        count, batches = loader.step(run.grad_accum)
+        labels = ddp.begin_sum(count, world)
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each
-            with state.no_sync(micro_step < accumulation - 1):
+            with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, y)
                 loss = objective * (world.world_size / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
-        lr = learning_rate(step, total_steps, args.lr, args.warmup, args.schedule, 0.1)
+        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, 0.1)
         state.optimizer_step(lr, grad_norm)
         stop.vote()
-        step, samples = step + 1, samples + global_batch
+        step, samples = step + 1, samples + run.global_batch
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
-    end_run(log, checkpoints, stop, step, samples)
+    ddp.end_run(run, stop, step, samples)
 
 
 if __name__ == "__main__":
-    launch(main)
+    ddp.launch(main)

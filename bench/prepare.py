@@ -1,6 +1,6 @@
 """Speed of `data.py prepare`, from start to finished shards, in turn with two others on the same text.
 
-    python bench/data.py --tokenizer gpt2 --megabytes 200      # medians of 5 rounds (least to most)
+    python bench/prepare.py --tokenizer gpt2 --megabytes 200      # medians of 5 rounds (least to most)
 
 ours       with as many workers as there are cores
 thread     tiktoken's encode_to_numpy in one thread
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import data  # noqa: E402
+import data
 
 DATASETS = """
 import sys, datasets, numpy as np, tiktoken

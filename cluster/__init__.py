@@ -1,0 +1,1 @@
+"""What only some runs import. roll_call.py also runs as a script, without torch."""
