@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-import data  # noqa: E402
-import ddp_utils  # noqa: E402
-from model import HRM  # noqa: E402
+import data
+import ddp_utils
+from model import HRM
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import ArgumentParser, cpu_count  # noqa: E402
+from data import ArgumentParser, cpu_count
 
 ROOT = Path(__file__).resolve().parent.parent
 THEIRS = ("--device=cpu --compile=False --log_interval=200 --block_size=64 --batch_size=12 --n_layer=4 "

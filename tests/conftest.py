@@ -36,13 +36,14 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """A test without a marker is in the first tier; one that is full and long is in the last.
-    Those of a trainer of one's own run up to full."""
+    Those of a trainer of one's own run up to full. What does not run is deselected: a skipped test looks as
+    if something were missing.
+    """
     full, long = config.getoption("--full") or config.getoption("--trainer"), config.getoption("--long")
     left_out = [] if long else ["long"] if full else ["long", "full"]
-    for item in items:
-        for tier in left_out:
-            if item.get_closest_marker(tier):
-                item.add_marker(pytest.mark.skip(reason=f"needs --{tier}"))
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
 
 
 def pytest_pycollect_makeitem(collector, name, obj):

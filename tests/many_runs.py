@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from runs import module_of  # noqa: E402
+from runs import module_of
 
-import ddp_utils  # noqa: E402
-from ddp_utils import EMA, local_shard  # noqa: E402
+import ddp_utils
+from ddp_utils import EMA, local_shard
 
 
 def clip_alone(parameters, max_norm):

@@ -78,7 +78,7 @@ def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
-def test_without_data_it_is_evaluated_as_in_the_run(pairs, tmp_path, monkeypatch):  # noqa: F811
+def test_without_data_it_is_evaluated_as_in_the_run(pairs, tmp_path, monkeypatch):
     """Data, loss and number of batches are those of the run, and nothing is prepared."""
     out = tmp_path / "run"
     trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=2, steps=2, attention="isolated",

@@ -39,7 +39,7 @@ def error(theirs: float, ours: float, tokenizer, text: str) -> float:
 
 
 @each_family
-def test_transformers_scores_a_document_as_we_do(exported, transformers):  # noqa: F811
+def test_transformers_scores_a_document_as_we_do(exported, transformers):
     model, tokenizer, directory = exported
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
     words = transformers.AutoTokenizer.from_pretrained(directory)
@@ -60,7 +60,7 @@ TASKS = {  # name: output_type, context, text
 
 
 @each_family
-def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):  # noqa: F811
+def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):
     pytest.importorskip("lm_eval.models.huggingface", reason="lm_eval, accelerate and peft are not installed")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

@@ -60,7 +60,7 @@ def test_a_mask_depends_on_seed_epoch_and_row_alone(tokenizer, rows):
 
 def test_eighty_ten_ten(tokenizer):
     x = np.full((400, T), 65, dtype=np.uint16)
-    masked, positions, labels = mask(tokenizer, x)
+    masked, positions, _ = mask(tokenizer, x)
     new = np.take_along_axis(masked, positions, 1)
     is_mask, is_kept = new == tokenizer.mask, new == 65
     shares = [is_mask.mean(), is_kept.mean(), (~is_mask & ~is_kept).mean()]

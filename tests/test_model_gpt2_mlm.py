@@ -11,6 +11,19 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import (
+    MODES,
+    PADDED,
+    SEQ_LEN,
+    VOCAB,
+    check_prompt,
+    differing,
+    gradients,
+    largest_error,
+    logits_of,
+    tokens,
+    without_gradient,
+)
 from torch import nn
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -42,19 +55,6 @@ from model import (
     num_params,
     pad_vocab,
     to_hf,
-)
-from test_model import (
-    MODES,
-    PADDED,
-    SEQ_LEN,
-    VOCAB,
-    check_prompt,
-    differing,
-    gradients,
-    largest_error,
-    logits_of,
-    tokens,
-    without_gradient,
 )
 
 EOT, WINDOW = 0, 6  # three tokens to either side

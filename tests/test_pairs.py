@@ -134,7 +134,7 @@ def test_pairs_with_the_same_prompt_are_on_one_side(tmp_path):
 def own_roles(tmp_path):
     """A tokenizer that has, like that of HRM-Text, ids of its own for start, response and end."""
     spec = json.loads(data.load_tokenizer("bytes").to_json())
-    for i, name in enumerate(data.HRM_TEXT_ROLES + ("<|quick|>",), 258):
+    for i, name in enumerate((*data.HRM_TEXT_ROLES, "<|quick|>"), 258):
         spec["added_tokens"].append(spec["added_tokens"][0] | {"id": i, "content": name})
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     return str(tmp_path / "tokenizer.json")
@@ -151,7 +151,7 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
     assert row == [258, 261, ord("b"), 259, ord("c"), 260]
     roles = {"start": 258, "response": 259, "end": 260}
-    assert data.learned(np.array([row + [258]]), roles, "response").tolist() == [
+    assert data.learned(np.array([[*row, 258]]), roles, "response").tolist() == [
         [False] * 3 + [True] * 2 + [False] * 2]
     source = write(tmp_path / "n.jsonl", [{"q": f"{i}", "a": "c"} for i in range(30)])
     plain = data.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6, workers=1,

@@ -124,7 +124,7 @@ def test_other_fields_do_not_matter(here):
     spark = pyarrow.array([[("a", "b")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
     assert texts_of(write_table(here / "x.parquet", text=["a"], meta=spark)) == ["a"]
     deep = "[" * 100_000 + "]" * 100_000
-    (here / "x.jsonl").write_text('{"text": "a", "tree": %s}\n' % deep)
+    (here / "x.jsonl").write_text(f'{{"text": "a", "tree": {deep}}}\n')
     assert "line 1, is not JSON, or nested too deeply" in refused("jsonl:x.jsonl", "out")
     (here / "x.jsonl").write_text('{"text": "a", "tree": [[["b"]]], "z": {"b": 1}}\n')
     assert texts_of("jsonl:x.jsonl") == ["a"]
@@ -167,8 +167,10 @@ def test_blank_lines_byte_order_marks_and_packed_files(here):
 @pytest.mark.parametrize("raw, where, command, text", [
     (b"good line\n" * 200_000 + b"ma\xf1ana\n", "byte 2000003 in line 200001, is not UTF-8 text (it is 0xf1)",
      0, "mañana"),
-    ("é\n".encode() * 400_000 + b"x\xff\n", "byte 1200002 in line 400001, is not UTF-8 text (it is 0xff)", 1, "é"),
-    (b"good line\n" * 200_000 + b"a\0b\n", "byte 2000002 in line 200001, is not UTF-8 text (it is 0x00)", 2, "ab"),
+    ("é\n".encode() * 400_000 + b"x\xff\n",
+     "byte 1200002 in line 400001, is not UTF-8 text (it is 0xff)", 1, "é"),
+    (b"good line\n" * 200_000 + b"a\0b\n",
+     "byte 2000002 in line 200001, is not UTF-8 text (it is 0x00)", 2, "ab"),
     (b"\xef\xbb\xbfa\n\xff\n", "byte 6 in line 2, is not UTF-8 text (it is 0xff)", 1, "a"),
     ("hello\n".encode("utf-16-le"), "byte 2 in line 1", "UTF-16LE", "hello"),
     ("hello\n".encode("utf-16"), "byte 1 in line 1", "UTF-16LE", "hello")])
@@ -293,7 +295,7 @@ def test_documents_without_text_are_counted(here, capsys):
 
 def test_numbers_are_text_as_they_are_written(here):
     numbers = ["1.10", "1e400", "NaN", "-0.0", "7"]
-    (here / "x.jsonl").write_text("".join('{"text": %s}\n' % number for number in numbers))
+    (here / "x.jsonl").write_text("".join(f'{{"text": {number}}}\n' for number in numbers))
     assert texts_of("jsonl:x.jsonl") == numbers
 
 
@@ -355,7 +357,8 @@ def test_a_file_without_permission_is_one_sentence(here, monkeypatch):
     def forbidden(path):
         raise PermissionError(13, "Permission denied", str(path))
     monkeypatch.setattr(data, "sha256_of", forbidden)
-    assert refused("text:x.txt", "out").startswith("x.txt cannot be read (Permission denied): make it readable")
+    unreadable = "x.txt cannot be read (Permission denied): make it readable"
+    assert refused("text:x.txt", "out").startswith(unreadable)
 
 
 def test_folders_of_save_to_disk_are_named_with_the_way_out(here):

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 from processes import fork
-from runs import (PUBLISHED, Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half,
-                  evaluations_of, first_checkpoint, steps_of)
+from runs import (
+    PUBLISHED,
+    Trainer,
+    assert_close_runs,
+    assert_same_run,
+    copy_of_the_first_half,
+    evaluations_of,
+    first_checkpoint,
+    steps_of,
+)
 
 from ddp_utils import list_checkpoints
 

@@ -72,7 +72,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     dataset = data.Dataset([shards], 256)
     question, answer = dataset.first_pair()
     check_sum(question, answer)
-    first = dataset.tokenizer.decode([*dataset.val.values()][0].grids[0][1][0])
+    first = dataset.tokenizer.decode(next(iter(dataset.val.values())).grids[0][1][0])
     assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
     monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])

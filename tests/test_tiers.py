@@ -39,6 +39,7 @@ def test_a_tier_runs_those_before_it(tmp_path, flags, passed):
     """And -m full, which CI gives, leaves out the first."""
     done = run_pytest(tmp_path, {"test_good.py": GOOD}, *flags)
     assert done.code == 0 and re.search(rf"\b{passed} passed", done.out), done.out
+    assert "skipped" not in done.out  # which looks as if something were missing
 
 
 def test_a_test_in_no_tier_fails(tmp_path):

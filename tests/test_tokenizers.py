@@ -227,7 +227,7 @@ def test_gpt2_from_the_hub_is_that_of_tiktoken(gpt2, tmp_path, corpus):
 
 @pytest.mark.parametrize("kind", ["spaces", "no alphabet", "own"])
 def test_other_byte_level_tokenizers_are_run_by_the_package(kind, corpus):
-    """With added tokens that are ordinary text, without all bytes, or of one's own: as tokenizers has them."""
+    """With added tokens that are ordinary text, without all bytes, or one's own: as tokenizers has them."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     made = ByteLevelBPETokenizer()
     made.train_from_iterator([corpus.read_text(encoding="ascii", errors="ignore")], vocab_size=400,

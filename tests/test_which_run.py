@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import Group
-from runs import (PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of,
-                  steps_of)
+from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
 
 import ddp_utils
 from ddp_utils import list_checkpoints, read_checkpoint
@@ -249,7 +248,7 @@ def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards, script, shape)
     trainer = Trainer(script, batch=2, **shape)
     base = tmp_path / "base"
     assert trainer.train(0, shards, base, steps=2, eval_every=2).code == 0
-    plain = {key: None for key in ("seq_len", "d_model", "n_head", "n_layer", "lr", "warmup", *shape)}
+    plain = dict.fromkeys(("seq_len", "d_model", "n_head", "n_layer", "lr", "warmup", *shape))
     flags = plain | {"steps": 8, "save_every": 4, "eval_every": 4}
     whole = tmp_path / "whole"
     assert trainer.train(0, shards, whole, init_from=base, **flags).code == 0

@@ -51,7 +51,7 @@ def damage(rng: random.Random, path: Path, other: Path) -> str:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
-def test_checkpoints(tmp_path, world, capsys, count):  # noqa: F811
+def test_checkpoints(tmp_path, world, capsys, count):
     """The newest of three is damaged: the one before is taken, and that is said; or nothing has changed."""
     save(tmp_path, world, make_state(world), steps=(1, 2, 3))
     contents = {path: path.read_bytes() for path in list_checkpoints(tmp_path)}
@@ -80,7 +80,7 @@ def test_checkpoints(tmp_path, world, capsys, count):  # noqa: F811
               "harmless ", end="")
 
 
-def test_tensors_exchanged_inside_a_checkpoint(tmp_path, world):  # noqa: F811
+def test_tensors_exchanged_inside_a_checkpoint(tmp_path, world):
     """With checksums that are right: a file made wrong, which only the sums of the tensors can tell."""
     save(tmp_path, world, make_state(world))
     path = list_checkpoints(tmp_path)[0]
@@ -94,7 +94,7 @@ def test_tensors_exchanged_inside_a_checkpoint(tmp_path, world):  # noqa: F811
         read_checkpoint(path)
 
 
-def test_a_checkpoint_under_the_name_of_another_step(tmp_path, world):  # noqa: F811
+def test_a_checkpoint_under_the_name_of_another_step(tmp_path, world):
     """A run that believed the name would remove its own new checkpoints as older than this one."""
     save(tmp_path, world, make_state(world), steps=(1, 2))
     newest, older = list_checkpoints(tmp_path)

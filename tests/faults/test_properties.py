@@ -156,7 +156,7 @@ def test_permute_is_a_permutation(n, seed, epoch):
 def test_permute_stays_inside_however_large(n, seed, epoch, draw):
     index = np.array(draw.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=min(n, 20), unique=True)))
     rows = data.permute(index, n, seed, epoch)
-    assert ((0 <= rows) & (rows < n)).all() and len(np.unique(rows)) == len(rows)
+    assert ((rows >= 0) & (rows < n)).all() and len(np.unique(rows)) == len(rows)
 
 
 @given(st.integers(1, 50), st.integers(0, 10**9), st.integers(1, 60), st.integers(0, 2**31),

@@ -2,6 +2,7 @@
 is open to others but those of torchrun."""
 
 import ast
+import contextlib
 import json
 import os
 import pickle
@@ -201,10 +202,8 @@ def listening(pid: int) -> set[str]:
     """Addresses of the TCP sockets on which a process listens, as /proc shows them."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with contextlib.suppress(OSError):
             inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
-        except OSError:
-            pass
     rows = [line.split() for table in ("tcp", "tcp6")
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()]
     return {row[1].rpartition(":")[0] for row in rows if len(row) > 9 and row[3] == "0A" and row[9] in inodes}
