@@ -248,6 +248,7 @@ def test_nodes_with_different_numbers_of_processes():
     assert second.code == 0 and "rank 2 on " in second.out and ": all right, on CPU" in second.out, second.out
 
 
+@pytest.mark.full
 def test_every_node_says_how_it_goes(tmp_path, shards):
     nodes = Nodes(2, GLOO_SOCKET_IFNAME=None, PREFLIGHT_TIMEOUT=120)
     command = ["train_gpt2.py", "--data", shards, "--out", tmp_path / "run", "--device", "cpu", "--steps", 4,

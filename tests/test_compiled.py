@@ -327,7 +327,8 @@ def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):
 
 @pytest.mark.parametrize("size, chosen, faster", [
     ("25m", "none", None), pytest.param("100m", "none", None, marks=pytest.mark.full),
-    pytest.param("350m", "selective", "none", marks=pytest.mark.full), ("1b", "block", "selective")])
+    pytest.param("350m", "selective", "none", marks=pytest.mark.full),
+    pytest.param("1b", "block", "selective", marks=pytest.mark.full)])
 def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, chosen, faster):
     args = train_hrm.parse_args(["--size", size])
     assert args.checkpoint_activations == chosen

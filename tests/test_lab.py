@@ -170,6 +170,7 @@ def curves_of_nodes(out: Path, nodes: int) -> None:
     assert {host.partition("-")[0] for host in hosts} == {f"node{i}" for i in range(nodes)}
 
 
+@pytest.mark.full
 def test_a_killed_node_is_named_and_the_same_command_goes_on(lab, shards):
     out = check_lost(lab, 3, shards, lambda: lab.kill(2), r"rank 2 on node2 .* stopped responding", 2)
     curves_of_nodes(out, 3)

@@ -178,7 +178,7 @@ def test_control_checkpoint_around_a_late_bound_closure(monkeypatch):
     """Recomputed in the backward pass, `block` is the last one for all: no error, and wrong gradients."""
     def late_bound(self, x, rope, mask, cache=None):
         for block in self.blocks:
-            x = checkpoint(lambda x, block=block: block.block(x, rope), x, use_reentrant=False)
+            x = checkpoint(lambda x: block.block(x, rope), x, use_reentrant=False)  # noqa: B023
         return rms_norm(x, self.eps)
 
     expected, _ = step(hrm(), bp_steps=5)

@@ -424,26 +424,26 @@ def test_a_flag_added_to_a_model_counts_as_its_default_in_older_runs(shards, tmp
     assert done.code == 0 and "resuming after step 4" in done.out, done.out
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
     """A resumed run whose trainer has changed since says so, once; the text stays that of the beginning."""
     path, out = tmp_path / "train_mine.py", tmp_path / "run"
     mine = copy_of_the_trainer(path, "")
     first = path.read_text()
-    assert mine.train(ranks, shards, out, steps=2).code == 0
+    assert mine.fork(ranks, shards, out, steps=2).code == 0
     assert (out / "trainer.py").read_text() == first
-    same = mine.train(ranks, shards, out, steps=3)
+    same = mine.fork(ranks, shards, out, steps=3)
     assert same.code == 0 and "resuming after step 2" in same.out and "has changed" not in same.out, same.out
     mine = copy_of_the_trainer(path, "", ("0.95\\)", "0.99)"))
     line = 1 + next(i for i, text in enumerate(first.splitlines()) if text.startswith("BETAS"))
-    changed = mine.train(ranks, shards, out, steps=4)
+    changed = mine.fork(ranks, shards, out, steps=4)
     said = f"train_mine.py has changed since it began this run, first in line {line} (see {out}/trainer.py)"
     assert changed.code == 0 and changed.out.count(said) == 1, changed.out
     assert (out / "trainer.py").read_text() == first
     longer = copy_of_the_trainer(path, "", ("launch.main.\n", "launch(main)\n# the end\n"))
     said = f"first in line {len(first.splitlines()) + 1} "
-    assert said in longer.train(ranks, shards, out, steps=5).out
-    assert longer.train(ranks, shards, tmp_path / "branch", resume=out, steps=6).code == 0
+    assert said in longer.fork(ranks, shards, out, steps=5).out
+    assert longer.fork(ranks, shards, tmp_path / "branch", resume=out, steps=6).code == 0
     assert (tmp_path / "branch" / "trainer.py").read_text() == path.read_text()  # which began that one
 
 

@@ -470,7 +470,8 @@ def test_while_training_all_ranks_write_equally_many_tokens(monkeypatch, stop):
     import model as models
     count, decode = [], GPT2.decode
     monkeypatch.setattr(GPT2, "decode", lambda *args: count.append(1) or decode(*args))
-    monkeypatch.setattr(models, "sample", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
+    monkeypatch.setattr(
+        models, "sample_ids", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
     flags = argparse.Namespace(max_new_tokens=7, temperature=0, top_k=0, seed=0, condition="")
     tokenizer = data.with_roles(data.load_tokenizer("bytes"))
     text = "".join(models.continue_text(gpt2(), tokenizer, "cpu", "why", flags, stop))

@@ -351,6 +351,7 @@ def test_the_readme_names_what_is_tested_here():
         assert name in readme
 
 
+@pytest.mark.full
 def test_a_snapshot_is_written_though_another_process_dies(tmp_path, shards):
     """The process that writes does not leave before its thread is done, though that takes long."""
     begun, out = tmp_path / "begun", tmp_path / "run"
