@@ -117,6 +117,7 @@ HAS_CLUSTER = Path(__file__).with_name("cluster").is_dir()  # not where the trai
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
+
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
 
@@ -419,6 +420,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         precision = "bf16" if fast else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
+
 # -----------------------------------------------------------------------------------------------------------
 # Heartbeats: which ranks are missing at the start, and which rank made a collective fail
 
@@ -656,6 +658,7 @@ class Heartbeat:
                     f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
                     "alive: busy for longer, or cut off from other ranks; look there, or raise --timeout.")
 
+
 # -----------------------------------------------------------------------------------------------------------
 # Agreement
 
@@ -767,6 +770,7 @@ def say_on_other_nodes(world: World, text: str):
     """Prints on the first process of a node without rank 0, which would otherwise print nothing."""
     if world.local_rank == 0 and not world.is_rank0:
         say(f"{world.prefix} {text}")
+
 
 # -----------------------------------------------------------------------------------------------------------
 # Flags
@@ -983,6 +987,7 @@ def check_row(parser: ArgumentParser, name: str, row: dict):
         if read is not True and read != value:
             raise UserError(f"the row {name!r} of the sizes sets {key}={value!r}: write names with "
                             "underscores and numbers without quotes.")
+
 
 # -----------------------------------------------------------------------------------------------------------
 # Which run: its flags, directory, data, batches and model, and whether it may resume
@@ -1388,6 +1393,7 @@ def check_resumable(saved: dict, now: dict, say):
         if (before := saved["settings"].get(flag, value)) != value:
             say(f"resuming with {flag} {value} (was {before})")
 
+
 # -----------------------------------------------------------------------------------------------------------
 # Models on ranks, replicated or sharded
 
@@ -1516,6 +1522,7 @@ def set_modes(model: nn.Module, args: Namespace, world: World, say):
         block.checkpointing = args.checkpoint_activations
         if compiled:  # rounds where eager code does, so that recomputing gives the same bits
             block.compile(options={"emulate_precision_casts": not args.fast})
+
 
 # -----------------------------------------------------------------------------------------------------------
 # Training state
@@ -1824,6 +1831,7 @@ class TrainState:
             for group, values in zip(optimizer.param_groups, before):
                 group.clear()
                 group.update(values)
+
 
 # -----------------------------------------------------------------------------------------------------------
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
@@ -2169,6 +2177,7 @@ class RunLock:
         """Gives back all locks of this process."""
         while cls.held:
             cls.held.pop().close()
+
 
 # -----------------------------------------------------------------------------------------------------------
 # Around a step
@@ -2535,6 +2544,7 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
     # torchrun whose processes have ended waits for the others only for a while.
     on_all("end", finish)
     say_on_other_nodes(world, f"{ending} on node 0")
+
 
 # -----------------------------------------------------------------------------------------------------------
 # Using a run
