@@ -1494,7 +1494,11 @@ class Masker:
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
         hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
         order = np.where(self.special.take(x), np.uint64(2**64 - 1), hashes)
-        picked = order.argpartition(self.k - 1, axis=1)[:, :self.k]
+        low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # the low bits hold the position
+        order &= ~low
+        order |= self.positions
+        order.partition(self.k - 1, axis=1)
+        picked = (order[:, :self.k] & low).astype(np.int64)
         picked.sort(axis=1)
         at = picked + np.arange(0, x.size, x.shape[1])[:, None]  # in the flat x
         old = x.take(at).astype(np.int64)
