@@ -4,10 +4,10 @@
     heartbeats          name the rank that is missing, or that made a collective fail
     agreement           on_all, on_rank0, sums over ranks, comparisons of ranks
     flags               make_parser, parse: the command line of all trainers
-    which run           find_run: what to resume; open_run, plan_run, new_model: what to train, and where
+    which run           find_run: what to resume; open_run, plan_run, plan_batch, new_model: what to train
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
-    checkpoints         Checkpoints writes and finds them; RunLock keeps a directory to one run
+    checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
     around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
     using a run         load_run, use_model: --prompt, --chat, --fill, --export, --eval-only
 
@@ -1210,8 +1210,8 @@ class Run:
     log: monitor.RunLog
     checkpoints: "Checkpoints"
     saved: dict | None  # the checkpoint to resume from
-    names: dict  # of the trainer's file: its constants, and __file__
-    # of plan_run
+    names: dict  # the globals() of the trainer's file: its constants, and __file__
+    # set by plan_run
     steps: int = 0
     global_batch: int = 0  # sequences in a step, over all processes
     batch: int = 0  # sequences in a micro-batch
@@ -1245,9 +1245,9 @@ def plan_run(run: Run, size: dict):
 
 def open_run(model_class: type, args: Namespace, world: World, out: Path, saved: dict | None, size: dict,
              names: dict) -> Run:
-    """Reads the data, locks the run directory, opens its log and plans the run. `saved` is that of find_run;
-    the Run has what has become the newest checkpoint since. `size` is a row of the trainer's sizes, `names`
-    its globals(). Raises UserError on all ranks.
+    """Reads the data, locks the run directory, opens its train.log and plans the run. `saved` is what
+    find_run has found; if a newer checkpoint was written before the directory was locked, run.saved is that.
+    `size` is a row of the trainer's sizes, `names` its globals(). Raises UserError on all ranks.
     """
     dataset = load_data(model_class, args, world)  # first, so that bad data leave no empty directory
     lock = RunLock(out)
@@ -2184,7 +2184,7 @@ class RunLock:
 
 
 def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples):
-    """Opens the log of a run after `step` steps, writes config.json, tokenizer.json and trainer.py, and
+    """Opens the log's sinks after `step` steps, writes config.json, tokenizer.json and trainer.py, and
     prints the plan. `examples(record)` lists the arguments of `model.example` for steps such as the record's,
     whose FLOPs are averaged.
     """
@@ -2212,8 +2212,8 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples):
 
 
 def trainer_file(run: Run) -> dict[str, str]:
-    """trainer.py and its content, the text of the trainer that began the run; none if that is not known, as
-    in a notebook. Says where the trainer has changed since.
+    """trainer.py and its text: that of the trainer that began the run, or that of today if the directory has
+    none yet. Empty if the trainer has no file, as in a notebook. Says where the trainer has changed since.
     """
     path = run.log.out / "trainer.py"
     try:
@@ -2287,13 +2287,15 @@ class Due:
     """What is due after a step. All ranks decide alike."""
 
     stopping: bool  # a signal has come
-    done: bool  # the steps of the run are
+    done: bool  # all steps of the run are
     evaluating: bool
     saving: bool
 
 
 def due_after(step: int, run: Run, metrics: "Metrics", stop: "StopVote") -> Due:
-    """What is due after `step` steps. An evaluation is preceded by a save, because it can take long."""
+    """What is due after `step` steps. A save precedes each evaluation, which can take long. A step that the
+    log has evaluated is not evaluated again.
+    """
     stopping = stop.agreed > 0
     done = step >= run.steps
     in_turn = step % run.args.eval_every == 0 or metrics.ends_epoch or done

@@ -311,7 +311,7 @@ class TrainLog:
             self._bar.update(step - self._bar.n)
 
     def write(self, record: dict, line: str):
-        """Prints the line of an evaluation; that of a step beside the progress bar, if there is one."""
+        """Prints the line of an evaluation. That of a step appears in the progress bar, if there is one."""
         if "loss" not in record:
             return self.say(f"step {record['step']} | {line}")
         if self._bar is not None:
@@ -346,7 +346,7 @@ class MetricsFile:
 class EventFile:
     """Curves for TensorBoard, and the settings as a text."""
 
-    OURS = "trainer"  # the end of the names of the files that are written here
+    SUFFIX = "run"  # of the names of the files that are written here
 
     def __init__(self, directory: Path, say):
         self._directory = directory
@@ -362,8 +362,8 @@ class EventFile:
             self._say(f"WARNING: no curves for TensorBoard until the next start ({error})")
 
     def _rewrite(self, records: list[dict], settings: dict):
-        """Writes these records into a new file, then empties that of the start before, to which a kill can
-        have added points, and removes older ones. Raises ImportError, OSError and UserError.
+        """Writes these records into a new file, then empties that of the start before, which may hold points
+        after the resumed step, and removes older ones. Raises ImportError, OSError and UserError.
         """
         self._writer = None
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -373,7 +373,7 @@ class EventFile:
         # TensorBoard reads files in the order of their names, so a clock that has gone back must not matter
         made = self._directory.glob("events.out.tfevents.[0-9]*.*")
         stamp = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in made)])
-        path = self._directory / f"events.out.tfevents.{stamp}.{self.OURS}"
+        path = self._directory / f"events.out.tfevents.{stamp}.{self.SUFFIX}"
         content = io.BytesIO()
         began = records[0].get("time") if records else time.time()
         text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
@@ -386,7 +386,7 @@ class EventFile:
             self.write(record)
         self._writer = None
         write_atomically(path, content.getvalue())
-        earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.OURS}"))[:-1]
+        earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}"))[:-1]
         for old in earlier[:-1]:
             old.unlink()
         for last in earlier[-1:]:
@@ -414,7 +414,8 @@ class EventFile:
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
     passes to all `sinks`. A sink has open(records, settings), which gets all records so far, write(record)
-    and close(). Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
+    and close(); one of your own is added before `begin`. After an OSError or a UserError of a sink, all are
+    opened again. Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
     """
 
     def __init__(self, out: Path, active: bool, prefix: str, lost=lambda: ""):
@@ -449,8 +450,8 @@ class RunLog:
 
     def begin(self, step: int, settings: dict, facts: dict, files: dict[str, str],
               evaluations: dict[int, float]):
-        """Opens the files of a run that has done `step` steps. `settings` are its flags, `facts` those of
-        ddp_utils.begin_log, `files` texts that belong into the directory, by name, and `evaluations` what
+        """Opens the files of a run that has done `step` steps. `settings` are its flags, `facts` what
+        ddp_utils.begin_log knows of data and device, `files` texts that belong into the directory, by name, and `evaluations` what
         read_back returned on rank 0. Raises UserError if nothing can be written.
         """
         self.settings = settings

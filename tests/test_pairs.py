@@ -722,6 +722,7 @@ def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     assert "attention prefix" in done.out and "loss response" in done.out
 
 
+@pytest.mark.full
 def test_a_run_on_plain_text_learns_to_answer(shards, pairs, tmp_path):
     """Its tokenizer is that of the pairs but for their ids; one of another text is refused."""
     trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=3, steps=2)

@@ -166,6 +166,7 @@ def test_fill_asks_about_the_position_of_the_mask(name, text, before):
 # ----------------------------------------------------------------------------------- other people's files
 
 
+@pytest.mark.full
 def test_data_of_another_tokenizer_than_that_of_the_weights_are_refused(tmp_path, shards, corpus):
     """Where it is not known they are warned of. One that lies there but is refused counts as not known."""
     bpe = data.train_bpe([corpus.read_text()[:20000]], 300)

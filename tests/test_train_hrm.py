@@ -94,8 +94,8 @@ def test_four_two_four(tmp_path, shards):
     change_ranks(tmp_path, shards, (4, 2, 4))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *(
-    pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGUSR1, signal.SIGHUP))])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, number):
     out = tmp_path / "run"
     changes = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
@@ -303,9 +303,9 @@ def test_init_says_what_the_weights_start_as(shards, tmp_path):
         assert (not found["model/H.blocks.0.down.weight"].any()) == zero
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes, times", [
-    ({}, 4), pytest.param({"init": "published"}, 1, marks=pytest.mark.full),
-    pytest.param({"init": "identity", "optimizer": "muon"}, 1, marks=pytest.mark.full)])
+    ({}, 4), ({"init": "published"}, 1), ({"init": "identity", "optimizer": "muon"}, 1)])
 def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, times, monkeypatch):
     """Four times that of the rest, where the model starts as the identity and AdamW trains it."""
     found = []

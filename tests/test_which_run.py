@@ -183,6 +183,7 @@ def best_of(out: Path) -> int:
     return read_checkpoint(out / "checkpoints" / "best.pt")["step"]
 
 
+@pytest.mark.full
 def test_the_best_after_going_back_is_of_the_same_branch(tmp_path, shards):
     """As README says: delete the later checkpoints, resume with another learning rate."""
     out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 5}
