@@ -451,8 +451,8 @@ class RunLog:
     def begin(self, step: int, settings: dict, facts: dict, files: dict[str, str],
               evaluations: dict[int, float]):
         """Opens the files of a run that has done `step` steps. `settings` are its flags, `facts` what
-        ddp_utils.begin_log knows of data and device, `files` texts that belong into the directory, by name, and `evaluations` what
-        read_back returned on rank 0. Raises UserError if nothing can be written.
+        ddp_utils.begin_log knows of data and device, `files` texts that belong into the directory, by name,
+        and `evaluations` what read_back returned on rank 0. Raises UserError if nothing can be written.
         """
         self.settings = settings
         self.facts = facts
