@@ -140,6 +140,7 @@ def test_output_that_is_not_utf_8(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- epochs
 
+@pytest.mark.full
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_epochs_are_counted_in_rows(tmp_path, shards, trainer):
     """Whatever the batch was before; with the same batch nothing changes."""

@@ -298,6 +298,7 @@ def test_signal_to_torchrun(tmp_path, shards, number):
     assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_torchrun_is_killed(tmp_path, shards, number):
     """Without --signals-to-handle SIGUSR1 kills torchrun. Its workers notice, save, end and free the lock."""
