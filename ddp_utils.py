@@ -2217,7 +2217,7 @@ def trainer_file(run: Run) -> dict[str, str]:
     """
     path = run.log.out / "trainer.py"
     try:
-        now = Path(run.names["__file__"]).read_text(encoding="utf-8")
+        now = Path(run.names["__file__"]).read_text(encoding="utf-8", errors="replace")
     except (KeyError, OSError):
         return {}
     if not (run.saved and path.exists()):

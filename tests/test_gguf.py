@@ -31,7 +31,8 @@ params.n_ctx = 32
 params.n_parallel = 1
 params.warmup = False
 params.cpuparams.n_threads = 1
-params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # by default half precision
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # by default half precision,
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # as are its sums
 server = xllamacpp.Server(params)
 found = []
 for kind, request in requests:
