@@ -303,6 +303,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         if (same := heartbeat.add(backend, 0)) < world_size:  # ranks with different backends would hang
             raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
+    several_nodes = world_size > local_world_size
+    chosen = backend != "gloo" or HAS_CLUSTER or "GLOO_SOCKET_IFNAME" in env  # see choose_interface
+    if several_nodes and not chosen and local_rank() == 0:
+        say("WARNING: there is no folder cluster/ beside ddp_utils.py, so gloo takes the network card of "
+            "this machine's name: copy the folder, too, or set GLOO_SOCKET_IFNAME")
     if where.type == "cuda":
         torch.cuda.set_device(where)
         use_libdevice_of_triton()
@@ -477,9 +482,6 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
         heartbeat.wait_for_all()
         if several_nodes and HAS_CLUSTER:
             choose_interface(own, store)
-        elif several_nodes and local_rank() == 0 and "GLOO_SOCKET_IFNAME" not in env:
-            say("WARNING: there is no folder cluster/ beside ddp_utils.py, so gloo takes the network card of "
-                "this machine's name: copy the folder, too, or set GLOO_SOCKET_IFNAME")
     return rank, world_size, store
 
 
@@ -2431,7 +2433,7 @@ class Metrics:
         host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
         own = monitor.machine_curves(host) if world.local_rank == 0 else {}
         memory, curves = zip(*from_all((monitor.memory_gb(world.device), own)))
-        return functools.reduce(operator.or_, curves, {"mem_gb": round(max(memory), 3)})
+        return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
 
     def position(self) -> dict:
         """The state for a checkpoint."""
@@ -2584,6 +2586,8 @@ def use_model(model_class: type, args: Namespace, world: World, out: Path,
     """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
     --resume.
     """
+    if args.export == "gguf" and not importlib.util.find_spec("gguf"):
+        raise UserError("--export gguf needs the package gguf: pip install gguf.")
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     resume = out if args.resume == "auto" else args.resume
     strategy = args.strategy if args.eval_only else "ddp"

@@ -1487,12 +1487,9 @@ def _gguf_tokenizer(writer, tokenizer: Tokenizer, c, TokenType):
 
 def to_gguf(model, path: Path, tokenizer):
     """Writes a GPT-2 or an HRM and its tokenizer as GGUF, for llama.cpp and what stands on it (Ollama, LM
-    Studio). Raises UserError for what llama.cpp cannot run.
+    Studio). Needs the package gguf. Raises UserError for what llama.cpp cannot run.
     """
-    try:
-        from gguf import GGUFWriter, TokenType
-    except ImportError:
-        raise UserError("--export gguf needs the package gguf: pip install gguf.")
+    from gguf import GGUFWriter, TokenType
     if type(model) not in (GPT2, HRM):
         raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
     refuse_export(model.config, *(("halt", "inject_input") if isinstance(model, HRM) else ("modern",)))

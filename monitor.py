@@ -194,7 +194,7 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
 
 # What a trainer or a model of one's own cannot call its numbers
-TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch_seconds", "bytes"}
+TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch_seconds", "bytes", "System"}
 
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
@@ -211,8 +211,8 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
     for line in lines:
         with suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            record["step"] + 0
-            records.append(record)
+            if type(record["step"]) is int:  # neither 1.0 nor true, as a changed byte can leave
+                records.append(record)
     if broken := len(lines) - len(records):
         say(f"WARNING: {broken} of {len(lines)} lines of {run_directory}/metrics.jsonl are broken and left "
             "out")
@@ -244,7 +244,7 @@ def curve_values(record: dict) -> dict[str, float]:
         base, _, name = key.partition("/")  # the name of a validation set
         if name and base in TAGS:
             tags[key] = f"{TAGS[base]}/{name}"
-    return {tag: record[key] for key, tag in tags.items() if record.get(key) is not None}
+    return {tag: record[key] for key, tag in tags.items() if isinstance(record.get(key), int | float)}
 
 
 def step_line(record: dict, eta: float, sync: str) -> str:
@@ -282,11 +282,15 @@ class TrainLog:
     """train.log and the screen: all that a run says, and a line for each record."""
 
     def __init__(self, path: Path, prefix: str):
+        self._path = path
         self._prefix = prefix
         self._steps = 0  # of the run, see begin
         self._bar = None
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
-        self._file = open(path, "a", buffering=1, encoding="utf-8", errors="replace")
+        self.open()
+
+    def open(self):
+        self._file = open(self._path, "a", buffering=1, encoding="utf-8", errors="replace")
 
     def begin(self, step: int, steps: int):
         """Shows a progress bar after `step` of `steps`, if the screen is a terminal."""
@@ -387,7 +391,7 @@ class EventFile:
         self._writer = None
         write_atomically(path, content.getvalue())
         earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}"))[:-1]
-        for old in earlier[:-1]:
+        for old in (*earlier[:-1], *self._directory.glob(".tmp-*")):  # the latter after a kill
             old.unlink()
         for last in earlier[-1:]:
             os.truncate(last, 0)  # a TensorBoard that has it open would stay there if it were removed
@@ -414,8 +418,8 @@ class EventFile:
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
     passes to all `sinks`. A sink has open(records, settings), which gets all records so far, write(record)
-    and close(); one of your own is added before `begin`. After an OSError or a UserError of a sink, all are
-    opened again. Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
+    and close(); one of your own is added before `begin`. After an OSError or a UserError, a sink is opened
+    again for the next record. Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
     """
 
     def __init__(self, out: Path, active: bool, prefix: str, lost=lambda: ""):
@@ -427,7 +431,7 @@ class RunLog:
         self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
         self.clock: Clock | None = None  # see start_clock
         self.sinks = [MetricsFile(self.out / "metrics.jsonl"), EventFile(self.out / "tb", self.say)]
-        self._behind = False  # whether the sinks lack records, because a write has failed
+        self._behind = []  # the sinks that lack records, because a write has failed
         self._next_drawing = 0.0
         self._text = TrainLog(self.out / "train.log", prefix) if active else None
 
@@ -460,20 +464,18 @@ class RunLog:
         self.evaluations = evaluations
         if not self.active:
             return
-        self._open_sinks()
+        self._write_files()
+        for sink in self.sinks:
+            sink.open(self.records, settings)
         try:
             cpu_and_ram()  # the first record has the mean from now on
         except ImportError:
             self.say("curves of CPU and RAM are not written: pip install psutil")
         self._text.begin(step, settings["steps"])
 
-    def _open_sinks(self):
-        """Writes all that is known so far. Raises OSError and UserError."""
+    def _write_files(self):
         for name, text in self.files.items():
             write_atomically(self.out / name, text.encode())
-        for sink in self.sinks:
-            sink.open(self.records, self.settings)
-        self._behind = False
 
     def say_complete(self, step: int, use: str):
         """Says that there is nothing left to train, and what else to do."""
@@ -561,20 +563,31 @@ class RunLog:
         """Passes a record to all sinks, and its line for people to train.log. NaN and infinity, which JSON
         lacks, become null.
         """
-        if not self.active or self.lost():
+        if not self.active:
             return
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self.records.append(record)
+        if not self.lost():
+            self._pass_on({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                           for key, value in record.items()})
         self._text.write(record, line)
-        try:
-            if self._behind or not (self.out / "metrics.jsonl").exists():  # the directory was removed
-                self._open_sinks()
-            else:
-                for sink in self.sinks:
+
+    def _pass_on(self, record: dict):
+        self.records.append(record)
+        removed = not (self.out / "metrics.jsonl").exists()  # and the directory was made again, by `lost`
+        if removed:
+            with suppress(OSError, UserError):  # which a sink says below
+                self._write_files()
+                self._text.open()
+        behind = self.sinks if removed else self._behind
+        self._behind = []
+        for sink in self.sinks:
+            try:
+                if sink in behind:
+                    sink.open(self.records, self.settings)
+                else:
                     sink.write(record)
-        except (OSError, UserError) as error:
-            self._behind = True
-            self.say(f"WARNING: a record was not written ({error}); the next one tries again with all")
+            except (OSError, UserError) as error:
+                self._behind.append(sink)
+                self.say(f"WARNING: {type(sink).__name__} lacks a record ({error}); the next one tries again")
 
     def save_history(self, last: bool = False):
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""

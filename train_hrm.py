@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None):
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
         raise data.UserError(f"with a graph through {high} stack calls the embedding never learns: add "
-                        f"--inject-input, or give --bp-steps {least_cycles + 1}.")
+                             f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.example(run.batch, world.device, n) for n in (low, high)]
     ddp.set_modes(model, args, world, log.say)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from

@@ -4,9 +4,9 @@
     python bench/steps.py ../before . --trainer gpt2 --ranks 2 --rounds 20 -- --log-every 1 --save-every 5
 
 Each round trains `tiny` with one version and then with the other (every second round the other way round).
-The time of a run is the median time between two logged steps, without the first five; the ratio is taken
-round by round. Prints the mean ratio after / before with its 95 % interval (Student's t over the rounds).
-What follows -- goes to both trainers.
+The time of a run is the median time of a step between two logged ones, without the first five; the ratio is
+taken round by round. Prints the mean ratio after / before with its 95 % interval (Student's t over the
+rounds). What follows -- goes to both trainers.
 """
 
 import argparse
@@ -28,15 +28,16 @@ T95 = {4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 
 def seconds_of_a_step(code: Path, data: Path, trainer: str, ranks: int, flags: list[str]) -> float:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                   f"train_{trainer}.py", "--data", data, "--out", out, "--steps", STEPS, "--log-every", 1,
+                   f"train_{trainer}.py", "--data", data, "--out", out, "--steps", STEPS, "--log-every", 5,
                    "--eval-every", 1000, "--save-every", 1000, "--eval-batches", 1, "--device", "cpu"]
         command += [] if trainer == "mlm" else ["--max-new-tokens", 2]
         done = subprocess.run([*map(str, command), *flags], cwd=code, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
         records = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
-        times = [record["time"] for record in records if "loss" in record]
-    return statistics.median(b - a for a, b in itertools.pairwise(times[5:]))
+        steps = [record for record in records if "loss" in record and record["step"] >= 5]
+    return statistics.median((b["time"] - a["time"]) / (b["step"] - a["step"])
+                             for a, b in itertools.pairwise(steps))
 
 
 def main() -> None:
@@ -59,8 +60,8 @@ def main() -> None:
         print(f"{args.ranks} processes on {os.cpu_count()} cores, load {load:.1f}, tiny, {flags}")
         for trainer in args.trainer:
             ratios, seconds = [], ([], [])
-            for round in range(args.rounds):
-                for i in (0, 1) if round % 2 else (1, 0):
+            for turn in range(args.rounds):
+                for i in (0, 1) if turn % 2 else (1, 0):
                     seconds[i].append(seconds_of_a_step(versions[i], data, trainer, args.ranks, flags))
                 ratios.append(seconds[1][-1] / seconds[0][-1])
             mean = statistics.mean(ratios)

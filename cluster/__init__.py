@@ -1,1 +1,1 @@
-"""What only some runs import. roll_call.py also runs as a script, without torch."""
+"""roll_call.py is imported for runs on several nodes. It also runs as a script, without torch."""

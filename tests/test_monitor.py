@@ -508,6 +508,53 @@ def test_peaks(monkeypatch, name, tflops):
 # A run as a picture and as a line
 
 
+def test_a_value_that_is_no_number_ends_no_start(tmp_path):
+    """As a changed byte can leave: the record is kept, its other curves too."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1, lr="0.1", grad_norm=[1])) + "\n")
+    log = begun(tmp_path, 1)
+    log.close()
+    assert curves(tmp_path)["Loss/train_step"] == [(1, pytest.approx(4.9))] and "LR" not in curves(tmp_path)
+
+
+def test_a_run_whose_directory_is_lost_still_prints_its_steps(tmp_path, capsys):
+    log = begun(tmp_path)
+    log.lost = lambda: "another run has taken it"
+    log.write(record(1), "loss 4.9")
+    assert "step 1/10 | loss 4.9" in capsys.readouterr().out and not log.records
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_sink_that_fails_is_opened_again_alone(tmp_path, monkeypatch, capsys):
+    """With the record that it lacks, while the others have each record by itself."""
+    calls, log = [], begun(tmp_path)
+
+    def fail(record):
+        raise ConnectionError("gone")
+
+    own = SimpleNamespace(open=lambda records, settings: calls.append(len(records)), write=fail, close=len)
+    log.sinks.append(own)
+    monkeypatch.setattr(monitor.MetricsFile, "open", lambda *_: pytest.fail("all are written anew"))
+    for step in range(1, 5):
+        log.write(record(step), "")
+    assert calls == [2, 4]
+    assert capsys.readouterr().out.count("WARNING: SimpleNamespace lacks a record (gone)") == 2
+    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_directory_that_was_removed_and_made_again_has_all_files(tmp_path):
+    (tmp_path / "run").mkdir()
+    log = RunLog(tmp_path / "run", True, "")
+    log.begin(0, {"steps": 9}, FACTS, {"config.json": "{}"}, {})
+    log.write(record(1), "one")
+    names = {path.name for path in log.out.iterdir()}
+    shutil.rmtree(log.out)
+    log.out.mkdir()
+    log.write(record(2), "two")
+    assert {path.name for path in log.out.iterdir()} == names >= {"train.log", "config.json", "tb"}
+    assert [r["step"] for r in monitor.read_metrics(log.out)] == [1, 2]
+    assert "two" in (log.out / "train.log").read_text()
+
+
 @needs_psutil
 @pytest.mark.parametrize("shifts", [(0, 0), (0, -3600), (365 * 86400, 0), (0, -3600, 60)])
 def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeypatch, shifts):
@@ -525,7 +572,8 @@ def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("broken", [
-    b'{"step": 3, "lo', b"\0" * 40, b"[1]", b"5", b'"step"', b"{}", b'{"step": "x"}'])
+    b'{"step": 3, "lo', b"\0" * 40, b"[1]", b"5", b'"step"', b"{}", b'{"step": "x"}', b'{"step": 3.0}',
+    b'{"step": true}'])
 @pytest.mark.parametrize("place", [0, 4, 10])
 def test_a_broken_line_loses_no_other(tmp_path, capsys, broken, place):
     lines = [json.dumps(record(step)).encode() for step in range(1, 11)]

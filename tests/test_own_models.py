@@ -362,7 +362,8 @@ def test_every_sum_and_every_result_is_a_curve(ranks, shards, tmp_path):
 @pytest.mark.parametrize("names", [
     {"name": "labels"}, {"number": "tokens"}, *(pytest.param(names, marks=pytest.mark.full) for names in (
         {"name": "bytes"}, {"name": "val_x"}, {"name": "lr"}, {"number": "mfu"}, {"number": "time"},
-        {"number": "square"}, {"number": "skipped"}, {"number": "epoch_loss"}, {"number": "val_loss"},
+        {"number": "square"}, {"number": "skipped"}, {"number": "System"}, {"number": "epoch_loss"},
+        {"number": "val_loss"},
         {"result": "step"}, {"result": "loss"}, {"result": "lr"}, {"result": "tokens"}))])
 def test_a_name_that_a_record_has_already_is_refused(names, shards, tmp_path):
     done = own_numbers(tmp_path, **names).train(0, shards, tmp_path / "run")
