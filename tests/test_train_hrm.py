@@ -176,6 +176,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_left_out(tmp_path, shards):
     out, other = tmp_path / "run", tmp_path / "whole"
     for directory in (out, other):

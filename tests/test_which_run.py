@@ -49,6 +49,7 @@ def two_nodes(directories: list[Path], **changes) -> tuple:
     return group.finish(120)
 
 
+@pytest.mark.full
 def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path, shards):
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir(), b.mkdir()
@@ -238,7 +239,7 @@ def test_the_file_that_is_resumed_from_stays(tmp_path, shards):
 
 
 @pytest.mark.parametrize("script, shape", [
-    ("train_gpt2.py", {"modern": True, "max_new_tokens": 5}),
+    pytest.param("train_gpt2.py", {"modern": True, "max_new_tokens": 5}, marks=pytest.mark.full),
     pytest.param("train_hrm.py", {"ff": 64, "h_cycles": "2:3", "l_cycles": 1, "max_new_tokens": 5},
                  marks=pytest.mark.full),
     pytest.param("train_mlm.py", {"ff": 48, "window": 16}, marks=pytest.mark.full)])
@@ -265,6 +266,7 @@ def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards, script, shape)
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.full
 def test_a_run_resumes_with_its_own_shape(tmp_path, shards):
     """Without a flag of it. A flag that says the same is not refused, one that says otherwise is, by name."""
     hrm = Trainer("train_hrm.py", ff=64, h_cycles="2:3", l_cycles=1, batch=2, **PUBLISHED | {"bp_steps": 4})
