@@ -104,10 +104,14 @@ from model import (
 )
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
+TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
-# fields of a configuration that a resumed run may change
+# flags of a model that a resumed run may change
 CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
 FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
+# flags of one command or one machine, which a resumed run does not keep
+ASKED_ANEW = ("out", "resume", "tokenizer", "device", "backend", "timeout", "compile")
+UNSAID = (*ASKED_ANEW, "command", "wanted_batch", "largest_batch")  # of which a change needs no line
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 HOST = os.uname().nodename  # the name of this machine
@@ -274,7 +278,7 @@ class World:
 
 def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
-    world = init(args.backend, args.device, args.timeout, fast=args.fast)
+    world = init(args.backend, args.device, args.timeout)
     resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     connect(world.backend, lambda: assert_same(
         "the command line", json.dumps(resolved, default=str), "start every node with "
@@ -283,13 +287,11 @@ def start(args: Namespace) -> World:
     return world
 
 
-def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None,
-         fast: bool = False) -> World:
+def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None) -> World:
     """Joins the process group that torchrun describes, or creates one with a single process.
 
     `timeout`, in seconds, bounds every collective. compare(device, backend) can look for differences between
-    ranks that would make the process group hang. `fast` allows non-deterministic sums on GPUs. Raises
-    UserError on all ranks if one lacks the device.
+    ranks that would make the process group hang. Raises UserError on all ranks if one lacks the device.
     """
     env = os.environ
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
@@ -311,13 +313,6 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     if where.type == "cuda":
         torch.cuda.set_device(where)
         use_libdevice_of_triton()
-        if not fast:
-            # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
-            # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
-            # attention kernels. This setting also keeps Inductor from choosing kernels by benchmark.
-            env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
     elif "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
         # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
@@ -423,7 +418,8 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
                 else torch.cpu.get_capabilities().get("avx512_bf16", False))
         precision = "bf16" if fast else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -831,7 +827,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:
-        choice.add_argument("--preset", choices=presets, help="a recipe instead of a --size")
+        choice.add_argument("--preset", dest="size", choices=presets, help="a recipe instead of a --size")
     flag = flag_group(parser, "model")
     for field in flag_fields(config_class):
         kinds = {bool: BooleanOptionalAction, int: positive_int if field.default != 0 else nonnegative_int}
@@ -885,8 +881,8 @@ def add_running_flags(parser: ArgumentParser):
     flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
          "pass, exactly: block keeps only the input of a block, selective the matrix products too; some "
          "sizes have a default for 80 GB", "none")
-    flag("--fast", bool, "on GPUs, allow non-deterministic kernels: the last bits then change when a "
-         "run resumes, and in compiled blocks with other --checkpoint-activations")
+    flag("--fast", BooleanOptionalAction, "on GPUs, allow non-deterministic kernels: the last bits then "
+         "change when a run resumes, and in compiled blocks with other --checkpoint-activations")
     flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
          "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
@@ -896,7 +892,8 @@ def add_running_flags(parser: ArgumentParser):
                         help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
     flag("--comm", ("fp32", "bf16"), "type of the sent gradients, with --strategy ddp", "fp32")
     flag = flag_group(parser, "output")
-    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA)")
+    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA); if it holds one, that is "
+         "resumed or used as it was, but for the flags that are given")
     flag("--log-every", positive_int, "steps between log lines", 10)
     flag("--eval-every", positive_int, "steps between evaluations; a longer epoch also ends with one")
     flag("--eval-batches", nonnegative_int, "global batches of a validation set to evaluate; 0: all")
@@ -928,51 +925,52 @@ def add_text_flags(parser: ArgumentParser):
     flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
 
 
-def refuse_combinations(args: Namespace, given: Namespace):
-    """Raises UserError for flags that exclude each other; in `given` a flag left at its default is None."""
-    if given.steps and given.epochs:
-        raise UserError("--epochs is not allowed with --steps: leave one of them out.")
-    if args.strategy in SHARDED and args.optimizer == "muon":
-        raise UserError("--optimizer muon needs full matrices: use ddp or zero1, or --optimizer adamw.")
-    if given.dry_run is not None and given.init_from and not given.size:
-        raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
-    if args.comm != "fp32" and args.strategy != "ddp":
-        raise UserError("--comm needs --strategy ddp.")
+def uses_model(args: Namespace) -> bool:
+    """Whether the flags ask for use_model instead of training."""
+    return any(vars(args).get(name) not in (None, False)
+               for name in ("eval_only", "export", "prompt", "chat", "fill"))
 
 
 def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], argv: list[str] | None,
-          saved: dict | None = None, weights: dict | None = None) -> Namespace:
-    """Parses the flags. Defaults come from `saved`, the checkpoint that is resumed, or else from `weights`,
-    what is known of those of --init-from (see find_run), then from the row of the size, the model's
-    configuration and the parser. Raises UserError for flags that exclude each other, or contradict a record.
+          **records: dict | None) -> Namespace:
+    """Parses the flags. What they do not say is as in the run of `saved`, the checkpoint to resume; in a new
+    run as in `weights`, what is known of those of --init-from, the row of the size, the model's configuration
+    and the parser. Without records, because find_run has not looked yet, it checks nothing that depends on
+    them. Raises UserError for flags that exclude each other or contradict a record.
     """
     unset = {action.dest: None for action in parser._actions if action.default is not SUPPRESS}
     given = parser.parse_args(argv, Namespace(**unset))
+    if given.steps and given.epochs:
+        raise UserError("--epochs is not allowed with --steps: leave one of them out.")
+    if given.dry_run is not None and given.init_from and not given.size:
+        raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
     for name, row in sizes.items():
         check_row(parser, name, row)
-    record = saved or weights or {"model_config": {}, "settings": {}}
-    size = vars(given).get("preset") or given.size or nearest_size(sizes, record)
-    began = saved and saved["settings"].get("init_from")
-    if saved and given.init_from and not began:
-        raise UserError(f"{saved['path']} was begun without --init-from: leave it out, or start a new run "
-                        "with another --out.")
-    given.init_from = given.init_from or began
-    defaults = {field.name: field.default for field in flag_fields(config_class)}
-    defaults |= {"vocab_size": None} | recipe(given, sizes[size])
-    # plan_run computes the batches
-    defaults |= {"size": size, "init_from": began, "global_batch": None, "batch": None}
+    saved = records.get("saved")
+    record = saved or records.get("weights") or {"model_config": {}, "settings": {}}
+    of_model = {"vocab_size": None} | {field.name: field.default for field in flag_fields(config_class)}
+    free = CHANGEABLE if saved else {*FREE, *(of_model.keys() - record["model_config"].keys())}
+    defaults = of_model | (flags_of_run(saved, given) if saved else recipe(sizes, given, record))
     if record["model_config"]:
-        lacking = defaults.keys() - record["model_config"].keys()
-        defaults |= shape_of(config_class, record, given, CHANGEABLE if saved else {*FREE, *lacking})
-    if saved and given.eval_only:  # as it was evaluated
-        kept = ("data", "loss", "eval_batches")
-        defaults |= {key: value for key, value in saved["settings"].items() if key in kept}
+        defaults |= shape_of(config_class, record, given, free)
+    if given.steps:
+        defaults["epochs"] = None
+    # open_run computes the batches, from these two and from what is given
+    defaults["wanted_batch"] = defaults.pop("global_batch")
+    defaults.setdefault("largest_batch", defaults.pop("batch"))
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    refuse_combinations(args, given)
+    training = records and not uses_model(args)
+    if args.strategy in SHARDED and args.optimizer == "muon" and training:
+        raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
+                        "run with --optimizer adamw.")
+    if args.comm != "fp32" and args.strategy != "ddp" and training:
+        raise UserError(f"--comm {args.comm} needs --strategy ddp: give that, or --comm fp32.")
     sources = sources_of(args.data)
-    args.seq_len = given.seq_len or row_of(sources[0]) or record.get("seq_len") or args.seq_len
-    if not any(Path(source).is_dir() for source in sources):
+    own_data = saved and args.data == saved["settings"]["data"]  # what the run was trained on
+    row = None if own_data else row_of(sources[0])
+    args.seq_len = given.seq_len or row or record.get("seq_len") or args.seq_len
+    if own_data or not any(Path(source).is_dir() for source in sources):
         args.tokenizer = args.tokenizer or record.get("tokenizer_flag")  # whose ids the weights know
     return args
 
@@ -995,17 +993,32 @@ def check_row(parser: ArgumentParser, name: str, row: dict):
 # Which run: its flags, directory, data, batches and model, and whether it may resume
 
 
-def recipe(args: Namespace, size: dict) -> dict:
-    """The row of the size, with gentler defaults if --init-from continues from trained weights."""
-    if args.init_from:
-        size = size | {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-                       "global_batch": min(32, size["global_batch"]), "schedule": "cosine",
-                       "ema": min(0.999, size.get("ema", 0.0))}
-    return {key: value for key, value in size.items() if key != "epochs" or not args.steps}
+def recipe(sizes: dict[str, dict], given: Namespace, record: dict) -> dict:
+    """The defaults of a new run: the row of its size, gentler if it continues from trained weights."""
+    size = given.size or nearest_size(sizes, record)
+    row = sizes[size] | {"size": size}
+    if given.init_from:
+        row |= {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
+                "global_batch": min(32, row["global_batch"]), "schedule": "cosine",
+                "ema": min(0.999, row.get("ema", 0.0))}
+    return row
+
+
+def flags_of_run(saved: dict, given: Namespace) -> dict:
+    """The defaults of a resumed run: its flags, but for those of one command or machine."""
+    kept = {name: value for name, value in saved["settings"].items()
+            if name in (*vars(given), "largest_batch") and name not in ASKED_ANEW}
+    if given.data:
+        kept |= dict.fromkeys(("max_tokens", "max_samples", "min_words"))  # are of other data
+    if uses_model(given) and not given.eval_only:
+        kept["precision"] = "auto"  # whatever this machine computes fast
+    return kept | {"grad_accum": None}
 
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
-    """The size that a record names, or the first of those that differ from it in the fewest fields."""
+    """The size that the record of weights names, or the first of those that differ from it in the fewest
+    fields.
+    """
     config = record["model_config"]
     size = record["settings"].get("size")
     unlike = {name: sum(row.get(key, config[key]) != config[key] for key in config)
@@ -1068,13 +1081,13 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
                     "left_over": sorted(found["model_config"].keys() - ours)}
 
 
-def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
-    """The checkpoint that --resume names, or with `auto` the newest of a run directory, if there is one.
+def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
+    """The checkpoint that --resume names, or with `auto` the newest of a run directory; None if a run begins.
     Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
     nodes are numbered anew.
     """
-    if resume not in ("auto", "none"):
-        return load_checkpoint(resume, print)
+    if args.resume not in ("auto", "none"):
+        return load_checkpoint(args.resume, print)
     newest = max(map(step_of, list_checkpoints(out)), default=0)
     found = from_all((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
@@ -1082,56 +1095,102 @@ def find_checkpoint(out: Path, resume: str, world: World) -> dict | None:
     if latest > first:
         raise UserError(f"{where} holds step {latest} of {out}, node0 only step {first}: start that machine "
                         f"as node 0, copy its {out} to node 0, or, to go back, delete its later checkpoints.")
-    if resume == "none" or not first:
+    if not uses_model(args) and (args.resume == "none" or not first):
         return None
-    if world.is_rank0:
+    if world.is_rank0 and first:
         say(f"reading the checkpoint of step {first} in {out}")  # which can take a while
     return load_checkpoint(out, print)
 
 
-def run_directory(args: Namespace, model_class: type) -> Path:
-    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096."""
-    family = model_class.__name__.lower()
+def run_directory(args: Namespace, trainer: str) -> Path:
+    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer has runs of its own, such as
+    runs/train_mine-tiny-stdlib-bpe4096 of train_mine.py.
+    """
+    family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
     names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
     names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
     return args.out or Path("runs", "-".join(names))
 
 
-def find_run(model_class: type, args: Namespace, world: World,
-             parse_args, argv: list[str] | None) -> tuple[Namespace, Path, dict | None]:
-    """Returns the flags, the run directory, and the checkpoint to resume from or None. All ranks call this.
+@dataclass
+class Run:
+    """What is settled before the first step."""
 
-    What a flag does not say comes from that checkpoint, else from the weights of --init-from, else from its
-    default: parse_args(argv, …) parses the command line again with `saved` or `weights`, what they record.
-    Nothing is written or locked. Raises UserError on all ranks.
+    model_class: type
+    args: Namespace
+    world: World
+    names: dict  # the globals() of the trainer's file: its constants and parse_args
+    trainer: Path  # the trainer's file
+    # set by find_run
+    out: Path | None = None
+    saved: dict | None = None  # the checkpoint to resume from or to use
+    # set by open_run
+    dataset: Dataset | None = None
+    log: monitor.RunLog | None = None
+    checkpoints: "Checkpoints | None" = None
+    steps: int = 0
+    global_batch: int = 0  # sequences in a step, over all processes
+    batch: int = 0  # sequences in a micro-batch
+    grad_accum: int = 0  # micro-batches in a step
+
+
+def command_line(run: Run, argv: list[str] | None) -> str:
+    """This start's command, to be pasted into a shell in the same directory (on several nodes: of node 0)."""
+    env = os.environ
+    words = sys.argv if argv is None else [run.trainer, *argv]
+    launcher = "python"
+    if "TORCHELASTIC_RUN_ID" in env:
+        launcher = f"torchrun --nproc_per_node={env['LOCAL_WORLD_SIZE']}"
+        if run.world.nodes > 1:
+            launcher += (f" --nnodes={run.world.nodes} --node_rank={env['GROUP_RANK']} "
+                         f"--master_addr={env['MASTER_ADDR']} --master_port={env['MASTER_PORT']}")
+    return f"{launcher} {shlex.join(map(str, words))}"
+
+
+def find_run(model_class: type, args: Namespace, world: World, names: dict,
+             argv: list[str] | None) -> Run:
+    """Finds the run directory and the checkpoint to resume from or to use. All ranks call this.
+
+    A resumed run is what it was: what a flag does not say comes from that checkpoint, or in a new run from
+    the weights of --init-from, else from its default. For that, parse_args(argv, …) of `names`, the trainer's
+    globals(), parses the command line again with `saved` and `weights`, what they record. Nothing is written
+    or locked. Raises UserError on all ranks.
     """
+    parse_args = names["parse_args"]
+    run = Run(model_class, args, world, names, Path(names.get("__file__", "notebook")))
     weights = missing = None
     if args.init_from:
         try:
             weights = weights_of(model_class, args.init_from, complete=False)
         except UserError as error:  # does not matter to a run that has begun
             missing = error
-        args = parse_args(argv, weights=weights)
-    out = run_directory(args, model_class)
-    saved = find_checkpoint(out, args.resume, world)
-    if saved and saved["family"] == model_class.__name__:
-        args = parse_args(argv, saved=saved)
+        else:
+            args = parse_args(argv, weights=weights)
+    run.out = run_directory(args, run.trainer.stem)
+    run.saved = find_checkpoint(run.out, args, world)
+    if run.saved:
+        assert_family(run.saved, model_class)
     elif missing:
         raise missing
-    if weights and not saved:
+    run.args = args = parse_args(argv, saved=run.saved, weights=weights)
+    if args.resume != "auto":
+        run.out = run_directory(args, run.trainer.stem)  # the checkpoint says what it is of
+    args.trainer, args.command = run.trainer.name, command_line(run, argv)
+    if weights and not run.saved:
         with torch.device("meta"):
             model = model_class(model_class.Config(**weights["model_config"]))
         known = model.config.seq_len
         if args.seq_len > known and "positions.weight" in model.state_dict():
             raise UserError(f"{args.init_from} has learned positions for {known} tokens: lower --seq-len.")
-    return args, out, saved
+    return run
 
 
-def load_data(model_class: type, args: Namespace, world: World) -> Dataset:
+def load_data(run: Run) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens.
     """
     refuse_lone_tasks()
+    args, model_class = run.args, run.model_class
     with torch.device("meta"):
         model = model_class(model_class.Config(**flags_of_model(model_class.Config, args)))
     parameters = num_params(model)
@@ -1140,7 +1199,7 @@ def load_data(model_class: type, args: Namespace, world: World) -> Dataset:
         watch = heartbeat.raise_if_lost if heartbeat else lambda: None
         limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len,
                   "min_words": args.min_words}
-        directories = [locate(source, args.tokenizer, 20 * parameters, world.local_rank, watch, **limits)
+        directories = [locate(source, args.tokenizer, 20 * parameters, run.world.local_rank, watch, **limits)
                        for source in sources_of(args.data)]
         return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
 
@@ -1201,64 +1260,36 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
     return global_batch, micro, share // micro
 
 
-@dataclass
-class Run:
-    """What is settled before the first step."""
-
-    model_class: type
-    args: Namespace
-    world: World
-    dataset: Dataset
-    log: monitor.RunLog
-    checkpoints: "Checkpoints"
-    saved: dict | None  # the checkpoint to resume from
-    names: dict  # the globals() of the trainer's file: its constants, and __file__
-    # set by plan_run
-    steps: int = 0
-    global_batch: int = 0  # sequences in a step, over all processes
-    batch: int = 0  # sequences in a micro-batch
-    grad_accum: int = 0  # micro-batches in a step
-
-
-def plan_run(run: Run, size: dict):
-    """Sets the steps and batches of a run. A resumed one keeps its global batch, unless the flags name
-    another; then --epochs counts what is left with that.
+def open_run(run: Run):
+    """Reads the data, locks the run directory, opens its train.log and sets the steps and batches. If a newer
+    checkpoint was written before the directory was locked, run.saved becomes that. Raises UserError on all
+    ranks.
     """
-    args, world, saved, say = run.args, run.world, run.saved, run.log.say
-    size = recipe(args, size)
-    wanted = saved["settings"]["global_batch"] if saved else size["global_batch"]
+    args, world = run.args, run.world
+    run.dataset = load_data(run)  # first: bad data leave no empty directory
+    lock = RunLock(run.out)
+    run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
+    run.checkpoints = Checkpoints(run.out, world, args.keep_last, run.log.say, lock.lost)
+    run.saved = saved = run.checkpoints.load(args.resume, run.saved)
+    wanted = args.wanted_batch
     run.global_batch, run.batch, run.grad_accum = plan_batch(
-        world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, size["batch"])
+        world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, args.largest_batch)
+    if args.batch or args.grad_accum:
+        args.largest_batch = run.batch  # also when the run is resumed
     if run.global_batch * args.seq_len > 1e9:
         raise UserError(f"a step of {run.global_batch:,} sequences of {args.seq_len} tokens takes hours: "
                         "lower --global-batch, or --batch and --grad-accum.")
     if not (args.global_batch or args.batch and args.grad_accum) and run.global_batch != wanted:
-        say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
-            f"{run.global_batch}")
+        run.log.say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
+                    f"{run.global_batch}")
         if abs(run.global_batch / wanted - 1) > 0.05:
-            say(f"WARNING: {run.global_batch} sequences a step, not {wanted}, may need another --lr: "
-                "--global-batch chooses another number")
+            run.log.say(f"WARNING: {run.global_batch} sequences a step, not {wanted}, may need another --lr: "
+                        "--global-batch chooses another number")
     run.steps = args.steps
-    if args.epochs:
+    if args.epochs:  # a resumed run has done some of them
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
         left = math.ceil(args.epochs * run.dataset.train.rows) - samples
         run.steps = done + max(0, math.ceil(left / run.global_batch))
-
-
-def open_run(model_class: type, args: Namespace, world: World, out: Path, saved: dict | None, size: dict,
-             names: dict) -> Run:
-    """Reads the data, locks the run directory, opens its train.log and plans the run. `saved` is what
-    find_run has found; if a newer checkpoint was written before the directory was locked, run.saved is that.
-    `size` is a row of the trainer's sizes, `names` its globals(). Raises UserError on all ranks.
-    """
-    dataset = load_data(model_class, args, world)  # first, so that bad data leave no empty directory
-    lock = RunLock(out)
-    log = monitor.RunLog(out, world.is_rank0, world.prefix, lock.lost)
-    checkpoints = Checkpoints(out, world, args.keep_last, log.say, lock)
-    saved = checkpoints.load(args.resume, saved)
-    run = Run(model_class, args, world, dataset, log, checkpoints, saved, names)
-    plan_run(run, size)
-    return run
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -1372,28 +1403,34 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     args, dataset = run.args, run.dataset
     constants = {name: value for name, value in run.names.items()
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
-    text = json.dumps(vars(args) | constants, default=str, ensure_ascii=False)
     plan = {name: getattr(run, name) for name in ("steps", "global_batch", "batch", "grad_accum")}
-    flags = json.loads(without_surrogates(text)) | flags_of_model(run.model_class.Config, model.config)
-    settings = flags | plan | settings
-    settings["world_size"] = run.world.world_size
-    settings["precision"] = str(model.compute_dtype).removeprefix("torch.")
+    plan |= {"world_size": run.world.world_size,
+             "precision": str(model.compute_dtype).removeprefix("torch.")}
+    settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
+    text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
     return {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
-            "loss_on": dataset.loss, "seed": args.seed, "settings": settings}
+            "loss_on": dataset.loss, "seed": args.seed, "settings": json.loads(text)}
 
 
-def check_resumable(saved: dict, now: dict, say):
-    """Raises UserError if the family of the model, tokenizer, data or seed has changed (its shape is that of
-    the checkpoint, see find_run); prints other changes.
+def check_resumable(saved: dict, now: dict, branch: bool, say):
+    """Raises UserError if what may not change has changed (the shape is that of the checkpoint, see
+    find_run); prints other changes. A `branch` goes on in another directory, where it may have another
+    trainer.
     """
-    for what in ("family", "tokenizer", "seq_len", "data", "loss_on", "seed"):
-        if saved[what] != now[what]:
-            raise UserError(f"{saved['path']} cannot be resumed: {what} was {saved[what]}, now {now[what]}; "
-                            "use the original flags and trainer, or start a new run with another --out.")
+    run = Path(saved["path"]).parent.parent
+    before, after = saved["settings"] | saved, now["settings"] | now
+    fixed = ["tokenizer", "seq_len", "data", "loss_on", "seed", "size", "optimizer", "init_from"]
+    fixed += ["trainer"] * (not branch) + ["ema"] * (not after["ema"])
+    for what in fixed:
+        if before.get(what, after[what]) != after[what]:
+            way = f"; --resume {run} branches off" if what == "trainer" else ""
+            raise UserError(f"{saved['path']} cannot be resumed: {what} was {before[what]}, now "
+                            f"{after[what]}. Leave it as it was, or start a new run with another --out "
+                            f"(--init-from {run} starts it from these weights{way}).")
     for flag, value in now["settings"].items():
-        if (before := saved["settings"].get(flag, value)) != value:
-            say(f"resuming with {flag} {value} (was {before})")
+        if (was := saved["settings"].get(flag, value)) != value and flag not in UNSAID:
+            say(f"resuming with {flag} {value} (was {was})")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1512,14 +1549,22 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return choice
 
 
-def set_modes(model: nn.Module, args: Namespace, world: World, say):
-    """Applies --precision, --checkpoint-activations and --compile."""
+def set_modes(model: nn.Module, run: Run):
+    """Applies --precision, --checkpoint-activations, --compile and --fast."""
+    args, world = run.args, run.world
+    if world.device.type == "cuda" and not args.fast:
+        # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
+        # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
+        # attention kernels. This setting also keeps Inductor from choosing kernels by benchmark.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
     compiled = compiles(args.compile, world.device)
     model.compute_dtype = compute_dtype(args.precision, world.device)
     model.compile_loss = compiled and world.device.type == "cuda"
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
     if compiled:
-        say("compiling: the first step takes minutes")
+        run.log.say("compiling: the first step takes minutes")
     for block in blocks_of(model):
         block.checkpointing = args.checkpoint_activations
         if compiled:  # rounds where eager code does, so that recomputing gives the same bits
@@ -1618,12 +1663,12 @@ class TrainState:
 
     MAX_SKIPPED = 10  # updates in a row
 
-    def __init__(self, model: nn.Module, optimizers: list, world: World, strategy: str = "ddp",
-                 comm: str = "fp32", ema: float = 0.0):
+    def __init__(self, model: nn.Module, optimizers: list, run: Run):
         assert_all_train(model, optimizers)
+        args, world = run.args, run.world
         self.model = model
         self.world = world
-        self.optimizers = shard_optimizers(optimizers, strategy)
+        self.optimizers = shard_optimizers(optimizers, args.strategy)
         # those that hold the state, with zero1 of a part of the parameters
         self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
         self.zero1 = self.inner != self.optimizers
@@ -1633,8 +1678,8 @@ class TrainState:
                 self.groups[f"{type(inner).__name__} {i}.{j}"] = group
         self._made = {name: repr(value) for name, value in self._group_values().items()}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
-        self.ema = EMA(model, ema) if ema else None
-        self.wrapped = wrap(model, world, comm)
+        self.ema = EMA(model, args.ema) if args.ema else None
+        self.wrapped = wrap(model, world, args.comm)
         self.skipped = 0  # updates in a row whose gradient was not finite
         self._checked = False  # whether checkpoints can hold the optimizers' state
         self.updated = True  # whether the gradient of the last step was finite
@@ -1937,8 +1982,8 @@ class Checkpoints:
 
     unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, for `launch` to wait for
 
-    def __init__(self, run_directory: Path, world: World, keep_last: int, say, lock=None):
-        self.lost = lock.lost if lock else lambda: ""  # a RunLock's
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: ""):
+        self.lost = lost  # a RunLock's
         self.run_directory = Path(run_directory)
         self.directory = Path(run_directory, "checkpoints")
         self.world = world
@@ -1975,10 +2020,11 @@ class Checkpoints:
         """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
         if not saved:
             return 0, 0
-        check_resumable(saved, identity, self.say)
+        branch = Path(saved["path"]).resolve().parent != self.directory.resolve()
+        check_resumable(saved, identity, branch, self.say)
         state.restore(saved, self.say)
         del saved["tensors"]
-        if Path(saved["path"]).parent == self.directory:
+        if not branch:
             self.saved_step = saved["step"]
             self._newest = Path(saved["path"])
         on_rank0(lambda: self._go_back(saved["step"]))
@@ -2185,10 +2231,10 @@ class RunLock:
 # Around a step
 
 
-def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples):
+def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) -> bool:
     """Opens the log's sinks after `step` steps, writes config.json, tokenizer.json and trainer.py, and
     prints the plan. `examples(record)` lists the arguments of `model.example` for steps such as the record's,
-    whose FLOPs are averaged.
+    whose FLOPs are averaged. Returns whether nothing is left to do, and says so.
     """
     world, dataset, log = run.world, run.dataset, run.log
     settings = identity["settings"]
@@ -2199,10 +2245,13 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples):
     facts["sync"] = "shards" if settings["strategy"] in SHARDED else "OK"
     facts["peak_flops"] = monitor.peak_flops(world.device, log.say)
     facts["flops_per_token"] = lambda record: statistics.fmean(count(**kw) for kw in examples(record))
-    files = {"config.json": json.dumps(identity, indent=2), "tokenizer.json": dataset.tokenizer.to_json()}
-    files |= on_rank0(lambda: trainer_file(run))
     evaluations = on_rank0(lambda: log.read_back(step))
-    on_all("log", lambda: log.begin(step, settings, facts, files, evaluations))
+
+    def begin():
+        files = run_files(run, identity) if world.is_rank0 else {}
+        log.begin(step, settings, facts, files, evaluations)
+
+    on_all("log", begin)
     say_plan(run, state, identity)
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
@@ -2211,26 +2260,40 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples):
                 "recomputed by --checkpoint-activations or sharded by itself")
     say_on_other_nodes(world, f"{HOST}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
+    complete = step >= run.steps and (step in log.evaluations or not dataset.val)
+    if complete:
+        log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
+                "them), another --out to start from scratch, or use it, for instance with --export")
+        log.close()
+    return complete
 
 
-def trainer_file(run: Run) -> dict[str, str]:
-    """trainer.py and its text: that of the trainer that began the run, or that of today if the directory has
-    none yet. Empty if the trainer has no file, as in a notebook. Says where the trainer has changed since.
+def run_files(run: Run, identity: dict) -> dict[str, str]:
+    """What rank 0 writes into the run directory: config.json, with the commands of all starts so far,
+    tokenizer.json, and trainer.py, the text of the trainer that began the run, or that of today if there is
+    none yet. Says where the trainer has changed since.
     """
-    path = run.log.out / "trainer.py"
+    commands = []
+    with suppress(FileNotFoundError, ValueError):
+        commands = json.loads((run.out / "config.json").read_text(encoding="utf-8")).get("commands", [])
+    commands.append(run.args.command)
+    files = {"config.json": json.dumps(identity | {"commands": commands}, indent=2),
+             "tokenizer.json": run.dataset.tokenizer.to_json()}
+    path = run.out / "trainer.py"
     try:
-        now = Path(run.names["__file__"]).read_text(encoding="utf-8", errors="replace")
-    except (KeyError, OSError):
-        return {}
-    if not (run.saved and path.exists()):
-        return {path.name: now}
-    began = path.read_text(encoding="utf-8", errors="replace")
-    pairs = itertools.zip_longest(began.splitlines(), now.splitlines())
-    changed = next((i for i, (before, after) in enumerate(pairs, 1) if before != after), None)
-    if changed:
-        run.log.say(f"{Path(run.names['__file__']).name} has changed since it began this run, first in line "
-                    f"{changed} (see {path})")
-    return {path.name: began}
+        now = run.trainer.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # a notebook has no such file
+        return files
+    files[path.name] = now
+    if run.saved and path.exists():
+        began = files[path.name] = path.read_text(encoding="utf-8", errors="replace")
+        pairs = itertools.zip_longest(began.splitlines(), now.splitlines())
+        for number, (before, after) in enumerate(pairs, 1):
+            if before != after:
+                run.log.say(f"{run.trainer.name} has changed since it began this run, first in line {number} "
+                            f"(see {path})")
+                break
+    return files
 
 
 def say_plan(run: Run, state: TrainState, identity: dict):
@@ -2443,21 +2506,21 @@ class Metrics:
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, dataset: Dataset, stop: StopVote, batch: int, limit: int = 0,
-             masker=None) -> dict[str, float] | None:
-    """Evaluates the first `limit` rows (0: all) of each validation set, with the averaged weights if the run
-    keeps any. Every rank calls this. Returns the means over all sets together and over each named set, such
-    as `val_loss/NAME`, or None if a stop signal cut it short.
+def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[str, float] | None:
+    """Evaluates the first --eval-batches (0: all) of each validation set, with the averaged weights if the
+    run keeps any. Every rank calls this. Returns the means over all sets together and over each named set,
+    such as `val_loss/NAME`, or None if a stop signal cut it short.
     """
+    limit = run.args.eval_batches * run.global_batch  # rows
     model = state.model.eval()
     world = state.world
-    token_bytes = dataset.token_bytes.to(world.device)
+    token_bytes = run.dataset.token_bytes.to(world.device)
     totals = Counter()
     of_names = {}
     with state.averaged_weights():
-        for name, shards in dataset.val.items():
+        for name, shards in run.dataset.val.items():
             sums = Counter()
-            for micro_batch in validation_batches(shards, batch, world, limit, masker):
+            for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, found = model(*micro_batch)
                 sums.update({key: value.double() for key, value in found.items()})
                 labels = micro_batch[-1]
@@ -2521,7 +2584,7 @@ def sample(state: TrainState, run: Run, step: int):
     if dataset.roles["response"] < 0:
         return log.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
-        command = (f"python {sys.argv[0]} --size {args.size} --out {shlex.quote(str(log.out))} --prompt "
+        command = (f"python {sys.argv[0]} --out {shlex.quote(str(log.out))} --prompt "
                    f"{shlex.quote(prompt)}")
         text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
     log.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")
@@ -2554,19 +2617,15 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
 # Using a run
 
 
-def load_model(model_class: type, source: str | Path, world: World, say, strategy: str = "ddp",
-               saved: dict | None = None, **changes) -> tuple[nn.Module, dict]:
-    """Loads a model, with averaged weights if there are any, from a run directory or a file, or from `saved`,
-    a checkpoint that was loaded before. Returns it and its checkpoint. `changes` replaces fields of the
+def load_model(model_class: type, saved: dict, world: World, strategy: str = "ddp", **changes) -> nn.Module:
+    """The model of a checkpoint, with averaged weights if there are any. `changes` replaces fields of the
     configuration that do not affect the parameters.
     """
-    saved = saved or load_checkpoint(source, say)
-    assert_family(saved, model_class)
     config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, strategy)
     assert_same_parameters(model, saved)
     copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
-    return model, saved
+    return model
 
 
 def load_run(model_class: type, run: str | Path) -> tuple:
@@ -2581,25 +2640,23 @@ def load_run(model_class: type, run: str | Path) -> tuple:
     return model.eval(), load_tokenizer(str(path.parent.parent))
 
 
-def use_model(model_class: type, args: Namespace, world: World, out: Path,
-              saved: dict | None):
+def use_model(run: Run):
     """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
     --resume.
     """
+    model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
     if args.export == "gguf" and not importlib.util.find_spec("gguf"):
         raise UserError("--export gguf needs the package gguf: pip install gguf.")
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
-    resume = out if args.resume == "auto" else args.resume
-    strategy = args.strategy if args.eval_only else "ddp"
-    model, saved = load_model(model_class, resume, world, print, strategy, saved, **changes)
-    model.compute_dtype = compute_dtype(args.precision, world.device)
+    model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
+    args.compile = False  # which takes longer than an answer
+    set_modes(model, run)
     model.eval()
     if args.eval_only:
-        return evaluate_only(model, saved, args, world)
+        return evaluate_only(model, run)
     if not world.is_rank0:
         return
-    home = Path(saved["path"]).parent.parent
-    out = args.out or home
+    out = args.out or Path(saved["path"]).parent.parent
     if not (out / "tokenizer.json").exists():
         raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
     tokenizer = load_tokenizer(str(out))
@@ -2635,25 +2692,23 @@ def print_pieces(pieces):
     print()
 
 
-def evaluate_only(model: nn.Module, saved: dict, args: Namespace, world: World):
-    """Evaluates the model of the checkpoint `saved` on the validation sets of --data, beside a training, too:
-    takes no lock and writes nothing into the run. Prints the results as a line, and as JSON for a script.
-    Every rank calls this. With the run's flags and number of processes the losses are those of its log, up to
-    rounding if blocks were compiled.
+def evaluate_only(model: nn.Module, run: Run):
+    """Evaluates the model of a checkpoint on the validation sets of --data, beside a training, too: takes no
+    lock and writes nothing into the run. Prints the results as a line, and as JSON for a script. Every rank
+    calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
+    were compiled.
     """
-    dataset = load_data(type(model), args, world)
+    args, world, saved = run.args, run.world, run.saved
+    dataset = run.dataset = load_data(run)
     assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
     if not dataset.val:
         raise UserError(f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1.")
-    run = saved["settings"]
-    if args.precision == "auto":
-        model.compute_dtype = getattr(torch, run["precision"])
     masker = None
     if isinstance(model, MLM):
-        masker = Masker(dataset.tokenizer, args.seq_len, run.get("EVAL_RATE", 0.15), 0)
+        masker = Masker(dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
     state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
-    found = evaluate(state, dataset, StopVote(world), args.batch or run["batch"],
-                     args.eval_batches * run["global_batch"], masker)
+    run.batch, run.global_batch = args.batch or saved["settings"]["batch"], args.wanted_batch
+    found = evaluate(state, run, StopVote(world), masker)
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
     if world.is_rank0:

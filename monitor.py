@@ -477,12 +477,6 @@ class RunLog:
         for name, text in self.files.items():
             write_atomically(self.out / name, text.encode())
 
-    def say_complete(self, step: int, use: str):
-        """Says that there is nothing left to train, and what else to do."""
-        self.say(f"this run is complete after {step} steps: raise --steps to continue, give another --out to "
-                 f"start from scratch, or try {use} or --export")
-        self.close()
-
     def start_clock(self, step: int, samples: int):
         """Starts the clock when the run has done `step` steps and `samples` samples."""
         now = time.perf_counter()

@@ -47,7 +47,6 @@ from ddp_utils import (
     number,
     on_all,
     plan_batch,
-    recipe,
     refuse_lone_tasks,
 )
 from model import LOSS_ROWS, blocks_of, hidden_matrices, num_params, pad_vocab
@@ -295,14 +294,13 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def dry_run(model_class: type, args: Namespace, size: dict, **example):
+def dry_run(model_class: type, args: Namespace, **example):
     """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
     if int(os.environ.get("RANK", 0)) > 0:
         return
     processes, gigabytes = machine(args.dry_run, args.device)
-    size = recipe(args, size)
-    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum,
-                             size["global_batch"], size["batch"])
+    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch,
+                             args.largest_batch)
     model = empty_model(model_class, args)
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))

@@ -50,25 +50,25 @@ def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
-        return dry_run(GPT2, args, SIZES[args.size])
+        return dry_run(GPT2, args)
     world = ddp.start(args)
-    args, out, saved = ddp.find_run(GPT2, args, world, parse_args, argv)
-    if args.eval_only or args.export or args.chat or args.prompt is not None:
-        return ddp.use_model(GPT2, args, world, out, saved)
+    run = ddp.find_run(GPT2, args, world, globals(), argv)
+    args = run.args  # what is not given is as in the run that is resumed
+    if ddp.uses_model(args):
+        return ddp.use_model(run)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    run = ddp.open_run(GPT2, args, world, out, saved, SIZES[args.size], globals())
+    ddp.open_run(run)
     dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
-    ddp.set_modes(model, args, world, log.say)  # precision, recomputing, compiling
+    ddp.set_modes(model, run)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
-    state = ddp.TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    state = ddp.TrainState(model, optimizers, run)
     identity = ddp.identity_of(model, run)
     step, samples = checkpoints.resume(run.saved, state, identity)
-    ddp.begin_log(run, state, identity, step, lambda record: [{}])
-    if step >= run.steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
-        return log.say_complete(step, "--prompt")
+    if ddp.begin_log(run, state, identity, step, lambda record: [{}]):
+        return  # nothing is left to do
     state.warm_up(example, example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, identity | metrics.position())
         if due.evaluating and not due.stopping:
-            found = ddp.evaluate(state, dataset, stop, run.batch, args.eval_batches * run.global_batch)
+            found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"])

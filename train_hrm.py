@@ -60,27 +60,24 @@ def parse_args(argv: list[str] | None = None, **records) -> Namespace:
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
          "if given, --bp-cycles does not count")
     args = ddp.parse(parser, HRMConfig, SIZES, argv, **records)
-    record = records.get("saved") or records.get("weights")
-    least = record["model_config"].get("least_cycles", 0) if record else 0
-    c = HRMConfig(least_cycles=least, **ddp.flags_of_model(HRMConfig, args))
-    args.h_cycles, args.least_cycles = c.h_cycles, c.least_cycles
-    if args.halt and args.least_cycles:
-        raise data.UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one "
-                             "number.")
-    if args.bp_steps:
+    if isinstance(args.bp_steps, str):
         args.bp_cycles = 0
-    if not args.init_from or records:  # otherwise the weights say how many cycles there are
-        truncation(args, c)
     return args
 
 
-def truncation(args: Namespace, c: HRMConfig) -> tuple[int, int]:
+def truncation(args: Namespace) -> tuple[int, int]:
     """The stack calls that keep a graph, at the start of the run and after the ramp. Raises UserError."""
+    c = HRMConfig(**ddp.flags_of_model(HRMConfig, args))
     calls = c.l_cycles + 1  # of a cycle
-    if args.bp_steps:
+    if c.halt and c.least_cycles:
+        raise data.UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one "
+                             "number.")
+    if isinstance(args.bp_steps, str):
         low, high = int_range("--bp-steps", args.bp_steps, 2)
     elif c.bp_cycles:
         low = high = c.bp_cycles * calls
+    elif args.bp_steps:  # those of the run that is resumed
+        low, high = args.bp_steps
     else:
         high = 5 if c.halt or c.inject_input else max(c.cycles + 1, 5)
         low = high if args.init_from else 2  # trained weights need no ramp
@@ -95,30 +92,29 @@ def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
-        _, high = truncation(args, HRMConfig(**ddp.flags_of_model(HRMConfig, args)))
-        return dry_run(HRM, args, SIZES[args.size], bp_steps=high)
+        return dry_run(HRM, args, bp_steps=truncation(args)[1])
     world = ddp.start(args)
-    args, out, saved = ddp.find_run(HRM, args, world, parse_args, argv)
-    if args.eval_only or args.export or args.chat or args.prompt is not None:
-        return ddp.use_model(HRM, args, world, out, saved)
+    run = ddp.find_run(HRM, args, world, globals(), argv)
+    args = run.args  # what is not given is as in the run that is resumed
+    if ddp.uses_model(args):
+        return ddp.use_model(run)
+    low, high = truncation(args)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    run = ddp.open_run(HRM, args, world, out, saved, SIZES[args.size], globals())
+    ddp.open_run(run)
     dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
-    model = ddp.new_model(run, least_cycles=args.least_cycles,
-                          vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     c = model.config
-    low, high = truncation(args, c)
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
         raise data.UserError(f"with a graph through {high} stack calls the embedding never learns: add "
                              f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.example(run.batch, world.device, n) for n in (low, high)]
-    ddp.set_modes(model, args, world, log.say)  # precision, recomputing, compiling
+    ddp.set_modes(model, run)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
-    state = ddp.TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    state = ddp.TrainState(model, optimizers, run)
     identity = ddp.identity_of(model, run, bp_steps=[low, high])
     step, samples = checkpoints.resume(run.saved, state, identity)
 
@@ -127,9 +123,8 @@ def main(argv: list[str] | None = None):
         drawn = [round(record["cycles"])] if c.halt else range(least_cycles, c.cycles + 1)
         return [{"bp_steps": record["bp_steps"], "cycles": n} for n in drawn]
 
-    ddp.begin_log(run, state, identity, step, drawn)
-    if step >= run.steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
-        return log.say_complete(step, "--prompt")
+    if ddp.begin_log(run, state, identity, step, drawn):
+        return  # nothing is left to do
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
     used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
@@ -155,7 +150,7 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, identity | metrics.position())
         if due.evaluating and not due.stopping:
-            found = ddp.evaluate(state, dataset, stop, run.batch, args.eval_batches * run.global_batch)
+            found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"])

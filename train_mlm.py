@@ -85,26 +85,26 @@ def main(argv: list[str] | None = None):
         return list_presets() if ddp.local_rank() == 0 else None
     if args.dry_run is not None:
         from test_ddp import dry_run
-        return dry_run(MLM, args, RECIPES[args.size], mask_rate=args.mask_rate)
+        return dry_run(MLM, args, mask_rate=args.mask_rate)
     world = ddp.start(args)
-    args, out, saved = ddp.find_run(MLM, args, world, parse_args, argv)
-    if args.eval_only or args.export or args.fill is not None:
-        return ddp.use_model(MLM, args, world, out, saved)
+    run = ddp.find_run(MLM, args, world, globals(), argv)
+    args = run.args  # what is not given is as in the run that is resumed
+    if ddp.uses_model(args):
+        return ddp.use_model(run)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    run = ddp.open_run(MLM, args, world, out, saved, RECIPES[args.size], globals())
+    ddp.open_run(run)
     dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
     tokenizer = dataset.tokenizer
     model = ddp.new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     example = model.example(run.batch, world.device, args.mask_rate)
-    ddp.set_modes(model, args, world, log.say)  # precision, recomputing, compiling
+    ddp.set_modes(model, run)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
-    state = ddp.TrainState(model, optimizers, world, args.strategy, args.comm, args.ema)
+    state = ddp.TrainState(model, optimizers, run)
     identity = ddp.identity_of(model, run)
     step, samples = checkpoints.resume(run.saved, state, identity)
-    ddp.begin_log(run, state, identity, step, lambda record: [{"mask_rate": args.mask_rate}])
-    if step >= run.steps and (step in log.evaluations or not dataset.val):  # nothing is left to do
-        return log.say_complete(step, "--fill")
+    if ddp.begin_log(run, state, identity, step, lambda record: [{"mask_rate": args.mask_rate}]):
+        return  # nothing is left to do
     state.warm_up(example, example)
     stop = ddp.StopVote(world)
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
@@ -122,8 +122,7 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, identity | metrics.position())
         if due.evaluating and not due.stopping:
-            found = ddp.evaluate(state, dataset, stop, run.batch, args.eval_batches * run.global_batch,
-                                 eval_masker)
+            found = ddp.evaluate(state, run, stop, eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
             checkpoints.mark_best(step, found["val_loss"])

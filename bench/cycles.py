@@ -71,7 +71,7 @@ def main() -> None:
         raise data.UserError(f"{args.picture.parent} is no directory: create it, or name another --picture.")
     print("| run | level |" + "".join(f" {n} |" for n in columns) + "\n" + "|---" * (len(columns) + 2) + "|")
     for run in args.runs:
-        model, _ = ddp_utils.load_model(HRM, run, world, lambda text: None)
+        model = ddp_utils.load_model(HRM, ddp_utils.load_checkpoint(run, lambda text: None), world)
         if model.config.response < 0 or model.config.halt:
             raise data.UserError(f"{run} was trained on text or with --halt: name a run on a task.")
         model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)

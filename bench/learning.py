@@ -62,8 +62,8 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     c = model.config
     if kind is GPT2:
         return num_params(model), flops_per_token(GPT2, c)
-    bp_steps = trainer.truncation(parsed, c)[1]
-    drawn = range(parsed.least_cycles or c.cycles, c.cycles + 1)
+    bp_steps = trainer.truncation(parsed)[1]
+    drawn = range(c.least_cycles or c.cycles, c.cycles + 1)
     return num_params(model), statistics.fmean(
         flops_per_token(HRM, c, bp_steps=bp_steps, cycles=cycles) for cycles in drawn)
 

@@ -36,6 +36,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -111,7 +112,7 @@ def ours(args, row, device):
     import ddp_utils
     import train_gpt2
     from model import flops_per_token, make_optimizers
-    world = ddp_utils.init(device=device.type, fast=args.fast)
+    world = ddp_utils.init(device=device.type)
     made = make_model(args, row, world.device)
     model_class = type(made)
     model = ddp_utils.build_model(model_class, made.config, world)
@@ -120,8 +121,9 @@ def ours(args, row, device):
     flags = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    ddp_utils.set_modes(model, flags, world, print)
-    state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), world)
+    run = SimpleNamespace(args=flags, world=world, log=SimpleNamespace(say=print))
+    ddp_utils.set_modes(model, run)
+    state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
     extra = {"bp_steps": BP_STEPS} if args.model == "hrm" else {}

@@ -5,13 +5,14 @@ operations, and the choice of activation checkpointing.
 import logging
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, finish, start, torchrun
 from runs import Trainer
-from states import train_state
+from states import run_of, train_state
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -282,12 +283,10 @@ def test_control_what_strict_mode_refuses_is_noticed():
 def test_gpus_add_up_in_one_order_unless_fast(monkeypatch, fast):
     """Strictly: with warn_only torch takes cuDNN's attention, whose backward pass has no fixed order."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(ddp_utils, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl"))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        ddp_utils.init(fast=fast)
+        gpu = SimpleNamespace(device=torch.device("cuda", 0))
+        ddp_utils.set_modes(torch.nn.Linear(1, 1), run_of(gpu, fast=fast, compile=False))
         assert torch.are_deterministic_algorithms_enabled() is not fast
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is not fast

@@ -147,7 +147,7 @@ def test_what_is_saved_is_restored(tmp_path, world, optimizer):
     other.restore(saved, print)
     after = all_tensors(other)
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
-    model, _ = load_model(HRM, tmp_path, world, print)
+    model = load_model(HRM, load_checkpoint(tmp_path, print), world)
     assert torch.equal(model.embed.weight, before["ema/embed.weight"])
     assert not torch.equal(before["ema/embed.weight"], before["model/embed.weight"])
 
@@ -569,7 +569,9 @@ def test_a_best_that_was_not_linked_is_linked_on_a_resume(tmp_path, world, logge
 
 def identity(**config) -> dict:
     return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "loss_on": "all",
-            "model_config": asdict(GPT2Config(**config)), "settings": {"lr": 1.0}, "path": "old.pt"}
+            "model_config": asdict(GPT2Config(**config)), "path": "old.pt",
+            "settings": {"lr": 1.0, "size": "tiny", "optimizer": "adamw", "init_from": None, "ema": 0.0,
+                         "trainer": "train_gpt2.py"}}
 
 
 def test_a_field_that_a_checkpoint_lacks_counts_as_its_default():
@@ -583,13 +585,15 @@ def test_a_field_that_a_checkpoint_lacks_counts_as_its_default():
 def test_a_field_that_the_code_does_not_know_is_refused_by_name():
     with pytest.raises(UserError, match="^old.pt sets sparse, which GPT2Config does not know: use the code "):
         ddp_utils.config_of(GPT2Config, identity()["model_config"] | {"sparse": True}, "old.pt")
-    with pytest.raises(UserError, match="cannot be resumed: family was MLM, now GPT2"):  # of another model
-        ddp_utils.check_resumable(identity() | {"family": "MLM"}, identity(), print)
+    with pytest.raises(UserError, match="holds a model of the family MLM, not GPT2: use its own trainer"):
+        ddp_utils.assert_family(identity() | {"family": "MLM"}, GPT2)
 
 
 def test_changed_flags_are_named_on_resume():
     said = []
-    ddp_utils.check_resumable(identity() | {"settings": {"lr": 2.0}}, identity(), said.append)
+    saved = identity()
+    saved["settings"] |= {"lr": 2.0}
+    ddp_utils.check_resumable(saved, identity(), False, said.append)
     assert said == ["resuming with lr 1.0 (was 2.0)"]
-    ddp_utils.check_resumable(identity(), identity(), said.append)
+    ddp_utils.check_resumable(identity(), identity(), False, said.append)
     assert len(said) == 1

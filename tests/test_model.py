@@ -1085,8 +1085,7 @@ def test_sizes_have_the_parameters_of_their_names(size):
 
 def config_of(size: str, **changes) -> HRMConfig:
     args = train_hrm.parse_args(["--size", size])
-    flags = flags_of_model(HRMConfig, args) | {"seq_len": args.seq_len, "least_cycles": args.least_cycles}
-    return HRMConfig(**flags | changes)
+    return HRMConfig(**flags_of_model(HRMConfig, args) | {"seq_len": args.seq_len} | changes)
 
 
 @pytest.mark.parametrize("size, example, expected", [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, place
 from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, steps_of
+from states import run_of
 from test_monitor import curves
 from torch import nn
 
@@ -57,7 +58,7 @@ def world():
 
 def test_the_warm_up_and_evaluations_leave_all_buffers_as_they_were(world):
     model = small()
-    state = TrainState(model, [torch.optim.AdamW(model.parameters())], world)
+    state = TrainState(model, [torch.optim.AdamW(model.parameters())], run_of(world))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     example = model.example(2, world.device)
 
@@ -80,19 +81,19 @@ def test_a_parameter_in_no_optimizer_is_refused_by_name(world):
     model = small(GPT2)
     matrices = hidden_matrices(model)
     with pytest.raises(UserError, match=r"but embed.weight in 0, .*requires_grad_\(False\)"):
-        TrainState(model, [torch.optim.Muon(matrices)], world)
+        TrainState(model, [torch.optim.Muon(matrices)], run_of(world))
     ids = {id(p) for p in matrices}
     for p in model.parameters():
         p.requires_grad_(id(p) in ids)
-    TrainState(model, [torch.optim.Muon(matrices)], world)  # the advice: the others are frozen
+    TrainState(model, [torch.optim.Muon(matrices)], run_of(world))  # the advice: the others are frozen
 
 
 def test_a_parameter_in_two_optimizers_is_refused(world):
     model = small(GPT2)
     once = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="but embed.weight in 2: "):
-        TrainState(model, [once, torch.optim.SGD([model.embed.weight])], world)
-    TrainState(model, [once], world)
+        TrainState(model, [once, torch.optim.SGD([model.embed.weight])], run_of(world))
+    TrainState(model, [once], run_of(world))
 
 
 class CountingBlock(model_module.GPT2Block):
@@ -177,7 +178,7 @@ class Schedule(torch.optim.Optimizer):
 
 def begin(world, optimizer=Schedule, **options) -> TrainState:
     model = small(GPT2)
-    return TrainState(model, [optimizer(model.parameters(), lr=1e-2, **options)], world)
+    return TrainState(model, [optimizer(model.parameters(), lr=1e-2, **options)], run_of(world))
 
 
 def go_on(state: TrainState, steps, lr: float = 1e-2) -> None:
@@ -385,9 +386,8 @@ def test_another_constant_of_the_trainer_is_printed_on_a_resume(shards, tmp_path
     assert settings["BETAS"] == [0.9, 0.95] and settings["MIN_LR_RATIO"] == 0.1 and "SIZES" not in settings
     same = trainer.train(0, shards, tmp_path / "run", steps=4)
     assert "resuming with" not in same.out, same.out
-    changed = tmp_path / "train_constant_changed.py"
-    changed.write_text(text.replace("(0.9, 0.95), 0.1 ", "(0.9, 0.99), 0.1 "))
-    other = Trainer(str(changed), **FLAGS).train(0, shards, tmp_path / "run", steps=8)
+    path.write_text(text.replace("(0.9, 0.95), 0.1 ", "(0.9, 0.99), 0.1 "))
+    other = trainer.fork(0, shards, tmp_path / "run", steps=8)
     assert other.code == 0 and "resuming with BETAS [0.9, 0.99] (was [0.9, 0.95])" in other.out, other.out
 
 
@@ -418,10 +418,11 @@ def test_a_flag_added_to_a_model_counts_as_its_default_in_older_runs(shards, tmp
     """The guide's own example: an older run resumes as it was, and with the flag is refused."""
     trainer = Trainer("train_gpt2.py", **FLAGS)
     assert trainer.train(0, shards, tmp_path / "run", steps=4).code == 0
-    silu = copy_of_the_trainer(tmp_path / "train_silu.py", SILU)
-    refused = silu.train(0, shards, tmp_path / "run", silu=True)
+    (tmp_path / "copy").mkdir()
+    silu = copy_of_the_trainer(tmp_path / "copy" / "train_gpt2.py", SILU)
+    refused = silu.fork(0, shards, tmp_path / "run", silu=True)
     assert refused.code == 2 and "was trained with silu False, but the flags say silu True" in refused.out
-    done = silu.train(0, shards, tmp_path / "run")
+    done = silu.fork(0, shards, tmp_path / "run")
     assert done.code == 0 and "resuming after step 4" in done.out, done.out
 
 
@@ -450,10 +451,10 @@ def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
 
 def test_a_trainer_without_a_file_has_no_text(tmp_path):
     """As one that was typed into a notebook, or one whose file has been removed since."""
-    run = SimpleNamespace(log=SimpleNamespace(out=tmp_path), saved=None)
-    for names in ({}, {"__file__": str(tmp_path / "gone.py")}):
-        run.names = names
-        assert ddp_utils.trainer_file(run) == {}
+    tokenizer = SimpleNamespace(to_json=str)
+    run = SimpleNamespace(out=tmp_path, saved=None, args=SimpleNamespace(command="python"),
+                          trainer=tmp_path / "gone.py", dataset=SimpleNamespace(tokenizer=tokenizer))
+    assert ddp_utils.run_files(run, {}).keys() == {"config.json", "tokenizer.json"}
 
 
 def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):

@@ -170,8 +170,8 @@ def test_samples_after_a_resume_under_zero3(tmp_path, shards):
 
 @pytest.mark.parametrize("flags, sentence", (
     ({"strategy": "zero2", "optimizer": "muon"}, "full matrices"),
-    ({"strategy": "zero1", "comm": "bf16"}, "--comm needs"),
-    ({"strategy": "zero2", "comm": "bf16"}, "--comm needs"),
+    ({"strategy": "zero1", "comm": "bf16"}, "--comm bf16 needs --strategy ddp"),
+    ({"strategy": "zero2", "comm": "bf16"}, "--comm bf16 needs --strategy ddp"),
     ({"comm": "powersgd:2"}, "invalid choice: 'powersgd:2'")))
 @pytest.mark.parametrize("model", TRAINERS)
 def test_combinations_that_are_refused(tmp_path, shards, model, flags, sentence):

@@ -91,7 +91,7 @@ def found(world, *flags: str) -> argparse.Namespace:
     """The flags that a run would have."""
     argv = [str(flag) for flag in flags]
     args = train_gpt2.parse_args(argv)
-    return ddp_utils.find_run(GPT2Model, args, world, train_gpt2.parse_args, argv)[0]
+    return ddp_utils.find_run(GPT2Model, args, world, vars(train_gpt2), argv).args
 
 
 def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, corpus, monkeypatch, world):
@@ -142,7 +142,7 @@ def test_refusals(tmp_path, shards):
     done = Trainer("train_hrm.py").here("--out", tmp_path / "modern", "--prompt", "x")
     assert done.code == 2 and "family GPT2" in done.out
     for changes, words in (({"modern": None, "n_layer": 2}, "say n_layer 2: leave out --n-layer, or"),
-                           ({"init_from": tmp_path / "modern"}, "begun without --init-from: leave it out")):
+                           ({"init_from": tmp_path / "modern"}, "init_from was None, now ")):
         done = GPT2.train(0, shards, tmp_path / "modern", **changes)
         assert done.code == 2 and words in done.out, done.out
     done = GPT2.here(*GPT2.flags(shards, tmp_path / "modern", steps=4), "--no-modern")

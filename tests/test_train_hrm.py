@@ -233,8 +233,9 @@ def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
 def parsed(*flags):
     """The flags of a run, with the bp_steps that it begins and goes on with."""
     args = train_hrm.parse_args([*flags])
+    args.bp_steps = train_hrm.truncation(args)
     config = train_hrm.HRMConfig(**ddp_utils.flags_of_model(train_hrm.HRMConfig, args))
-    args.bp_steps = train_hrm.truncation(args, config)
+    args.h_cycles, args.least_cycles = config.h_cycles, config.least_cycles
     return args
 
 

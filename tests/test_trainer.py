@@ -103,7 +103,8 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch):
     assert answers[0] == answers[1] and "\ndef" in answers[0], answers
     world = ddp_utils.init("gloo", "cpu")
     try:
-        model, _ = ddp_utils.load_model(model_class, tmp_path / "run", world, print)
+        saved = ddp_utils.load_checkpoint(tmp_path / "run", print)
+        model = ddp_utils.load_model(model_class, saved, world)
     finally:
         torch.distributed.destroy_process_group()
     assert_decodes(model.eval())

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Group
+from conftest import ROOT
+from processes import Group, fork
 from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
 
 import ddp_utils
@@ -287,6 +288,169 @@ def test_a_run_resumes_with_its_own_shape(tmp_path, shards):
     used = hrm.here("--out", out, "--prompt", "a", "--max-new-tokens", "2", "--d-model", "64")
     words = "was trained with d_model 32, but the flags say d_model 64: leave out"
     assert used.code == 2 and words in used.out, used.out
+
+
+# flags of which each differs from its default
+OTHERS = {"lr": 2e-3, "schedule": "wsd", "warmup": 2, "weight_decay": 0.2, "grad_clip": 0.5, "ema": 0.9,
+          "seed": 3, "dropout": 0.1, "batch": None, "grad_accum": 3, "keep_last": 5, "eval_batches": 1,
+          "precision": "bf16", "checkpoint_activations": "block", "steps": 8, "eval_every": 4}
+RUNS = {"gpt2": Trainer("train_gpt2.py", modern=True, optimizer="muon", max_new_tokens=5, temperature=0,
+                        sample_every=1, **OTHERS),
+        "hrm": Trainer("train_hrm.py", ff=64, h_cycles="2:3", l_cycles=1, bp_steps="2:4", max_new_tokens=5,
+                       optimizer="adam-atan2", **OTHERS),
+        "cycles": Trainer("train_hrm.py", ff=64, h_cycles="1:3", l_cycles=1, bp_cycles=2, inject_input=True,
+                          max_new_tokens=5, **OTHERS | {"optimizer": "muon"}),
+        "mlm": Trainer("train_mlm.py", ff=48, window=16, mask_rate=0.2, **OTHERS)}
+
+
+@pytest.mark.parametrize("name, ranks, changes", [
+    ("gpt2", 0, {}), *[pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("hrm", 0, {}), ("cycles", 0, {}), ("mlm", 0, {}), ("gpt2", 2, {"strategy": "zero1"}),
+        ("hrm", 2, {"strategy": "zero3"}), ("mlm", 2, {"strategy": "zero3"}),
+        ("cycles", 2, {"comm": "bf16"}))]])
+def test_a_resumed_run_is_what_it_was(tmp_path, shards, name, ranks, changes):
+    """With no flag but --out it has the bits of an undisturbed run. A flag that is given counts and is named.
+    """
+    trainer = RUNS[name]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    assert trainer.fork(ranks, shards, whole, **changes).code == 0
+    copy_of_the_first_half(whole, half)
+    shutil.copytree(half, tmp_path / "other")
+    bare = fork(ranks, trainer.script, "--out", half)
+    assert bare.code == 0 and "resuming after step 4" in bare.out, bare.out
+    assert "resuming with" not in bare.out, bare.out
+    assert_same_run(whole, half)
+    other = fork(ranks, trainer.script, "--out", tmp_path / "other", "--lr", "0.1", "--steps", "9")
+    assert other.code == 0 and other.out.count("resuming with") == 2, other.out
+    assert "resuming with lr 0.1 (was 0.002)" in other.out and "resuming with steps 9 (was 8)" in other.out
+    assert steps_of(tmp_path / "other")[5]["lr"] != steps_of(whole)[5]["lr"]  # the control
+    again = fork(ranks, trainer.script, "--out", whole)
+    assert again.code == 0 and "this run is complete after 8 steps: give more" in again.out, again.out
+    assert "--steps 16 doubles them" in again.out
+    assert fork(ranks, trainer.script, "--out", whole, "--steps", "16").code == 0  # as it says
+    assert steps_of(whole)[-1]["step"] == 16
+    evaluated = fork(ranks, trainer.script, "--out", half, "--eval-only")
+    found = json.loads([line for line in evaluated.out.splitlines() if line.startswith('{"step"')][-1])
+    assert found["val_loss"] == pytest.approx(evaluations_of(half)[-1]["val_loss"], abs=1e-4), evaluated.out
+
+
+def test_what_a_resumed_run_may_not_change(tmp_path, shards):
+    """Each refusal names a way on that works."""
+    run, base = tmp_path / "run", tmp_path / "base"
+    assert GPT2.train(0, shards, run, optimizer="muon", ema=0.9, steps=4, eval_every=4).code == 0
+    files = {path: path.read_bytes() for path in run.glob("*/*.pt")}
+    for flag, value, was in (("optimizer", "adamw", "muon"), ("ema", "0", "0.9"), ("size", "gpt2", "tiny"),
+                             ("init-from", run, "None"), ("seed", "1", "0"), ("seq-len", "16", "32")):
+        done = GPT2.here("--out", run, "--steps", "8", f"--{flag}", value)
+        words = f"cannot be resumed: {flag.replace('-', '_')} was {was}, now "
+        assert done.code == 2 and words in done.out, done.out
+        assert f"another --out (--init-from {run} starts it from these weights)" in done.out, done.out
+    done = GPT2.here("--out", run, "--strategy", "zero2")
+    assert done.code == 2 and "--optimizer muon needs full matrices: use --strategy ddp" in done.out, done.out
+    assert files == {path: path.read_bytes() for path in run.glob("*/*.pt")}
+    new = GPT2.here("--init-from", run, "--optimizer", "adamw", "--ema", "0", "--data", shards, "--out", base,
+                    "--steps", "1")
+    assert new.code == 0 and "WARNING: the optimizer begins anew" not in new.out, new.out
+    assert GPT2.here("--out", run, "--optimizer", "muon", "--ema", "0.5", "--steps", "5").code == 0
+
+
+def test_steps_epochs_and_batches_of_a_resumed_run(tmp_path, shards):
+    """Of two flags for one thing, that which is given counts; on other processes the batches fit again."""
+    run = tmp_path / "run"
+    flags = {"steps": None, "batch": 3, "warmup": 0.5}
+    assert GPT2.train(0, shards, run, epochs=0.01, **flags).code == 0
+    steps = steps_of(run)[-1]["step"]
+    assert f"this run is complete after {steps} steps" in GPT2.here("--out", run).out
+    more = GPT2.here("--out", run, "--epochs", "0.02")
+    assert more.code == 0 and "batch 3 x accumulation 4" in more.out, more.out
+    assert steps_of(run)[-1]["step"] == pytest.approx(2 * steps, abs=1)
+    exactly = GPT2.here("--out", run, "--steps", "40")
+    assert exactly.code == 0 and steps_of(run)[-1]["step"] == 40, exactly.out
+    on_two = fork(2, GPT2.script, "--out", run, "--steps", "42")
+    assert on_two.code == 0 and "batch 3 x accumulation 2 x processes 2 = 12" in on_two.out, on_two.out
+    on_three = fork(3, GPT2.script, "--out", run, "--steps", "44", "--batch", "1")
+    assert on_three.code == 0 and "batch 1 x accumulation 4 x processes 3 = 12" in on_three.out, on_three.out
+    kept = GPT2.here("--out", run, "--steps", "46", "--lr", "1e-4")
+    assert kept.code == 0 and "batch 1 x accumulation 12 x processes 1 = 12" in kept.out, kept.out
+    again = GPT2.here("--out", run)
+    assert again.code == 0 and "resuming with" not in again.out, again.out
+    commands = json.loads((run / "config.json").read_text())["commands"]
+    assert commands[1:3] == [f"python {GPT2.script} --out {run}", f"python {GPT2.script} --out {run} "
+                             "--epochs 0.02"] and len(commands) == 8, commands
+
+
+def test_the_rows_of_sizes_may_have_changed_since(tmp_path, shards, monkeypatch):
+    """The run's values count, also where its size is gone. Used, it needs no more than --out either."""
+    import train_gpt2
+    run = tmp_path / "run"
+    row = train_gpt2.SIZES["tiny"] | {"n_layer": 1, "d_model": 64, "steps": 2, "ema": 0.5}
+    monkeypatch.setattr(train_gpt2, "SIZES", {"tiny": train_gpt2.SIZES["tiny"], "mini": row})
+    assert GPT2.here("--size", "mini", "--data", shards, "--out", run, "--seq-len", "32").code == 0
+    changed = {"n_layer": 3, "lr": 1.0, "steps": 9, "global_batch": 8, "batch": 2, "ema": 0.0}
+    for sizes in ({"tiny": row, "mini": row | changed}, {"tiny": row}):
+        monkeypatch.setattr(train_gpt2, "SIZES", sizes)
+        for flags, words in ((["--steps", "4"], "mini: "), (["--prompt", "a"], "step "), ([], "is complete"),
+                             (["--eval-only"], "validation loss"), (["--export"], "is ready for")):
+            done = GPT2.here("--out", run, *flags, "--max-new-tokens", "3")
+            assert done.code == 0 and words in done.out, done.out
+            assert "resuming with lr" not in done.out and "resuming with ema" not in done.out, done.out
+    assert steps_of(run)[-1]["step"] == 4
+
+
+def test_a_run_of_an_older_version_has_settings_too(tmp_path, shards):
+    """Those of before lack the trainer, its command and the largest micro-batch."""
+    run = tmp_path / "run"
+    assert GPT2.train(0, shards, run, steps=2, eval_every=2).code == 0
+    path = list_checkpoints(run)[0]
+    saved = torch.load(path, weights_only=True)
+    for name in ("trainer", "command", "largest_batch", "wanted_batch"):
+        del saved["settings"][name]
+    saved["settings"]["preset"] = None
+    torch.save(saved, path)
+    (run / "config.json").write_text("{}")
+    done = GPT2.here("--out", run, "--steps", "3")
+    assert done.code == 0 and done.out.count("resuming with") == 1, done.out
+    assert "batch 2 x accumulation 6" in done.out, done.out
+
+
+# ---------------------------------------------------------------------------------------- copies of a trainer
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_copy_has_runs_of_its_own(tmp_path, shards, ranks, monkeypatch):
+    """By default, and it is refused in those of the original, with ways on that work."""
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "train_mine.py"
+    mine.write_text((ROOT / "train_gpt2.py").read_text().replace("objective * (", "0.5 * objective * ("))
+    flags = ("--data", shards, "--seq-len", "32", "--n-layer", "1", "--d-model", "32", "--global-batch", "4",
+             "--device", "cpu", "--max-new-tokens", "3")
+    original, copy = Path("runs/gpt2-tiny-bytes"), Path("runs/train_mine-tiny-bytes")
+
+    def run(script, *more):
+        return fork(ranks, script, *more, cwd=tmp_path)
+    assert run("train_gpt2.py", *flags, "--steps", "2").code == 0
+    assert run(mine, *flags, "--steps", "2").code == 0
+    assert sorted(Path("runs").iterdir()) == [original, copy]
+    before = {path: path.read_bytes() for path in original.glob("*/*")}
+    refused = run(mine, "--out", original, "--steps", "4")
+    words = "cannot be resumed: trainer was train_gpt2.py, now train_mine.py. Leave it as it was, or"
+    assert refused.code == 2 and words in refused.out, refused.out
+    assert f"(--init-from {original} starts it from these weights; --resume {original} branches off)" \
+        in refused.out
+    assert before == {path: path.read_bytes() for path in original.glob("*/*")}
+    branch = run(mine, "--resume", original, "--out", "branch", "--steps", "4")
+    assert branch.code == 0 and "resuming with trainer train_mine.py (was train_gpt2.py)" in branch.out
+    started = run(mine, "--init-from", original, "--out", "started", "--data", shards, "--steps", "1")
+    assert started.code == 0, started.out
+    for script in ("train_gpt2.py", mine):  # to use a model is no change
+        used = run(script, "--out", original, "--prompt", "a")
+        assert used.code == 0, used.out
+    assert run(mine, *flags, "--steps", "3").code == 0  # its own resumes
+    renamed = tmp_path / "train_other.py"
+    mine.rename(renamed)
+    assert "trainer was train_mine.py, now train_other.py" in run(renamed, "--out", copy, "--steps", "5").out
+    elsewhere = run(renamed, "--resume", copy, "--steps", "5")
+    assert elsewhere.code == 0 and "the run is in runs/train_other-tiny-bytes" in elsewhere.out, elsewhere.out
 
 
 def test_a_field_that_the_code_does_not_know_is_refused_before_anything_is_made(tmp_path, shards):

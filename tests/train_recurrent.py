@@ -97,18 +97,18 @@ def main(argv=None) -> None:
     args = parse_args(argv)
     if args.dry_run is not None:
         from test_ddp import dry_run
-        return dry_run(Recurrent, args, SIZES[args.size])
+        return dry_run(Recurrent, args)
     world = ddp.start(args)
-    args, out, saved = ddp.find_run(Recurrent, args, world, parse_args, argv)
-    if args.export or args.chat or args.prompt is not None:
-        return ddp.use_model(Recurrent, args, world, out, saved)
-    run = ddp.open_run(Recurrent, args, world, out, saved, SIZES[args.size], globals())
+    run = ddp.find_run(Recurrent, args, world, globals(), argv)
+    args = run.args  # what is not given is as in the run that is resumed
+    if ddp.uses_model(args):
+        return ddp.use_model(run)
+    ddp.open_run(run)
     dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
-    ddp.set_modes(model, args, world, log.say)
-    state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), world,
-                           args.strategy, args.comm, args.ema)
+    ddp.set_modes(model, run)
+    state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
     identity = ddp.identity_of(model, run)
     step, samples = checkpoints.resume(run.saved, state, identity)
     ddp.begin_log(run, state, identity, step, lambda record: [{}])
@@ -122,7 +122,7 @@ def main(argv=None) -> None:
         if due.saving:
             checkpoints.save(step, state, identity | metrics.position())
         if due.evaluating and not due.stopping:
-            found = ddp.evaluate(state, dataset, stop, run.batch, args.eval_batches * run.global_batch)
+            found = ddp.evaluate(state, run, stop)
             if found is None:
                 continue
             checkpoints.mark_best(step, found["val_loss"])

@@ -169,7 +169,7 @@ MISTAKES = {
     "train_hrm.py --out run-hrm --seed 7": "run-hrm & seed & 0 & 7",
     "train_hrm.py --out run-hrm --data other-text": "run-hrm & tokenizer & bytes & bpe:300 & --out",
     "train_hrm.py --out run-hrm --resume none": "run-hrm & checkpoints & --out",
-    "train_hrm.py --out run-hrm --resume run-gpt2": "run-gpt2 & family & GPT2 & HRM & --out",
+    "train_hrm.py --out run-hrm --resume run-gpt2": "run-gpt2 & family & GPT2 & HRM & its own trainer",
     "train_hrm.py --resume ready": "ready & checkpoint & hf:ready",
     "train_hrm.py --resume nowhere.pt": "nowhere.pt & hf:nowhere.pt",
     "train_hrm.py --resume good.txt": "good.txt & checkpoint & --out",
