@@ -165,6 +165,7 @@ class Vocabulary:
         self.specials = specials
         self.eot = specials[eot]
         self.mask = specials[mask]
+        self.mask_token = mask
         self.num_ids = max(self.vocab.values()) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         self.roles = roles_of(specials, self.eot)
@@ -218,6 +219,15 @@ class Tokenizer(Vocabulary):
                     for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)]
             parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
             return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
+
+    def encode_masked(self, text: str) -> list[int]:
+        """The ids of a text in which each [MASK] is the mask, and takes one blank before it."""
+        *before, last = text.split(MASK)
+        found = []
+        for part in before:
+            part = part.removesuffix(" " * self.takes_blank)
+            found += [*self.encode(part).tolist(), self.mask]
+        return found + self.encode(last).tolist()
 
     def decode(self, ids) -> str:
         """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
@@ -284,6 +294,17 @@ class HuggingFaceTokenizer(Vocabulary):
         # unlike `encode`, this releases Python's lock; a batch of one text takes one core
         found, = self._tokenizer.encode_batch([without_surrogates(text)], add_special_tokens=False)
         return np.array(found.ids, dtype=np.uint32)
+
+    def encode_masked(self, text: str) -> list[int]:
+        """As an export does it: the parts between masks are no texts of their own, before which some
+        tokenizers put a blank, and the mask takes all white space before it.
+        """
+        import tokenizers
+        whole = tokenizers.Tokenizer.from_str(self.to_json())
+        mask = tokenizers.AddedToken(self.mask_token, lstrip=self.takes_blank, special=True)
+        whole.add_special_tokens([mask])
+        whole.no_truncation()
+        return whole.encode(text.replace(MASK, self.mask_token), add_special_tokens=False).ids
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -2663,8 +2663,13 @@ def use_model(run: Run):
     assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
     say(f"step {saved['step']} from {saved['path']}")
     if args.export == "gguf":
-        to_gguf(model, out / "model.gguf", tokenizer)
-        say(f"{out / 'model.gguf'} is ready for llama-cli -m, Ollama and LM Studio")
+        path, modern = out / "model.gguf", vars(model.config).get("modern")
+        to_gguf(model, path, tokenizer)
+        say(f"{path} is ready for llama-cli -m, {'' if modern else 'Ollama '}and LM Studio")
+        size = path.stat().st_size / (4 * num_params(model))
+        if modern and size > 1.3:
+            say(f"it has {size:.1f} times the bytes of the weights, because llama.cpp wants further layers, "
+                "which do nothing: those are packed if --d-model is a multiple of 32")
     if args.export == "hf":
         to_hf(model, out / "hf", tokenizer)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")

@@ -18,10 +18,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -737,6 +738,9 @@ class HRM(CausalLM):
 # GPT-2 (Radford et al., 2019), or with `modern` a transformer of HRMBlocks
 
 
+MODERN_THETA = 10000.0  # of rotary positions
+
+
 @dataclass
 class GPT2Config(AttentionConfig):
     n_layer: int = flag(12, "blocks")
@@ -796,7 +800,7 @@ class GPT2(CausalLM):
             init_normal(self.embed.weight, c.d_model ** -0.5)
             self.head = Linear(c.d_model, c.padded_vocab, bias=False)
             nn.init.normal_(self.head.weight, std=0.02)
-            self.register_buffer("rope", rope_table(c.seq_len, c.head_dim, 10000.0), persistent=False)
+            self.register_buffer("rope", rope_table(c.seq_len, c.head_dim, MODERN_THETA), persistent=False)
         else:
             self.positions = nn.Embedding(c.seq_len, c.d_model)
             nn.init.normal_(self.positions.weight, std=0.02)
@@ -1028,11 +1032,7 @@ def fill_masks(model: MLM, tokenizer, text: str):
     """Yields a line for each [MASK] in a text: its five most likely tokens with their probabilities."""
     if "[MASK]" not in text:
         raise UserError('--fill needs a text with [MASK] in it, such as "The [MASK] sat on the mat".')
-    ids, parts = [tokenizer.eot], text.split("[MASK]")
-    for i, part in enumerate(parts):
-        ids += [tokenizer.mask] * (i > 0)
-        blank = " " if i < len(parts) - 1 and tokenizer.takes_blank else ""
-        ids += tokenizer.encode(part.removesuffix(blank)).tolist()
+    ids = [tokenizer.eot, *tokenizer.encode_masked(text)]
     if len(ids) > model.config.seq_len:
         raise UserError(f"the text has {len(ids)} tokens, more than the {model.config.seq_len} of the model.")
     x = torch.tensor([ids], device=model.embed.weight.device)
@@ -1134,17 +1134,24 @@ class HFFamily:
 
     model_type: str
     architecture: str
-    names: dict[str, str]  # ours → theirs: the parts between the dots of a parameter's name
+    # ours → theirs: the parts between the dots of a parameter's name; a matrix with several names is divided
+    names: dict[str, str]
     fields: dict[str, str]  # ours → theirs: fields of the configuration with the same value in both
-    to_hf: Callable[[Any], dict]  # our configuration → their other fields; may raise UserError
+    covered: str  # our other fields that `to_hf` translates, or that matter to training only
+    to_hf: Callable[[Any], dict]  # our configuration → their other fields
     from_hf: Callable[[dict], dict]  # their configuration → our other fields; may raise UserError
     transposed: tuple[str, ...] = ()  # name endings (ours) of matrices that they store transposed
+    # what a name cannot say: changes tensors by name, given the configuration, and changes them back
+    joined: Callable[[dict, Any], dict] = lambda tensors, c: tensors
+    divided: Callable[[dict, Any], dict] = lambda tensors, c: tensors
 
 
-def refuse_export(config: ModelConfig, *options: str):
-    for option in options:
-        if getattr(config, option):
-            raise UserError(f"a model with --{option.replace('_', '-')} has no counterpart in transformers "
+def refuse_export(c: ModelConfig, family: HFFamily):
+    """Raises UserError for a field that an export would lose. Both exports call this."""
+    known = {*family.fields, *family.covered.split(), "padded_vocab", "start", "response", "end"}
+    for f in fields(c):
+        if f.name not in known and getattr(c, f.name) != f.default:
+            raise UserError(f"a model with --{f.name.replace('_', '-')} has no counterpart in transformers "
                             "nor llama.cpp, so it cannot be exported: train one without it.")
 
 
@@ -1157,7 +1164,6 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):
 
 
 def hrm_to_hf(c: HRMConfig) -> dict:
-    refuse_export(c, "halt", "inject_input")
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             # their cache has a layer for each attention call
             "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,
@@ -1178,7 +1184,6 @@ def hrm_from_hf(config: dict) -> dict:
 
 
 def gpt2_to_hf(c: GPT2Config) -> dict:
-    refuse_export(c, "modern")
     return {"activation_function": "gelu_new", "tie_word_embeddings": True, "resid_pdrop": c.dropout,
             "n_ctx": c.seq_len, "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
 
@@ -1193,6 +1198,60 @@ def gpt2_from_hf(config: dict) -> dict:
     return {"dropout": config.get("resid_pdrop", 0.1)}
 
 
+def modern_to_hf(c: GPT2Config) -> dict:
+    rope = {"rope_type": "default", "rope_theta": MODERN_THETA, "partial_rotary_factor": 1.0}
+    return {"intermediate_size": c.ff, "num_key_value_heads": c.n_head, "head_dim": c.head_dim,
+            "layer_types": ["full_attention"] * c.n_layer, "hidden_act": "silu", "attention_bias": False,
+            "rope_parameters": rope, "tie_word_embeddings": False}
+
+
+def modern_from_hf(config: dict) -> dict:
+    ours = GPT2Config(n_layer=config["num_hidden_layers"], n_head=config["num_attention_heads"],
+                      d_model=config["hidden_size"], modern=True)
+    wanted = modern_to_hf(ours)
+    rope = wanted["rope_parameters"].items() - config["rope_parameters"].items()
+    odd = {key: config[key] != value for key, value in wanted.items()} | {"rope_parameters": bool(rope)}
+    refuse_import(config, odd, "train_gpt2.py", attn_output_gate=True)
+    return {"modern": True}
+
+
+def query_and_gate(query: Tensor, gate: Tensor, c: GPT2Config) -> Tensor:
+    """Qwen3.5's q_proj (2 C, C) of two matrices (C, C): head by head the rows of the query, then of the gate.
+    """
+    parts = [matrix.view(c.n_head, c.head_dim, c.d_model) for matrix in (query, gate)]
+    return torch.cat(parts, dim=1).view(2 * c.d_model, c.d_model)
+
+
+def norm_sizes(c: GPT2Config) -> dict[str, int]:
+    """The norms that Qwen3.5 has in each layer, where a modern GPT-2 has no parameters."""
+    return {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim, "input_layernorm": c.d_model,
+            "post_attention_layernorm": c.d_model}
+
+
+def modern_joined(tensors: dict, c: GPT2Config) -> dict:
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * c.d_model ** 0.5
+    tensors["model.norm.weight"] = torch.zeros(c.d_model)  # their norms multiply by 1 + weight
+    for i in range(c.n_layer):
+        layer = f"model.layers.{i}."
+        query, gate = (tensors.pop(f"{layer}self_attn.{name}.weight") for name in ("query", "gate"))
+        tensors[f"{layer}self_attn.q_proj.weight"] = query_and_gate(query, gate, c)
+        tensors |= {f"{layer}{norm}.weight": torch.zeros(size) for norm, size in norm_sizes(c).items()}
+    return tensors
+
+
+def modern_divided(tensors: dict, c: GPT2Config) -> dict:
+    for name in tensors:
+        if "norm" in name and tensors[name].count_nonzero():
+            raise UserError(f"this model has weights in {name}, which train_gpt2.py does not support.")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] / c.d_model ** 0.5
+    for i in range(c.n_layer):
+        layer = f"model.layers.{i}.self_attn."
+        joined = tensors.pop(f"{layer}q_proj.weight").view(c.n_head, 2, c.head_dim, c.d_model)
+        for name, matrix in zip(("query", "gate"), joined.unbind(1)):
+            tensors[f"{layer}{name}.weight"] = matrix.reshape(c.d_model, c.d_model)
+    return tensors
+
+
 def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
     return ["sliding_attention" if i % global_every else "full_attention" for i in range(n_layer)]
 
@@ -1205,7 +1264,7 @@ def mlm_to_hf(c: MLMConfig) -> dict:
                 "full_attention": {"rope_type": "default", "rope_theta": c.global_theta},
                 "sliding_attention": {"rope_type": "default", "rope_theta": c.local_theta}},
             "attention_dropout": c.dropout, "embedding_dropout": c.dropout, "mlp_dropout": c.dropout,
-            "pad_token_id": c.eot, "cls_token_id": c.eot, "sep_token_id": c.eot, "tie_word_embeddings": True}
+            "cls_token_id": c.eot, "sep_token_id": c.eot, "tie_word_embeddings": True}
 
 
 def mlm_from_hf(config: dict) -> dict:
@@ -1235,6 +1294,7 @@ HF_FAMILIES = {
         {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_head": "num_attention_heads",
          "d_model": "hidden_size", "ff": "intermediate_size", "h_cycles": "H_cycles", "l_cycles": "L_cycles",
          "norm_eps": "rms_norm_eps"},
+        "n_layer attention dropout init rope_theta embed_scale bp_cycles eval_cycles least_cycles max_cycles",
         hrm_to_hf, hrm_from_hf),
     GPT2: HFFamily(
         "gpt2", "GPT2LMHeadModel",
@@ -1243,7 +1303,7 @@ HF_FAMILIES = {
          "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"},
         {"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer", "n_head": "n_head",
          "d_model": "n_embd", "norm_eps": "layer_norm_epsilon"},
-        gpt2_to_hf, gpt2_from_hf,
+        "attention dropout", gpt2_to_hf, gpt2_from_hf,
         transposed=("qkv.weight", "attn_out.weight", "up.weight", "down.weight")),
     MLM: HFFamily(
         "modernbert", "ModernBertForMaskedLM",
@@ -1254,7 +1314,15 @@ HF_FAMILIES = {
         {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers",
          "n_head": "num_attention_heads", "d_model": "hidden_size", "ff": "intermediate_size",
          "window": "local_attention", "norm_eps": "norm_eps"},
-        mlm_to_hf, mlm_from_hf)}
+        "dropout eot global_every global_theta local_theta", mlm_to_hf, mlm_from_hf)}
+MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
+    "qwen3_5_text", "Qwen3_5ForCausalLM",
+    {"embed": "model.embed_tokens", "head": "lm_head", "transformer": "model", "blocks": "layers",
+     "gqkv": "self_attn.gate self_attn.query self_attn.k_proj self_attn.v_proj",
+     "attn_out": "self_attn.o_proj", "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj"},
+    {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers",
+     "n_head": "num_attention_heads", "d_model": "hidden_size", "norm_eps": "rms_norm_eps"},
+    "attention dropout modern", modern_to_hf, modern_from_hf, joined=modern_joined, divided=modern_divided)
 CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}ANSWER"
                  "{{ m['content'] + eos_token }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
                  "{% if add_generation_prompt %}ANSWER{% endif %}")
@@ -1275,19 +1343,22 @@ def _safetensors():
 
 def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
     """Our tensors by Hugging Face names, as views with Hugging Face shapes, without padding rows."""
-    family, tensors = hf_family(type(model)), {}
+    family, tensors = hf_family(type(model), model.config), {}
     for ours, tensor in model.state_dict().items():
-        theirs = ".".join(family.names.get(part, part) for part in ours.split("."))
         tensor = tensor[:model.config.vocab_size] if ours in VOCAB_TENSORS else tensor
-        tensors[theirs] = tensor.T if ours.endswith(family.transposed) else tensor
+        tensor = tensor.T if ours.endswith(family.transposed) else tensor
+        parts = [family.names.get(part, part).split() for part in ours.split(".")]
+        several = max(map(len, parts))
+        for i, piece in enumerate(tensor.chunk(several)):
+            tensors[".".join(names[i % len(names)] for names in parts)] = piece
     return tensors
 
 
-def hf_family(model_class: type) -> HFFamily:
+def hf_family(model_class: type, config) -> HFFamily:
     if model_class not in HF_FAMILIES:
         raise UserError(f"{model_class.__name__} has no entry in HF_FAMILIES of model.py, which says what "
                         "its parts are called in transformers: so it cannot be exported, nor read from hf:.")
-    return HF_FAMILIES[model_class]
+    return MODERN if vars(config).get("modern") else HF_FAMILIES[model_class]
 
 
 def _ends(c: ModelConfig, tokenizer) -> tuple[int, int, str | None]:
@@ -1302,17 +1373,20 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     """Writes a directory for `from_pretrained` of transformers, without the rows that pad the vocabulary.
     Raises UserError if transformers has no counterpart of the model.
     """
-    family, c, masked = hf_family(type(model)), model.config, isinstance(model, MLM)
+    c, masked = model.config, isinstance(model, MLM)
+    family = hf_family(type(model), c)
+    refuse_export(c, family)
     prefix = isinstance(model, HRM) and c.attention == "prefix"
     first, last, template = _ends(c, tokenizer)
     ends = {"bos_token_id": first, "eos_token_id": last}
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32"}
     config |= {theirs: getattr(c, ours) for ours, theirs in family.fields.items()}
-    config |= family.to_hf(c) | ends
+    config |= family.to_hf(c) | ends | {"pad_token_id": last}
 
     bos, eos = tokenizer.decode([first]), tokenizer.decode([last])
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": bos,
                "eos_token": eos, "pad_token": eos, "unk_token": eos, "clean_up_tokenization_spaces": False,
+               "padding_side": "right" if masked else "left",  # generate goes on at the right
                # transformers 4 would add other types to the embeddings of GPT-2
                "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
     around = {bos: first}
@@ -1320,12 +1394,15 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
         around[tokenizer.decode([c.response])] = c.response
         special["chat_template"] = template  # sets no types, so with a prefix pass token_type_ids of ones
     if masked:
-        special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.decode([tokenizer.mask]),
+        special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.mask_token,
                                  "lstrip": tokenizer.takes_blank, "rstrip": False, "normalized": False,
                                  "single_word": False, "special": True}
     words = json.loads(tokenizer.to_json(with_mask=masked))
+    if not masked:  # [MASK] may be the only id beyond the table
+        words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < c.vocab_size]
     for token in words["added_tokens"]:
-        token["lstrip"] &= tokenizer.takes_blank
+        if token["id"] == tokenizer.mask:
+            token["lstrip"] = tokenizer.takes_blank
     words["post_processor"] = _post_processor(around, prefix)
     contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
     if not masked:
@@ -1336,7 +1413,8 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror}): move away what is there.")
-    tensors = {name: t.float().cpu().contiguous() for name, t in _as_theirs(model).items()}
+    tensors = {name: t.float().cpu() for name, t in _as_theirs(model).items()}
+    tensors = {name: t.contiguous() for name, t in family.joined(tensors, c).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
@@ -1364,7 +1442,7 @@ def config_from_hf(model_class: type, source: str):
     """Returns the configuration of a Hugging Face directory or repository, and its weight files. Raises
     UserError if it holds another architecture.
     """
-    family, directory = hf_family(model_class), Path(source)
+    family, directory = hf_family(model_class, model_class.Config()), Path(source)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # comes with datasets
         try:
@@ -1386,6 +1464,8 @@ def config_from_hf(model_class: type, source: str):
         raise UserError(f"{source} has no readable config.json with *.safetensors beside it: where there is "
                         "a pytorch_model.bin, transformers' from_pretrained and save_pretrained write them; "
                         "an adapter of peft has to be merged before (merge_and_unload).")
+    if model_class is GPT2 and config.get("model_type") == MODERN.model_type:
+        family = MODERN
     if config.get("model_type") != family.model_type:
         raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; "
                         f"{model_class.__name__} reads {family.model_type!r}.")
@@ -1414,6 +1494,10 @@ def from_hf(model_class: type, source: str) -> nn.Module:
             tensors |= safetensors.torch.load_file(file)
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
+    try:
+        tensors = hf_family(model_class, config).divided(tensors, config)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{source} has no tensor {error} of the shape that its config.json says.")
     with torch.no_grad():
         for name, tensor in _as_theirs(model).items():
             if name not in tensors:  # files of the original GPT-2 models lack the prefix
@@ -1435,26 +1519,42 @@ GGUF_NAMES = {
     "gqkv": "attn_gate attn_q attn_k attn_v", "gate_up": "ffn_gate ffn_up"}
 # the names that llama.cpp has for the patterns by which words are cut; without merges any will do
 GGUF_CUTS = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx"}
+GGUF_STATE, GGUF_CONV = 16, 4  # of the recurrent layers that llama.cpp wants between those of a modern GPT-2
 GGUF_PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
 
 
-def _gguf_shape(writer, model):
+def _gguf_shape(writer, model, architecture: str):
     c = model.config
-    hrm = isinstance(model, HRM)
     writer.add_context_length(c.seq_len)
     writer.add_embedding_length(c.d_model)
-    writer.add_feed_forward_length(c.ff if hrm else 4 * c.d_model)
     writer.add_head_count(c.n_head)
     writer.add_file_type(0)  # all float32
-    if not hrm:
+    if architecture == "gpt2":
+        writer.add_feed_forward_length(4 * c.d_model)
         writer.add_block_count(c.n_layer)
         writer.add_layer_norm_eps(c.norm_eps)
         return
-    # one slot of the cache for each call
-    writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))
+    writer.add_feed_forward_length(c.ff)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_rope_dimension_count(c.head_dim)
-    writer.add_rope_freq_base(c.rope_theta)
+    writer.add_rope_freq_base(MODERN_THETA if architecture == "qwen35" else c.rope_theta)
+    if architecture == "qwen35":
+        writer.add_block_count(2 * c.n_layer)
+        writer.add_head_count_kv(c.n_head)
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
+        # for images, whose three positions take turns; in a text all are the same
+        pairs = c.head_dim // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+        writer.add_uint32("qwen35.full_attention_interval", 2)
+        writer.add_ssm_conv_kernel(GGUF_CONV)
+        writer.add_ssm_state_size(GGUF_STATE)
+        writer.add_ssm_inner_size(GGUF_STATE)
+        writer.add_ssm_group_count(1)
+        writer.add_ssm_time_step_rank(1)
+        return
+    # one slot of the cache for each call
+    writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))
     writer.add_embedding_scale(c.embed_scale)
     writer.add_uint32("hrm_text.hrm.layers_per_stack", c.n_layer)  # gguf 0.19 has no names for these
     writer.add_uint32("hrm_text.hrm.h_cycles", c.used_cycles)
@@ -1485,14 +1585,31 @@ def _gguf_tokenizer(writer, tokenizer: Tokenizer, c, TokenType):
         writer.add_chat_template(template)
 
 
+def _gguf_identity(writer, c, block: str, Types):
+    """A recurrent layer of Qwen3.5 that adds nothing. llama.cpp wants some, each with an MLP as wide as the
+    others; these are zero, so they take few bits.
+    """
+    state, width = GGUF_STATE, c.d_model
+    for name, shape in {"attn_qkv.weight": (3 * state, width), "attn_gate.weight": (state, width),
+                        "ssm_conv1d.weight": (3 * state, GGUF_CONV), "ssm_dt.bias": (1,), "ssm_a": (1,),
+                        "ssm_beta.weight": (1, width), "ssm_alpha.weight": (1, width),
+                        "ssm_norm.weight": (state,), "ssm_out.weight": (width, state)}.items():
+        writer.add_tensor(block + name, np.full(shape, -1.0 if name == "ssm_a" else 0.0, np.float32))
+    for name, rows, columns in ("gate", c.ff, width), ("up", c.ff, width), ("down", width, c.ff):
+        kind, zeros = None, np.zeros((rows, columns), np.float32)
+        if columns % 32 == 0:  # blocks of 32 numbers in 18 bytes
+            kind, zeros = Types.Q4_0, np.zeros((rows, columns // 32 * 18), np.uint8)
+        writer.add_tensor(f"{block}ffn_{name}.weight", zeros, raw_dtype=kind)
+
+
 def to_gguf(model, path: Path, tokenizer):
     """Writes a GPT-2 or an HRM and its tokenizer as GGUF, for llama.cpp and what stands on it (Ollama, LM
     Studio). Needs the package gguf. Raises UserError for what llama.cpp cannot run.
     """
-    from gguf import GGUFWriter, TokenType
+    from gguf import GGMLQuantizationType, GGUFWriter, TokenType
     if type(model) not in (GPT2, HRM):
         raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
-    refuse_export(model.config, *(("halt", "inject_input") if isinstance(model, HRM) else ("modern",)))
+    refuse_export(model.config, hf_family(type(model), model.config))
     if not isinstance(tokenizer, Tokenizer) or tokenizer.pattern not in GGUF_CUTS:
         raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
                         "bytes or bpe:N.")
@@ -1501,17 +1618,35 @@ def to_gguf(model, path: Path, tokenizer):
         raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with "
                         "it would answer otherwise there: train with --attention isolated.")
     temporary = path.with_name(f".tmp-{path.name}")  # a kill leaves no half of a model
-    writer = GGUFWriter(temporary, "hrm_text" if isinstance(model, HRM) else "gpt2")
-    _gguf_shape(writer, model)
+    modern = vars(c).get("modern", False)
+    architecture = "hrm_text" if isinstance(model, HRM) else "qwen35" if modern else "gpt2"
+    writer = GGUFWriter(temporary, architecture)
+    _gguf_shape(writer, model, architecture)
     _gguf_tokenizer(writer, tokenizer, c, TokenType)
     for ours, tensor in model.state_dict().items():
         stack, number, part, kind = GGUF_PARAMETER.fullmatch(ours).groups()
-        block = f"blk.{int(number) + c.n_layer * (stack == 'H')}." if number else ""  # L's blocks come first
+        at = int(number or 0) + c.n_layer * (stack == "H")  # L's blocks come first
+        block = f"blk.{2 * at + 1 if modern else at}." if number else ""
+        tensor = tensor.float().cpu()
         if part in ("embed", "head"):
             tensor = tensor[:c.vocab_size]
+        if part == "embed" and modern:
+            tensor = tensor * c.d_model ** 0.5
         names = GGUF_NAMES[part].split()
-        for name, piece in zip(names, tensor.float().cpu().chunk(len(names))):
+        pieces = dict(zip(names, tensor.chunk(len(names))))
+        if part == "gqkv" and modern:
+            pieces["attn_q"] = query_and_gate(pieces["attn_q"], pieces.pop("attn_gate"), c)
+        for name, piece in pieces.items():
             writer.add_tensor(f"{block}{name}" + f".{kind}" * bool(kind), piece.contiguous().numpy())
+    if modern:
+        ones = {"output_norm": c.d_model}  # the norms, which have no parameters here
+        for i in range(c.n_layer):
+            _gguf_identity(writer, c, f"blk.{2 * i}.", GGMLQuantizationType)
+            ones |= {f"blk.{at}.{norm}": c.d_model for at in (2 * i, 2 * i + 1)
+                     for norm in ("attn_norm", "post_attention_norm")}
+            ones |= {f"blk.{2 * i + 1}.{norm}": c.head_dim for norm in ("attn_q_norm", "attn_k_norm")}
+        for name, size in ones.items():
+            writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -128,7 +128,9 @@ def main(argv: list[str] | None = None):
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
     used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
-    log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through the last {graph}")
+    at_most = "at most " * (high > (1 if c.halt else least_cycles) * (c.l_cycles + 1))
+    log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
+            f"{graph}")
     state.warm_up(*examples)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,14 @@ from runs import Trainer
 import data
 from data import UserError
 from ddp_utils import load_run
-from model import GPT2, HRM, MLM, continue_text, generate, to_gguf
+from model import GPT2, HF_FAMILIES, HRM, MLM, continue_text, flag, generate, num_params, to_gguf, to_hf
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="no wheel of llama.cpp fits this machine: pip install xllamacpp")
 
 MODELS = {"gpt2": (GPT2, Trainer("train_gpt2.py", eval_every=99, max_new_tokens=2, lr=1e-2, n_layer=2)),
+          "modern": (GPT2, Trainer("train_gpt2.py", eval_every=99, max_new_tokens=2, lr=1e-2, n_layer=3,
+                                   modern=True)),
           "hrm": (HRM, Trainer("train_hrm.py", eval_every=99, max_new_tokens=2, lr=1e-2, ff=64, h_cycles=2,
                                l_cycles=2))}
 ASK = """
@@ -66,7 +69,9 @@ def compare(answer: dict, new: list[int], log_p: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name, tokenizer", [
-    ("gpt2", "bytes"), ("hrm", "bpe:300"), pytest.param("gpt2", "bpe:300", marks=pytest.mark.full),
+    ("gpt2", "bytes"), ("hrm", "bpe:300"), ("modern", "bpe:300"),
+    pytest.param("gpt2", "bpe:300", marks=pytest.mark.full),
+    pytest.param("modern", "bytes", marks=pytest.mark.full),
     pytest.param("hrm", "bytes", marks=pytest.mark.full),
     pytest.param("gpt2", "gpt2", marks=pytest.mark.full)])
 def test_llama_cpp_writes_the_same_text(name, tokenizer, corpus, tmp_path, monkeypatch):
@@ -94,7 +99,7 @@ def test_llama_cpp_writes_the_same_text(name, tokenizer, corpus, tmp_path, monke
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["gpt2", "hrm"])
+@pytest.mark.parametrize("name", ["gpt2", "modern", "hrm"])
 def test_llama_cpp_answers_a_chat(name, tmp_path):
     path = tmp_path / "qa.jsonl"
     rows = [{"q": f"{n} and 1?", "a": f"it is {n + 1}"} for n in range(300)]
@@ -117,14 +122,54 @@ def test_llama_cpp_answers_a_chat(name, tmp_path):
     assert chatted["choices"][0]["message"]["content"] == ours
 
 
-def test_what_llama_cpp_lacks_is_refused_in_one_sentence(tmp_path):
+@dataclass
+class SiluConfig(GPT2.Config):
+    """With the guide's example of a flag, which no export knows."""
+
+    silu: bool = flag(False, "SiLU instead of GELU")
+
+
+class Silu(GPT2):
+    Config = SiluConfig
+
+
+@pytest.mark.parametrize("n_head, head_dim, n_layer", [
+    (1, 2, 1), (2, 8, 2), *(pytest.param(*shape, marks=pytest.mark.full) for shape in (
+        (3, 16, 1), (1, 64, 3), (2, 128, 2)))])
+def test_a_modern_model_of_any_shape_fits_into_qwen35(n_head, head_dim, n_layer, tmp_path):
+    """Log-probabilities to 1e-3, and at most 1.3 times the bytes where zeros can be packed."""
+    torch.manual_seed(0)
+    model = GPT2(GPT2.Config(n_layer=n_layer, n_head=n_head, d_model=n_head * head_dim, seq_len=32,
+                             vocab_size=257, padded_vocab=320, modern=True)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    model.head.weight.data[127:] = 0  # the server joins the bytes of a character
+    words = data.load_tokenizer("bytes")
+    to_gguf(model, tmp_path / "model.gguf", words)
+    ids = [words.eot, *words.encode("hello wor").tolist()]
+    answer, = ask(tmp_path / "model.gguf",
+                  ("completions", {"prompt": ids, "max_tokens": 8, "logprobs": 1} | GREEDY))
+    compare(answer, *expected(model, ids, 8))
+    if n_head * head_dim >= 64:
+        assert (tmp_path / "model.gguf").stat().st_size < 1.3 * 4 * num_params(model)
+
+
+def test_what_llama_cpp_lacks_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    """By both exports, also for a subclass that stands in HF_FAMILIES."""
+    monkeypatch.setitem(HF_FAMILIES, Silu, HF_FAMILIES[GPT2])
     words = data.load_tokenizer("bytes")
     shape = {"vocab_size": 257, "padded_vocab": 320, "seq_len": 16, "n_layer": 1, "n_head": 2, "d_model": 16}
-    for model, sentence in ((GPT2(GPT2.Config(**shape, modern=True)), "--modern"),
+    for model, sentence in ((GPT2(SiluConfig(**shape, silu=True)), "a model with --silu has no counterpart"),
+                            (GPT2(SiluConfig(**shape, modern=True, silu=True)), "a model with --silu has no"),
+                            (Silu(SiluConfig(**shape, silu=True)), "--silu has no|knows no Silu"),
                             (HRM(HRM.Config(**shape, ff=16, halt=True)), "--halt"),
                             (HRM(HRM.Config(**shape, ff=16, inject_input=True)), "--inject-input"),
                             (HRM(HRM.Config(**shape, ff=16, attention="prefix")), "--attention isolated"),
                             (MLM(MLM.Config(**shape, ff=16)), "knows no MLM, only GPT2 and HRM")):
         with pytest.raises(UserError, match=sentence):
             to_gguf(model, tmp_path / "x.gguf", words)
+        if "attention" not in sentence and not isinstance(model, MLM):  # those are right in transformers
+            with pytest.raises(UserError, match=sentence):
+                to_hf(model, tmp_path / "hf", words)
+    assert not (tmp_path / "hf").exists()
     assert not (tmp_path / "x.gguf").exists()
