@@ -437,16 +437,18 @@ def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | Huggi
 
 
 def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
-    """Ids (n,) of a sample through the marker of its response. The condition is text unless it is the name of
-    a special token. Raises UserError if it is a marker itself or looks like a special token that is missing.
+    """Ids (n,) of a sample through the marker of its response. The condition is the name of a special token,
+    or text that is one with the prompt, as a chat template puts a system message before a question. Raises
+    UserError if it is a marker itself or looks like a special token that is missing.
     """
     roles = tokenizer.roles
     ids = tokenizer.specials.get(condition)
     if ids in roles.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
         known = ", ".join(name for name, i in tokenizer.specials.items() if i not in roles.values())
         raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
-    ids = tokenizer.encode(condition) if ids is None else [ids]
-    return np.concatenate([[roles["start"]], ids, tokenizer.encode(prompt), [roles["response"]]])
+    text = condition + prompt if ids is None else prompt
+    before = [] if ids is None else [ids]
+    return np.concatenate([[roles["start"], *before], tokenizer.encode(text), [roles["response"]]])
 
 
 def stream_text(tokenizer, ids):
@@ -495,6 +497,7 @@ class Source:
         self.divided = False  # whether split_on occurred
         self.seen = 0  # documents that were read to their end, or skipped
         self.named = {}  # the value behind the name of each validation set
+        self.unread = {}  # other fields that there are, in their order
         self.done = 0
         self.total = None
         self.files = []
@@ -695,6 +698,7 @@ class Source:
             raise UserError(f"{name} cannot be read ({reason}): {way_out}.")
 
     def _check_fields(self, where, there):
+        self.unread |= dict.fromkeys(name for name in there if name not in self.fields)
         if missing := [field for field in self.fields if field not in there]:
             flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
             flag = "--val-field NAME" if missing[0] == self.val_field else flag
@@ -1331,6 +1335,8 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     if marks:
         say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
             f"--split-on '{EOT}' makes documents of what is between")
+    if source.unread:
+        say(f"note: fields that were not read: {', '.join([*source.unread][:8])}")
     if without:
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 

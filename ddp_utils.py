@@ -4,7 +4,7 @@
     heartbeats          name the rank that is missing, or that made a collective fail
     agreement           on_all, on_rank0, sums over ranks, comparisons of ranks
     flags               make_parser, parse: the command line of all trainers
-    which run           find_run: what to resume; open_run, plan_run, plan_batch, new_model: what to train
+    which run           find_run: what to resume; open_run, plan_batch, new_model: what to train
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
     checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
@@ -111,7 +111,7 @@ CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
 FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
 # flags of one command or one machine, which a resumed run does not keep
 ASKED_ANEW = ("out", "resume", "tokenizer", "device", "backend", "timeout", "compile")
-UNSAID = (*ASKED_ANEW, "command", "wanted_batch", "largest_batch")  # of which a change needs no line
+UNSAID = (*ASKED_ANEW, "wanted_batch", "largest_batch")  # of which a change needs no line
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 HOST = os.uname().nodename  # the name of this machine
@@ -279,11 +279,9 @@ class World:
 def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
     world = init(args.backend, args.device, args.timeout)
-    resolved = vars(args) | {"precision": compute_dtype(args.precision, world.device)}
     connect(world.backend, lambda: assert_same(
-        "the command line", json.dumps(resolved, default=str), "start every node with "
-        "the same flags; --precision auto and --device auto need the same type of processor everywhere, and "
-        "prepared pairs the same files"))
+        "the command line", json.dumps(vars(args), default=str), "start every node with the same flags; "
+        "prepared pairs need the same files everywhere"))
     return world
 
 
@@ -920,7 +918,7 @@ def add_text_flags(parser: ArgumentParser):
     flag("--condition", text, "text, or name of a special token, to put in front of a prompt", "")
     flag("--sample-prompt", text, "prompt of the samples (default with pairs: a held-out one)", "")
     flag("--sample-every", nonnegative_int, "evaluations between samples; 0: only at the end", 0)
-    flag("--max-new-tokens", positive_int, "length of a sample", 200)
+    flag("--max-new-tokens", positive_int, "length of a sample (200; an answer's: to the end of the context)")
     flag("--temperature", number(0), "0: always the likeliest token", 0.8)
     flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
 
@@ -935,8 +933,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
           **records: dict | None) -> Namespace:
     """Parses the flags. What they do not say is as in the run of `saved`, the checkpoint to resume; in a new
     run as in `weights`, what is known of those of --init-from, the row of the size, the model's configuration
-    and the parser. Without records, because find_run has not looked yet, it checks nothing that depends on
-    them. Raises UserError for flags that exclude each other or contradict a record.
+    and the parser. Raises UserError for flags that exclude each other or contradict a record.
     """
     unset = {action.dest: None for action in parser._actions if action.default is not SUPPRESS}
     given = parser.parse_args(argv, Namespace(**unset))
@@ -944,13 +941,15 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
         raise UserError("--epochs is not allowed with --steps: leave one of them out.")
     if given.dry_run is not None and given.init_from and not given.size:
         raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
+    if given.dry_run is not None and given.out and list_checkpoints(given.out):
+        raise UserError(f"--dry-run does not read the run in {given.out}: give its flags, without --out.")
     for name, row in sizes.items():
         check_row(parser, name, row)
     saved = records.get("saved")
     record = saved or records.get("weights") or {"model_config": {}, "settings": {}}
     of_model = {"vocab_size": None} | {field.name: field.default for field in flag_fields(config_class)}
     free = CHANGEABLE if saved else {*FREE, *(of_model.keys() - record["model_config"].keys())}
-    defaults = of_model | (flags_of_run(saved, given) if saved else recipe(sizes, given, record))
+    defaults = of_model | (flags_of_run(saved, sizes, given) if saved else recipe(sizes, given, record))
     if record["model_config"]:
         defaults |= shape_of(config_class, record, given, free)
     if given.steps:
@@ -960,18 +959,14 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     defaults.setdefault("largest_batch", defaults.pop("batch"))
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    training = records and not uses_model(args)
-    if args.strategy in SHARDED and args.optimizer == "muon" and training:
-        raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
-                        "run with --optimizer adamw.")
-    if args.comm != "fp32" and args.strategy != "ddp" and training:
-        raise UserError(f"--comm {args.comm} needs --strategy ddp: give that, or --comm fp32.")
     sources = sources_of(args.data)
     own_data = saved and args.data == saved["settings"]["data"]  # what the run was trained on
     row = None if own_data else row_of(sources[0])
     args.seq_len = given.seq_len or row or record.get("seq_len") or args.seq_len
-    if own_data or not any(Path(source).is_dir() for source in sources):
-        args.tokenizer = args.tokenizer or record.get("tokenizer_flag")  # whose ids the weights know
+    if own_data:
+        args.tokenizer = args.tokenizer or saved["tokenizer_flag"]
+    elif not any(Path(source).is_dir() for source in sources):  # whose ids the weights know
+        args.tokenizer = args.tokenizer or record.get("tokenizer_flag") or record.get("tokenizer_file")
     return args
 
 
@@ -1004,11 +999,15 @@ def recipe(sizes: dict[str, dict], given: Namespace, record: dict) -> dict:
     return row
 
 
-def flags_of_run(saved: dict, given: Namespace) -> dict:
-    """The defaults of a resumed run: its flags, but for those of one command or machine."""
-    kept = {name: value for name, value in saved["settings"].items()
-            if name in (*vars(given), "largest_batch") and name not in ASKED_ANEW}
-    if given.data:
+def flags_of_run(saved: dict, sizes: dict[str, dict], given: Namespace) -> dict:
+    """The defaults of a resumed run: its flags, but for those of one command or machine. Those that have been
+    added to the trainer since are as in the row of its size.
+    """
+    settings = saved["settings"]
+    kept = sizes.get(settings["size"], {}) | {
+        name: value for name, value in settings.items()
+        if name in (*vars(given), "vocab_size", "largest_batch") and name not in ASKED_ANEW}
+    if given.data not in (None, settings["data"]):
         kept |= dict.fromkeys(("max_tokens", "max_samples", "min_words"))  # are of other data
     if uses_model(given) and not given.eval_only:
         kept["precision"] = "auto"  # whatever this machine computes fast
@@ -1106,8 +1105,10 @@ def run_directory(args: Namespace, trainer: str) -> Path:
     """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer has runs of its own, such as
     runs/train_mine-tiny-stdlib-bpe4096 of train_mine.py.
     """
-    family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
-    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
+    names = [f"{trainer}-{args.size}"]
+    if trainer in TRAINERS:
+        family = trainer.removeprefix("train_")
+        names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
     names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
     return args.out or Path("runs", "-".join(names))
 
@@ -1122,6 +1123,7 @@ class Run:
     names: dict  # the globals() of the trainer's file: its constants and parse_args
     trainer: Path  # the trainer's file
     # set by find_run
+    command: str = ""  # of this start
     out: Path | None = None
     saved: dict | None = None  # the checkpoint to resume from or to use
     # set by open_run
@@ -1175,7 +1177,16 @@ def find_run(model_class: type, args: Namespace, world: World, names: dict,
     run.args = args = parse_args(argv, saved=run.saved, weights=weights)
     if args.resume != "auto":
         run.out = run_directory(args, run.trainer.stem)  # the checkpoint says what it is of
-    args.trainer, args.command = run.trainer.name, command_line(run, argv)
+        continue_branch(run, parse_args, argv)
+    args = run.args
+    args.trainer = run.trainer.name
+    # what a run and its branches are known by; older ones have none
+    args.began = f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
+    if run.saved:
+        args.began = run.saved["settings"].get("began")
+    run.command = command_line(run, argv)
+    assert_same("the precision", str(compute_dtype(args.precision, world.device)),
+                "give --precision fp32 or bf16, because auto depends on the processor")
     if weights and not run.saved:
         with torch.device("meta"):
             model = model_class(model_class.Config(**weights["model_config"]))
@@ -1183,6 +1194,25 @@ def find_run(model_class: type, args: Namespace, world: World, names: dict,
         if args.seq_len > known and "positions.weight" in model.state_dict():
             raise UserError(f"{args.init_from} has learned positions for {known} tokens: lower --seq-len.")
     return run
+
+
+def continue_branch(run: Run, parse_args, argv: list[str] | None):
+    """Where --resume branches off into a directory that holds later checkpoints of that branch, goes on with
+    those: the same command resumes. Raises UserError if they are of another run.
+    """
+    resume = run.args.resume
+    if not run.saved or uses_model(run.args):
+        return
+    if on_rank0(lambda: is_in(run.saved, run.out) or not list_checkpoints(run.out)):
+        return
+    newest = load_checkpoint(run.out, print)
+    settings = newest["settings"]
+    if settings.get("began") != run.saved["settings"].get("began"):
+        raise UserError(f"{run.out} holds another run than {resume}: give another --out, or leave out "
+                        "--resume to go on with that.")
+    if settings.get("resume") == resume and newest["step"] > run.saved["step"]:
+        run.saved = newest
+        run.args = parse_args(argv, saved=newest)
 
 
 def load_data(run: Run) -> Dataset:
@@ -1266,6 +1296,11 @@ def open_run(run: Run):
     ranks.
     """
     args, world = run.args, run.world
+    if args.strategy in SHARDED and args.optimizer == "muon":
+        raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
+                        "run with --optimizer adamw.")
+    if args.comm != "fp32" and args.strategy != "ddp":
+        raise UserError(f"--comm {args.comm} needs --strategy ddp: give that, or --comm fp32.")
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
@@ -1350,9 +1385,14 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
                         f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
     if most < vocab_size and config.get("response", -1) < 0:
         raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-    if known.get("attention") == "prefix" != changes.get("attention"):
-        say(f"WARNING: {source} was trained with prefix attention; this run has --attention "
-            f"{changes.get('attention')}")
+    theirs, ours = known.get("attention"), changes.get("attention")
+    says = theirs == "prefix" or not args.init_from.startswith("hf:")  # an export cannot say more
+    fits = theirs != "prefix" or config["response"] >= 0 and run.dataset.loss != "all"
+    if theirs and says and fits and not args.attention:
+        ours = changes["attention"] = theirs
+    if theirs != ours and "prefix" in (theirs, ours):
+        say(f"WARNING: {source} was trained with {theirs if says else 'causal or isolated'} attention, and "
+            f"this run has --attention {ours}")
     changes["seq_len"] = max(args.seq_len, known["seq_len"])
     if most < vocab_size:
         say(f"{source} knows {most} of {vocab_size} ids: embeddings of new ids start as the mean of the "
@@ -1418,16 +1458,18 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
     find_run); prints other changes. A `branch` goes on in another directory, where it may have another
     trainer.
     """
-    run = Path(saved["path"]).parent.parent
+    path = saved["path"]
     before, after = saved["settings"] | saved, now["settings"] | now
-    fixed = ["tokenizer", "seq_len", "data", "loss_on", "seed", "size", "optimizer", "init_from"]
-    fixed += ["trainer"] * (not branch) + ["ema"] * (not after["ema"])
+    fixed = ["seq_len", "data", "loss_on", "seed", "size", "optimizer"] + ["trainer"] * (not branch)
+    fixed += ["ema"] * (not after["ema"]) + ["init_from"] * (not before.get("init_from"))
+    if before["tokenizer"].split()[-1] != after["tokenizer"].split()[-1]:  # the digests, whatever the names
+        fixed = ["tokenizer"]
     for what in fixed:
         if before.get(what, after[what]) != after[what]:
-            way = f"; --resume {run} branches off" if what == "trainer" else ""
-            raise UserError(f"{saved['path']} cannot be resumed: {what} was {before[what]}, now "
-                            f"{after[what]}. Leave it as it was, or start a new run with another --out "
-                            f"(--init-from {run} starts it from these weights{way}).")
+            way = f"; --resume {path} branches off" if what == "trainer" else ""
+            raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
+                            f"it as it was, or start a new run with another --out (--init-from {path} starts "
+                            f"it from these weights{way}).")
     for flag, value in now["settings"].items():
         if (was := saved["settings"].get(flag, value)) != value and flag not in UNSAID:
             say(f"resuming with {flag} {value} (was {was})")
@@ -1973,6 +2015,11 @@ def tokenizer_in(directory: Path) -> str | None:
     return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
 
 
+def is_in(saved: dict, run_directory: Path) -> bool:
+    """Whether a checkpoint is one of a run directory on this machine."""
+    return Path(saved["path"]).resolve().parent.parent == run_directory.resolve()
+
+
 class Checkpoints:
     """Writes the checkpoints of a run, `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link.
 
@@ -2020,7 +2067,7 @@ class Checkpoints:
         """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
         if not saved:
             return 0, 0
-        branch = Path(saved["path"]).resolve().parent != self.directory.resolve()
+        branch = not on_rank0(lambda: is_in(saved, self.run_directory))
         check_resumable(saved, identity, branch, self.say)
         state.restore(saved, self.say)
         del saved["tensors"]
@@ -2263,7 +2310,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     complete = step >= run.steps and (step in log.evaluations or not dataset.val)
     if complete:
         log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
-                "them), another --out to start from scratch, or use it, for instance with --export")
+                "them), another --out to start from scratch, or use it, for instance with --eval-only")
         log.close()
     return complete
 
@@ -2276,8 +2323,13 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     commands = []
     with suppress(FileNotFoundError, ValueError):
         commands = json.loads((run.out / "config.json").read_text(encoding="utf-8")).get("commands", [])
-    commands.append(run.args.command)
-    files = {"config.json": json.dumps(identity | {"commands": commands}, indent=2),
+    if run.trainer.is_file():  # otherwise it was typed into a notebook
+        commands.append(run.command)
+    if commands[:-1] and not run.saved and commands[-2] != run.command:
+        run.log.say("WARNING: there is no checkpoint here, so the run begins anew, with the flags of this "
+                    f"command and not of the last one: {commands[-2]}")
+    config = json.dumps(identity | {"commands": commands}, indent=2, ensure_ascii=False)
+    files = {"config.json": without_surrogates(config),
              "tokenizer.json": run.dataset.tokenizer.to_json()}
     path = run.out / "trainer.py"
     try:

@@ -11,12 +11,12 @@ MLP, V rows of the embedding table. Two choices shape every layer:
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -1008,23 +1008,39 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
 
 def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
     """Pieces of text that continue a prompt, which may be empty, or answer it if the model was trained on
-    pairs. With `stop`, generation ends with the document. `sampling` has these flags of a trainer:
-    max_new_tokens, temperature, top_k, seed and condition. Raises UserError immediately.
+    pairs. With `stop`, generation ends with the document, and stderr says where a text is cut. `sampling` has
+    these flags of a trainer: max_new_tokens (None: 200, or with `stop` an answer's to the end of the
+    context), temperature, top_k, seed and condition. Raises UserError immediately.
     """
     c = model.config
+    most = sampling.max_new_tokens or (c.seq_len if stop and c.response >= 0 else 200)
     isolated = getattr(c, "attention", "causal") != "causal"
     end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
-    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()][-c.seq_len:]
+    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
+    if c.response < 0 and len(ids) > c.seq_len:
+        print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
+              file=sys.stderr)
+        ids = ids[-c.seq_len:]
     if c.response >= 0:
         ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
         end = c.end if c.end >= 0 else c.start
         if len(ids) >= c.seq_len:
             raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
                             "shorten it.")
-    new = generate(model, torch.tensor([ids], device=device), sampling.max_new_tokens, sampling.temperature,
-                   sampling.top_k, sampling.seed, end if stop else None)
+    new = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
+                   sampling.seed, end if stop else None)
     new = map(int, new if stop else list(new))  # in training, all ranks generate the same number of ids
-    return stream_text(tokenizer, itertools.takewhile(lambda i: i != end, new))
+
+    def through_the_end():
+        for i in new:
+            if i == end:
+                return
+            yield i
+        if stop and c.response >= 0:
+            print("\nnote: the answer is cut: --max-new-tokens and the context of the model are its limits",
+                  file=sys.stderr)
+
+    return stream_text(tokenizer, through_the_end())
 
 
 @torch.no_grad()
@@ -1323,8 +1339,10 @@ MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
     {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers",
      "n_head": "num_attention_heads", "d_model": "hidden_size", "norm_eps": "rms_norm_eps"},
     "attention dropout modern", modern_to_hf, modern_from_hf, joined=modern_joined, divided=modern_divided)
-CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}ANSWER"
-                 "{{ m['content'] + eos_token }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['content'] or [] %}"  # text or parts
+                 "{% set text = parts if parts is string else parts | map(attribute='text') | join %}"
+                 "{% if m['role'] == 'assistant' %}ANSWER{% generation %}{{ text + eos_token }}"
+                 "{% endgeneration %}{% else %}{{ text }}{% endif %}{% endfor %}"
                  "{% if add_generation_prompt %}ANSWER{% endif %}")
 VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # padded_vocab rows; theirs have vocab_size
 
@@ -1381,11 +1399,15 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     ends = {"bos_token_id": first, "eos_token_id": last}
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32"}
     config |= {theirs: getattr(c, ours) for ours, theirs in family.fields.items()}
-    config |= family.to_hf(c) | ends | {"pad_token_id": last}
+    # usual collators take no label that is the pad, so an answer's end should be another token: [MASK], where
+    # the table of a causal model holds it
+    pad = tokenizer.mask if not masked and tokenizer.mask < c.vocab_size else last
+    config |= family.to_hf(c) | ends | {"pad_token_id": pad}
 
     bos, eos = tokenizer.decode([first]), tokenizer.decode([last])
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": bos,
-               "eos_token": eos, "pad_token": eos, "unk_token": eos, "clean_up_tokenization_spaces": False,
+               "eos_token": eos, "pad_token": tokenizer.decode([pad]), "unk_token": eos,
+               "clean_up_tokenization_spaces": False,
                "padding_side": "right" if masked else "left",  # generate goes on at the right
                # transformers 4 would add other types to the embeddings of GPT-2
                "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
@@ -1403,6 +1425,10 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     for token in words["added_tokens"]:
         if token["id"] == tokenizer.mask:
             token["lstrip"] = tokenizer.takes_blank
+    stage = words["pre_tokenizer"] or {}
+    for part in (stage, *stage.get("pretokenizers", [])):
+        if template and part.get("prepend_scheme") == "first":  # here a prompt and a response are texts of
+            part["prepend_scheme"] = "always"  # their own, in a chat parts of one
     words["post_processor"] = _post_processor(around, prefix)
     contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
     if not masked:

@@ -81,6 +81,47 @@ def test_all_turns_of_a_chat_are_kept(tmp_path):
     assert words.apply_chat_template(turns[:3], tokenize=False) == text.partition("2 and")[0]
 
 
+def test_the_parts_of_a_message_are_text_and_the_answers_are_marked(tmp_path):
+    ids = data.with_roles(data.load_tokenizer("bytes"))
+    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.roles), ids, tmp_path)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert words.pad_token == "[MASK]" and words.pad_token_id == ids.mask != words.eos_token_id
+    parts = [{"type": "text", "text": "1 and "}, {"type": "text", "text": "1?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "2"}]
+    assert words.apply_chat_template(turns, tokenize=False) == f"{data.EOT}1 and 1?{data.RESPONSE}2{data.EOT}"
+    marked = words.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    assert sum(marked["assistant_masks"]) == 2 and marked["assistant_masks"][-2:] == [1, 1]
+
+
+@pytest.mark.parametrize("condition", ["Be brief.", "Be brief. ", "poet", "Answer:\n"])
+def test_a_chat_has_the_ids_that_were_trained(condition, tmp_path):
+    """Of a tokenizer of the Llama kind, which puts a blank before a text, and of a condition as a system
+    message.
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)])
+    special = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    made.train_from_iterator(["what is two and one? it is three. be brief. a poet says so"] * 20,
+                             tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special))
+    spec = json.loads(made.to_str())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
+    (tmp_path / "llama.json").write_text(json.dumps(spec))
+    ids = data.with_roles(data.load_tokenizer(str(tmp_path / "llama.json")))
+    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, padded_vocab=512, **ids.roles), ids, tmp_path / "hf")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    turns = [{"role": "system", "content": condition}, {"role": "user", "content": "what is two?"}]
+    found = words.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert found == data.prompt_ids(ids, "what is two?", condition).tolist()
+    answered = [*turns, {"role": "assistant", "content": "it is three"}]
+    whole = words.apply_chat_template(answered, return_dict=False)
+    assert whole == [*found, *ids.encode("it is three").tolist(), words.eos_token_id]
+    assert words("what is two?")["input_ids"] == data.prompt_ids(ids, "what is two?").tolist()
+
+
 @pytest.mark.full
 def test_the_export_comes_back(chat, tmp_path):
     trainer, run, shards = chat

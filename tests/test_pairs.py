@@ -722,6 +722,73 @@ def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     assert "attention prefix" in done.out and "loss response" in done.out
 
 
+@pytest.mark.parametrize("script, ranks", [
+    ("train_gpt2.py", 0), pytest.param("train_hrm.py", 2, marks=pytest.mark.full)])
+def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):
+    """Unless --attention is given, or they cannot say (an export): then a warning says what changes. With a
+    rate of 0 the loss is what it was.
+    """
+    trainer = Trainer(script, seq_len=128, max_new_tokens=3, steps=3, eval_every=3, batch=2)
+    prefix, isolated = tmp_path / "prefix", tmp_path / "isolated"
+    assert trainer.train(0, pairs, prefix).code == 0
+    assert trainer.train(0, pairs, isolated, attention="isolated").code == 0
+    assert trainer.here("--out", isolated, "--export").code == 0
+
+    def begun(name, weights, **changes):
+        done = trainer.fork(ranks, pairs, tmp_path / name, init_from=weights, lr=0, size="tiny", **changes)
+        assert done.code == 0, done.out
+        found = re.search(r"attention (\w+), n_layer", done.out)[1]
+        return found, "WARNING: " in done.out and "attention, and this run has" in done.out, \
+            evaluations_of(tmp_path / name)[-1]["val_loss"]
+    before = [evaluations_of(run)[-1]["val_loss"] for run in (prefix, isolated)]
+    assert begun("a", isolated) == ("isolated", False, pytest.approx(before[1], abs=1e-5))
+    assert begun("b", prefix) == ("prefix", False, pytest.approx(before[0], abs=1e-5))
+    assert begun("c", isolated, attention="prefix")[:2] == ("prefix", True)
+    assert begun("d", prefix, attention="causal")[:2] == ("causal", True)
+    assert begun("e", f"hf:{isolated / 'hf'}")[:2] == ("prefix", True)
+    assert begun("f", f"hf:{isolated / 'hf'}", attention="isolated")[:2] == ("isolated", False)
+
+
+def test_weights_with_a_prefix_learn_plain_text(pairs, shards, tmp_path):
+    """Which has none, so their attention cannot be kept."""
+    trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=3, steps=1, size="tiny")
+    assert trainer.train(0, pairs, tmp_path / "prefix").code == 0
+    done = trainer.train(0, shards, tmp_path / "plain", init_from=tmp_path / "prefix")
+    assert done.code == 0 and "was trained with prefix attention, and this run has" in done.out, done.out
+
+
+def test_an_answer_goes_on_to_the_end_of_the_context_and_a_cut_is_said(capsys, monkeypatch):
+    import model as models
+    monkeypatch.setattr(models, "sample_ids", lambda logits, *_: torch.tensor([65]))  # it never ends
+    tokenizer = data.with_roles(data.load_tokenizer("bytes"))
+    flags = argparse.Namespace(max_new_tokens=None, temperature=0, top_k=0, seed=0, condition="")
+    answering = gpt2(seq_len=300)
+    written = "".join(models.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))
+    assert written == "A" * (300 - 5 + 1)
+    assert "note: the answer is cut" in capsys.readouterr().err
+    flags.max_new_tokens = 7
+    assert len("".join(models.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))) == 7
+    assert "note: the answer is cut" in capsys.readouterr().err
+    plain = gpt2(response=-1, attention="causal")
+    "".join(models.continue_text(plain, tokenizer, "cpu", "why", flags, stop=True))
+    assert not capsys.readouterr().err
+    "".join(models.continue_text(plain, tokenizer, "cpu", "why " * 30, flags, stop=True))
+    said = capsys.readouterr().err
+    assert f"note: the prompt has 121 tokens, of which the model reads the last {T}" in said
+
+
+def test_fields_that_are_not_read_are_named(tmp_path, capsys):
+    rows = [{"instruction": "add", "input": f"{n} 1", "output": f"{n + 1}"} for n in range(40)]
+    source = write(tmp_path / "alpaca.jsonl", rows)
+    prepare(source, tmp_path / "one", prompt_field="instruction", response_field="output")
+    assert "note: fields that were not read: input\n" in capsys.readouterr().out
+    data.prepare(source, tmp_path / "two", "bytes", text_field="output")
+    assert "note: fields that were not read: instruction, input\n" in capsys.readouterr().out
+    prepare(source, tmp_path / "all", prompt_field="instruction", response_field="output",
+            condition_field="input")
+    assert "were not read" not in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_a_run_on_plain_text_learns_to_answer(shards, pairs, tmp_path):
     """Its tokenizer is that of the pairs but for their ids; one of another text is refused."""

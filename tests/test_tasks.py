@@ -78,7 +78,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = (f"prompt:\n{question}\nresponse:\nsome text\nresponse in the data:\n{answer}\nask it yourself: "
-             f"python train_hrm.py --size puzzle --out {tmp_path / 'run'} --prompt {question}\n")
+             f"python train_hrm.py --out {tmp_path / 'run'} --prompt {question}\n")
     assert done.code == 0 and shown in done.out, done.out
     lines = (json.dumps({"q": f"{n}\n{n + 1}", "a": f"{2 * n + 1}"}) for n in range(200))
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))

@@ -4,6 +4,8 @@ is done to its directory, and goes back. What a resumed run does not say, its ch
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -344,7 +346,7 @@ def test_what_a_resumed_run_may_not_change(tmp_path, shards):
         done = GPT2.here("--out", run, "--steps", "8", f"--{flag}", value)
         words = f"cannot be resumed: {flag.replace('-', '_')} was {was}, now "
         assert done.code == 2 and words in done.out, done.out
-        assert f"another --out (--init-from {run} starts it from these weights)" in done.out, done.out
+        assert f"another --out (--init-from {run}/checkpoints/step_" in done.out, done.out
     done = GPT2.here("--out", run, "--strategy", "zero2")
     assert done.code == 2 and "--optimizer muon needs full matrices: use --strategy ddp" in done.out, done.out
     assert files == {path: path.read_bytes() for path in run.glob("*/*.pt")}
@@ -397,13 +399,77 @@ def test_the_rows_of_sizes_may_have_changed_since(tmp_path, shards, monkeypatch)
     assert steps_of(run)[-1]["step"] == 4
 
 
+def test_a_flag_that_is_new_to_a_run_is_as_in_the_row_of_its_size(tmp_path, shards):
+    """As the trainer, which has got it since, would begin one; so are sizes with a number of ids."""
+    path, out = tmp_path / "train_more.py", tmp_path / "run"
+    text = (ROOT / "train_gpt2.py").read_text().replace('"tiny": dict(', '"tiny": dict(vocab_size=512, ')
+    path.write_text(text)
+    trainer = Trainer(str(path), max_new_tokens=3)
+    assert trainer.fork(0, shards, out, steps=2).code == 0
+    flag = '    data.flag_group(parser, "mine")("--smooth", float, "")\n    return ddp.parse('
+    text = text.replace("    return ddp.parse(", flag)
+    path.write_text(text.replace("vocab_size=512", "vocab_size=512, smooth=0.1"))
+    done = fork(0, path, "--out", out, "--steps", "3")
+    assert done.code == 0 and done.out.count("resuming with") == 1 and "in 512 rows" in done.out, done.out
+    assert json.loads((out / "config.json").read_text())["settings"]["smooth"] == 0.1
+
+
+def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
+    """It has the flags of its own command, says so, and both commands are kept as they were typed."""
+    out = tmp_path / "run"
+    prompt = 'say "\u00e9" or don\'t'
+    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS | {"save_every": 1_000_000}),
+                  "--sample-prompt", prompt)
+    wait_for(lambda: "step 1/" in group.text, group)
+    group.kill()
+    assert not list_checkpoints(out)
+    done = GPT2.fork(0, shards, out, steps=2)
+    assert done.code == 0 and "WARNING: there is no checkpoint here, so the run begins anew" in done.out
+    text = (out / "config.json").read_text(encoding="utf-8")
+    first, second = json.loads(text)["commands"]
+    assert shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
+    assert shlex.split(second)[0] == "python" and first.split(" --sample-prompt")[0] in done.out
+
+
+def test_a_fine_tuned_run_does_not_care_how_its_base_is_written(tmp_path, shards, monkeypatch):
+    """Nor whether it is still there; its tokenizer is the same one under another name."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "notes.txt"
+    text.write_text("some notes about nothing at all\n" * 3000)
+    assert GPT2.train(0, shards, "base", steps=1, eval_every=1).code == 0
+    tuned = {"seq_len": None, "steps": 2, "size": "tiny"}
+    assert GPT2.train(0, f"text:{text}", "run", init_from="base", **tuned).code == 0
+    done = GPT2.train(0, f"text:{text}", "run", init_from="base/", **tuned | {"steps": 3})
+    assert done.code == 0 and "resuming with init_from base/ (was base)" in done.out, done.out
+    Path("base").rename("moved")
+    done = GPT2.here("--out", "run", "--steps", "4")
+    assert done.code == 0 and "resuming after step 3" in done.out, done.out
+
+
+def test_limits_of_the_data_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = (json.dumps({"text": f"line {n} of many " * 40}) for n in range(300))
+    Path("many.jsonl").write_text("\n".join(lines))
+    assert GPT2.train(0, "jsonl:many.jsonl", "run", tokenizer="bytes", max_samples=150, steps=2).code == 0
+    again = GPT2.here("--out", "run", "--data", "jsonl:many.jsonl", "--steps", "3")
+    assert again.code == 0, again.out
+    shutil.rmtree("shards")
+    bare = GPT2.here("--out", "run", "--steps", "4")
+    assert bare.code == 0 and "150 documents" in bare.out, bare.out
+    Path("other.txt").write_text("another text " * 3000)
+    other = GPT2.here("--out", "run", "--eval-only", "--data", "text:other.txt")
+    assert other.code == 0 and "on other-" in other.out, other.out
+    refused = GPT2.here("--dry-run", "--out", "run")
+    assert refused.code == 2 and "--dry-run does not read the run in run: give its flags" in refused.out
+
+
 def test_a_run_of_an_older_version_has_settings_too(tmp_path, shards):
     """Those of before lack the trainer, its command and the largest micro-batch."""
     run = tmp_path / "run"
     assert GPT2.train(0, shards, run, steps=2, eval_every=2).code == 0
     path = list_checkpoints(run)[0]
     saved = torch.load(path, weights_only=True)
-    for name in ("trainer", "command", "largest_batch", "wanted_batch"):
+    for name in ("trainer", "began", "largest_batch", "wanted_batch"):
         del saved["settings"][name]
     saved["settings"]["preset"] = None
     torch.save(saved, path)
@@ -435,11 +501,14 @@ def test_a_copy_has_runs_of_its_own(tmp_path, shards, ranks, monkeypatch):
     refused = run(mine, "--out", original, "--steps", "4")
     words = "cannot be resumed: trainer was train_gpt2.py, now train_mine.py. Leave it as it was, or"
     assert refused.code == 2 and words in refused.out, refused.out
-    assert f"(--init-from {original} starts it from these weights; --resume {original} branches off)" \
-        in refused.out
+    assert re.search(r"\(--init-from (\S+) starts it from these weights; --resume \1 branches", refused.out)
     assert before == {path: path.read_bytes() for path in original.glob("*/*")}
     branch = run(mine, "--resume", original, "--out", "branch", "--steps", "4")
     assert branch.code == 0 and "resuming with trainer train_mine.py (was train_gpt2.py)" in branch.out
+    longer = run(mine, "--resume", original, "--out", "branch", "--steps", "6")  # the same command resumes it
+    assert longer.code == 0 and "resuming after step 4 from branch" in longer.out, longer.out
+    mixed = run(mine, "--resume", original, "--out", copy, "--steps", "9")
+    assert mixed.code == 2 and f"{copy} holds another run than {original}: give another --out" in mixed.out
     started = run(mine, "--init-from", original, "--out", "started", "--data", shards, "--steps", "1")
     assert started.code == 0, started.out
     for script in ("train_gpt2.py", mine):  # to use a model is no change
