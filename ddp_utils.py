@@ -2725,8 +2725,12 @@ def use_model(run: Run):
     if args.export == "hf":
         to_hf(model, out / "hf", tokenizer)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
-        if model_class is GPT2 and model.config.attention == "prefix":
+        prefix = vars(model.config).get("attention") == "prefix"
+        if prefix and model_class is GPT2:
             print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
+        elif prefix:
+            print("its tokenizer takes one text for a question: to train on answers there, give each as the "
+                  "second, tokenizer(question, answer), or it would see itself")
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
     answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)

@@ -1413,7 +1413,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
                "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
     around = {bos: first}
     if template:
-        around[tokenizer.decode([c.response])] = c.response
+        around |= {tokenizer.decode([c.response]): c.response, eos: last}
         special["chat_template"] = template  # sets no types, so with a prefix pass token_type_ids of ones
     if masked:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.mask_token,
@@ -1449,19 +1449,23 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
 
 def _post_processor(around: dict[str, int], prefix: bool) -> dict:
     """Puts tokens around a text, as --prompt and --fill do: the first token of `around` before it and the
-    second, <|response|>, if there is one, after it. With `prefix`, all tokens have type 1: each sees the
-    whole prompt. data.py ignores post-processors.
+    second, <|response|>, if there is one, after it. A pair is then a question with its answer, and ends with
+    the third. With `prefix`, a question has type 1, by which each of its tokens sees all of it, and an answer
+    type 0. data.py ignores post-processors.
     """
-    def token(name: str) -> dict:
-        return {"SpecialToken": {"id": name, "type_id": int(prefix)}}
+    def token(name: str, kind: int = int(prefix)) -> dict:
+        return {"SpecialToken": {"id": name, "type_id": kind}}
 
-    def text(name: str) -> dict:
-        return {"Sequence": {"id": name, "type_id": int(prefix)}}
+    def text(name: str, kind: int = int(prefix)) -> dict:
+        return {"Sequence": {"id": name, "type_id": kind}}
 
-    start, *answer = map(token, around)
+    start, *answers = around
+    question = [token(start), text("A"), *map(token, answers[:1])]
+    pair = [*question, token(start), text("B")]
+    if answers:
+        pair = [*question, text("B", 0), token(answers[-1] if len(answers) > 1 else start, 0)]
     known = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in around.items()}
-    return {"type": "TemplateProcessing", "single": [start, text("A"), *answer],
-            "pair": [start, text("A"), start, text("B")], "special_tokens": known}
+    return {"type": "TemplateProcessing", "single": question, "pair": pair, "special_tokens": known}
 
 
 def config_from_hf(model_class: type, source: str):

@@ -821,6 +821,19 @@ def test_logits_and_tokens_of_transformers_with_a_prefix(tmp_path):
     written = theirs.generate(prompt, token_type_ids=torch.ones_like(prompt), max_new_tokens=32,
                               do_sample=False, eos_token_id=None)[0, 6:]
     assert torch.equal(torch.cat(list(generate(ours, prompt, 32, temperature=0))), written)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    pair = words("why", "so", return_tensors="pt")
+    row = [START, *b"why", RESPONSE, *b"so", START]
+    assert pair["input_ids"][0].tolist() == row
+    assert pair["token_type_ids"][0].tolist() == [1] * 5 + [0] * 3
+    idx, labels = torch.tensor([row]), torch.tensor([[-1] * 4 + row[5:] + [-1]])
+    with torch.no_grad():  # an answer that is trained in transformers has the loss that it has here
+        objective, _ = ours(idx, labels)
+        targets = torch.where(pair["token_type_ids"] == 1, -100, pair["input_ids"])
+        found = theirs(**pair, labels=targets).loss
+        assert abs(found - objective / 3) <= 1e-5
+        seen = theirs(idx, token_type_ids=torch.ones_like(idx), labels=targets).loss
+        assert abs(found - seen) > 1e-2  # the control: the answer sees itself
     back = from_hf(HRM, str(tmp_path / "hf"))
     assert back.config.attention == "prefix"
     for name, tensor in ours.state_dict().items():
