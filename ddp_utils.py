@@ -1346,7 +1346,7 @@ def new_model(run: Run, **config) -> nn.Module:
     changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if args.init_from and not saved:
         return trained_model(run, asdict(config), changes)
-    if saved and saved["family"] == model_class.__name__:  # otherwise check_resumable refuses it
+    if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, args.strategy)
     if not saved:

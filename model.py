@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -377,11 +377,14 @@ class AttentionConfig(CausalConfig):
 
     attention: str | None = flag(None, "causal: a token sees all earlier ones of its row; isolated: those "
                                  "of its document; prefix: a prompt also sees all of itself (default: "
-                                 "prefix with pairs, else causal)", ("prefix", "isolated", "causal"))
+                                 "causal; with pairs prefix for the HRM, as published, and isolated for "
+                                 "GPT-2, which has no prefix in other programs)",
+                                 ("prefix", "isolated", "causal"))
+    OF_PAIRS: ClassVar[str] = "prefix"  # the default with pairs
 
     def __post_init__(self):
         super().__post_init__()
-        self.attention = self.attention or ("prefix" if self.response >= 0 else "causal")
+        self.attention = self.attention or (self.OF_PAIRS if self.response >= 0 else "causal")
 
 
 class LanguageModel(nn.Module):
@@ -751,6 +754,7 @@ class GPT2Config(AttentionConfig):
                         "SwiGLU, RMSNorm, rotary positions, zero-initialised projections; an untied head; "
                         "best with --optimizer muon")
     norm_eps: float = 1e-5
+    OF_PAIRS: ClassVar[str] = "isolated"
 
     @property
     def ff(self) -> int:

@@ -670,8 +670,10 @@ def test_named_sets_of_plain_text_report_their_losses(tmp_path):
 
 @pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py"])
 def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
+    attention = {"train_gpt2.py": "isolated", "train_hrm.py": "prefix"}[script]
     trainer, out = Trainer(script, seq_len=128, max_new_tokens=20), tmp_path / "run"
     done = trainer.train(0, pairs, out, steps=30)
+    assert f"attention {attention}, n_layer" in done.out, done.out
     # not the share of right labels: the end of a response is one, and easy
     assert done.code == 0 and "exact match" in done.out and "accuracy" not in done.out, done.out
     record = evaluations_of(out)[-1]
@@ -693,7 +695,8 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
     chat = trainer.here(*flags, "--chat", "--temperature", "0")
     assert chat.code == 0 and "error: the prompt has 202 tokens" in chat.out, chat.out
     assert chat.out.splitlines()[-1] == used.out.splitlines()[-1]
-    assert done.code == 0 and ("no prefix mask" in done.out) == (script == "train_gpt2.py"), done.out
+    assert done.code == 0 and "no prefix mask" not in done.out, done.out
+    assert ("give each as the second" in done.out) == (script == "train_hrm.py"), done.out
     if script == "train_hrm.py":
         transformers = pytest.importorskip("transformers")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
@@ -719,7 +722,8 @@ def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     found = tensors_of(tmp_path / "run")["model/embed.weight"]
     known = model.embed.weight[:257]
     assert torch.equal(found[:257], known) and torch.allclose(found[257:259], known.mean(0).expand(2, -1))
-    assert "attention prefix" in done.out and "loss response" in done.out
+    wanted = {"train_gpt2.py": "attention isolated", "train_hrm.py": "attention prefix"}[script]
+    assert wanted in done.out and "loss response" in done.out
 
 
 @pytest.mark.parametrize("script, ranks", [
@@ -730,9 +734,11 @@ def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):
     """
     trainer = Trainer(script, seq_len=128, max_new_tokens=3, steps=3, eval_every=3, batch=2)
     prefix, isolated = tmp_path / "prefix", tmp_path / "isolated"
-    assert trainer.train(0, pairs, prefix).code == 0
+    assert trainer.train(0, pairs, prefix, attention="prefix").code == 0
     assert trainer.train(0, pairs, isolated, attention="isolated").code == 0
     assert trainer.here("--out", isolated, "--export").code == 0
+    used = trainer.here("--out", prefix, "--export")
+    assert ("no prefix mask for GPT-2" in used.out) == (script == "train_gpt2.py"), used.out
 
     def begun(name, weights, **changes):
         done = trainer.fork(ranks, pairs, tmp_path / name, init_from=weights, lr=0, size="tiny", **changes)
@@ -745,14 +751,15 @@ def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):
     assert begun("b", prefix) == ("prefix", False, pytest.approx(before[0], abs=1e-5))
     assert begun("c", isolated, attention="prefix")[:2] == ("prefix", True)
     assert begun("d", prefix, attention="causal")[:2] == ("causal", True)
-    assert begun("e", f"hf:{isolated / 'hf'}")[:2] == ("prefix", True)
+    other = {"train_gpt2.py": ("isolated", False), "train_hrm.py": ("prefix", True)}[script]
+    assert begun("e", f"hf:{isolated / 'hf'}")[:2] == other
     assert begun("f", f"hf:{isolated / 'hf'}", attention="isolated")[:2] == ("isolated", False)
 
 
 def test_weights_with_a_prefix_learn_plain_text(pairs, shards, tmp_path):
     """Which has none, so their attention cannot be kept."""
     trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=3, steps=1, size="tiny")
-    assert trainer.train(0, pairs, tmp_path / "prefix").code == 0
+    assert trainer.train(0, pairs, tmp_path / "prefix", attention="prefix").code == 0
     done = trainer.train(0, shards, tmp_path / "plain", init_from=tmp_path / "prefix")
     assert done.code == 0 and "was trained with prefix attention, and this run has" in done.out, done.out
 
