@@ -139,7 +139,7 @@ MISTAKES = {
     "train_hrm.py --seq-len 1000000": "ready & 1000000 & --seq-len",
     "train_hrm.py --data pairs --seq-len 64": "pairs & --seq-len 32 & --row 64",
     "train_hrm.py --attention prefix": "--attention prefix & --loss response & --prompt-field",
-    "train_gpt2.py --data pairs --loss all": "--attention prefix & --loss response & --prompt-field",
+    "train_hrm.py --data pairs --loss all": "--attention prefix & --loss response & --prompt-field",
     "train_hrm.py --loss response": "--loss response & pairs & --prompt-field & --response-field",
     "train_gpt2.py --data pairs --condition <|deep|>": "tokenizer & <|deep|> & [MASK]",
     "train_gpt2.py --data pairs --sample-prompt " + "long" * 9: "--sample-prompt & 38 & 32",
