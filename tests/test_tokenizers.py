@@ -369,3 +369,54 @@ def test_a_tokenizer_beside_a_checkpoint_that_is_not_its_own_is_refused(tmp_path
     other = data.prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "run" / "tokenizer.json"))
     done = trainer.train(0, other, tmp_path / "new", init_from=tmp_path / "run")
     assert done.code == 2 and "lies beside another tokenizer.json" in done.out, done.out
+
+
+# ------------------------------------------------------------------ exports with tokenizers of other programs
+
+TEXT = ["the cat sat on the mat, and the king speaks to my lord: to be or not to be"] * 30
+CASES = ["the [MASK] of my lord", "[MASK] is here", "I am [MASK]", "to [MASK] or not to [MASK]", "[MASK]",
+         "a [MASK] [MASK] b", "x[MASK]y", "The King\n[MASK] speaks", "KING [MASK]!", "tab\t[MASK] end",
+         "two  [MASK] blanks"]
+
+
+def foreign(kind: str) -> str:
+    """A tokenizer.json as another program writes it."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    made = tokenizers.Tokenizer(models.BPE())
+    special = {"byte-level": ["<|endoftext|>"], "roberta": ["<s>", "</s>", "<mask>"],
+               "llama": ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]}[kind]
+    if kind == "llama":
+        made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                          decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "roberta")
+        made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    spec = json.loads(made.to_str())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
+    return json.dumps(spec)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "roberta", "llama"])
+def test_fill_and_the_pipeline_see_the_same_ids(kind, tmp_path):
+    """And a causal export of that tokenizer holds no id beyond its table."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "theirs.json").write_text(foreign(kind))
+    ours = data.load_tokenizer(str(tmp_path / "theirs.json"))
+    assert isinstance(ours, data.HuggingFaceTokenizer)
+    rows = -(-ours.num_ids // 64) * 64
+    export(tiny(MLM, 0, vocab_size=ours.num_ids, padded_vocab=rows, eot=ours.eot), ours, tmp_path / "mlm")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "mlm")
+    for text in CASES:
+        found = words(text.replace("[MASK]", words.mask_token))["input_ids"]
+        assert found == [ours.eot, *ours.encode_masked(text)], text
+        assert found.count(ours.mask) == text.count("[MASK]")
+    export(tiny(GPT2, 0, vocab_size=ours.vocab_size, padded_vocab=rows), ours, tmp_path / "gpt2")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt2")
+    ids = words(f"fill {ours.mask_token} in", return_tensors="pt")["input_ids"]
+    assert int(ids.max()) < ours.vocab_size == words.vocab_size or ours.mask < ours.vocab_size
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")(ids)
