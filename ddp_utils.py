@@ -1390,7 +1390,7 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     fits = theirs != "prefix" or config["response"] >= 0 and run.dataset.loss != "all"
     if theirs and says and fits and not args.attention:
         ours = changes["attention"] = theirs
-    if theirs != ours and "prefix" in (theirs, ours):
+    if theirs and theirs != ours and "prefix" in (theirs, ours):
         say(f"WARNING: {source} was trained with {theirs if says else 'causal or isolated'} attention, and "
             f"this run has --attention {ours}")
     changes["seq_len"] = max(args.seq_len, known["seq_len"])

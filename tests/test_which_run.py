@@ -414,6 +414,23 @@ def test_a_flag_that_is_new_to_a_run_is_as_in_the_row_of_its_size(tmp_path, shar
     assert json.loads((out / "config.json").read_text())["settings"]["smooth"] == 0.1
 
 
+def another_processor() -> None:
+    """Rank 0, to which this happens, computes in bf16 if and only if this machine does not."""
+    real = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    torch.cpu.get_capabilities = lambda: {"avx512_bf16": not real}
+
+
+def test_processors_that_differ_resume_with_the_precision_of_the_run(tmp_path, shards):
+    """Which a new run has to be given there."""
+    out, unlike = tmp_path / "run", {"ranks": 2, "fault": another_processor}
+    assert Group(GPT2.script, *GPT2.flags(shards, out, steps=2), **unlike).finish(120).code == 0
+    bare = Group(GPT2.script, "--out", out, "--steps", "3", **unlike).finish(120)
+    assert bare.code == 0 and "resuming after step 2" in bare.out, bare.out
+    new = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "new", precision=None), **unlike).finish(120)
+    assert new.code == 2 and new.out.count("the precision on rank 1 differs") == 2, new.out
+    assert "give --precision fp32 or bf16" in new.out and not (tmp_path / "new").exists()
+
+
 def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
     """It has the flags of its own command, says so, and both commands are kept as they were typed."""
     out = tmp_path / "run"
