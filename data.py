@@ -1678,6 +1678,13 @@ class Dataset:
                             f"of {seq_len}; lower --seq-len or prepare more text.")
         sets = {name: Shards(paths, seq_len, which) for name, paths in held_out.items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
+        short = {name or "val": max(map(len, shards.tokens)) for name, shards in sets.items()
+                 if not shards.rows}
+        self.too_short = ""  # a sentence about validation sets that fill no row
+        if short:
+            listed = " and ".join(f"{name} ({n} tokens)" for name, n in short.items())
+            self.too_short = (f"an evaluation leaves out the validation set {listed}, which fills no row of "
+                              f"{seq_len}; --seq-len {max(min(short.values()) - 1, 1)} would hold it")
         ids = self.tokenizer.to_json(), self.roles
         for shards in (self.train, *self.val.values()):
             shards.ids = ids

@@ -21,6 +21,7 @@ import fcntl
 import functools
 import gc
 import importlib.util
+import inspect
 import itertools
 import json
 import logging
@@ -39,6 +40,7 @@ import warnings
 import zipfile
 from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections import Counter
+from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -746,8 +748,10 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def assert_in_sync(model: nn.Module):
-    """Compares unsharded parameters and saved buffers across ranks, bit for bit. RunError if they differ."""
+def assert_in_sync(model: nn.Module, begun: bool = True):
+    """Compares unsharded parameters and saved buffers across ranks, bit for bit. RunError if they differ.
+    Until training has `begun` they do so because of what a trainer did to the model.
+    """
     tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
     buffers = dict(model.named_buffers())
     names = sorted(tensors, key=lambda name: name in buffers)  # last, see below
@@ -759,6 +763,10 @@ def assert_in_sync(model: nn.Module):
         if name in buffers:  # and all parameters are alike
             cause = ("forward updates this buffer from the data of its own rank: let it sum over all ranks "
                      "what it adds, with torch.distributed.all_reduce.")
+        if not begun:
+            cause = ("this is before the first step, so what was drawn or changed after new_model is not "
+                     "alike: draw it with torch's own generator, which new_model leaves in the same state on "
+                     "all ranks, or with ddp_utils.generator.")
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
 
 
@@ -894,7 +902,8 @@ def add_running_flags(parser: ArgumentParser):
          "resumed or used as it was, but for the flags that are given")
     flag("--log-every", positive_int, "steps between log lines", 10)
     flag("--eval-every", positive_int, "steps between evaluations; a longer epoch also ends with one")
-    flag("--eval-batches", nonnegative_int, "global batches of a validation set to evaluate; 0: all")
+    flag("--eval-batches", nonnegative_int, "batches of a validation set to evaluate, each with the table's "
+         "global_batch sequences, whatever --global-batch is; 0: all")
     flag("--save-every", positive_int, "steps between checkpoints")
     flag("--keep-last", positive_int, "checkpoints to keep, beside the best", 3)
     flag("--resume", str, "auto: from the newest checkpoint in --out; none: start from scratch, in "
@@ -956,6 +965,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
         defaults["epochs"] = None
     # open_run computes the batches, from these two and from what is given
     defaults["wanted_batch"] = defaults.pop("global_batch")
+    defaults.setdefault("eval_batch", defaults["wanted_batch"])  # sequences in one of --eval-batches
     defaults.setdefault("largest_batch", defaults.pop("batch"))
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
@@ -1006,7 +1016,7 @@ def flags_of_run(saved: dict, sizes: dict[str, dict], given: Namespace) -> dict:
     settings = saved["settings"]
     kept = sizes.get(settings["size"], {}) | {
         name: value for name, value in settings.items()
-        if name in (*vars(given), "vocab_size", "largest_batch") and name not in ASKED_ANEW}
+        if name in (*vars(given), "vocab_size", "largest_batch", "eval_batch") and name not in ASKED_ANEW}
     if given.data not in (None, settings["data"]):
         kept |= dict.fromkeys(("max_tokens", "max_samples", "min_words"))  # are of other data
     if uses_model(given) and not given.eval_only:
@@ -1122,6 +1132,9 @@ class Run:
     world: World
     names: dict  # the globals() of the trainer's file: its constants and parse_args
     trainer: Path  # the trainer's file
+    metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
+    flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
+    frozen: dict[str, int | None] | None = None  # the steps of models that load_frozen has loaded
     # set by find_run
     command: str = ""  # of this start
     out: Path | None = None
@@ -1344,15 +1357,17 @@ def new_model(run: Run, **config) -> nn.Module:
         sample_prompt(args, dataset)
     names = (*CHANGEABLE, "eot", "attention", "start", "response", "end")
     changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    if args.init_from and not saved:
-        return trained_model(run, asdict(config), changes)
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-    model = build_model(model_class, config, world, args.strategy)
-    if not saved:
+        model = build_model(model_class, config, world, args.strategy)
+    elif args.init_from:
+        model = trained_model(run, asdict(config), changes)
+    else:
+        model = build_model(model_class, config, world, args.strategy)
         say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
+    torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
     return model
 
 
@@ -1447,6 +1462,8 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     plan |= {"world_size": run.world.world_size,
              "precision": str(model.compute_dtype).removeprefix("torch.")}
     settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
+    if run.frozen:
+        settings["frozen"] = run.frozen
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
     return {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
@@ -1497,8 +1514,6 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp") 
                             "become two: register it once, and use it twice in forward.")
     buffers = {(module, name): buffer for module in model.modules()
                for name, buffer in module.named_buffers(recurse=False)}
-    for block in blocks_of(model):
-        block.plain_attention = world.device.type == "cpu"
     offload = strategy == "zero3-offload"
     if strategy in SHARDED:
         options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
@@ -1591,6 +1606,20 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return choice
 
 
+def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
+               **compiling):
+    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
+    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
+    """
+    model.compute_dtype = dtype
+    model.compile_loss = bool(compiling) and device.type == "cuda"
+    for block in blocks_of(model):
+        block.plain_attention = device.type == "cpu"
+        block.checkpointing = checkpointing
+        if compiling:
+            block.compile(**compiling)
+
+
 def set_modes(model: nn.Module, run: Run):
     """Applies --precision, --checkpoint-activations, --compile and --fast."""
     args, world = run.args, run.world
@@ -1601,16 +1630,14 @@ def set_modes(model: nn.Module, run: Run):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
-    compiled = compiles(args.compile, world.device)
-    model.compute_dtype = compute_dtype(args.precision, world.device)
-    model.compile_loss = compiled and world.device.type == "cuda"
+    compiling = {}
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
-    if compiled:
+    if compiles(args.compile, world.device):
         run.log.say("compiling: the first step takes minutes")
-    for block in blocks_of(model):
-        block.checkpointing = args.checkpoint_activations
-        if compiled:  # rounds where eager code does, so that recomputing gives the same bits
-            block.compile(options={"emulate_precision_casts": not args.fast})
+        # rounds where eager code does, so that recomputing gives the same bits
+        compiling["options"] = {"emulate_precision_casts": not args.fast}
+    use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
+               **compiling)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1645,7 +1672,20 @@ OF_TRAINER = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreac
 
 
 def assert_all_train(model: nn.Module, optimizers: list):
-    """Raises UserError unless each parameter that is not frozen is in exactly one optimizer."""
+    """Raises UserError unless each parameter that is not frozen is in exactly one optimizer, and in a shard
+    if others are, and unless the optimizers can step without a closure.
+    """
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure and closure.default is closure.empty:
+            raise UserError(f"{type(optimizer).__name__} evaluates the loss again in its step, and a trainer "
+                            "has one loss for each step: use an optimizer whose step needs no closure.")
+    parts = {name: isinstance(p, DTensor) for name, p in model.named_parameters() if p.requires_grad}
+    whole = [name for name, sharded in parts.items() if not sharded]
+    if whole and len(whole) < len(parts):
+        raise UserError(f"{listed(whole)} came into the model after new_model, so it is in no shard and its "
+                        "gradient would never be averaged: let the model's constructor make it, or use "
+                        "--strategy ddp or zero1.")
     count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
     odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
            if p.requires_grad and count[p] != 1]
@@ -1709,6 +1749,7 @@ class TrainState:
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
         self.model = model
+        self._gradients = {}  # of DDP, between two steps, see clear_gradients
         self.world = world
         self.optimizers = shard_optimizers(optimizers, args.strategy)
         # those that hold the state, with zero1 of a part of the parameters
@@ -1728,6 +1769,9 @@ class TrainState:
 
     def no_sync(self, accumulating: bool):
         """A context in which DDP keeps gradients local, for all micro-batches of a step but the last."""
+        for p, gradient in self._gradients.items():
+            p.grad = gradient
+        self._gradients = {}
         ddp = isinstance(self.wrapped, DistributedDataParallel)
         return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
 
@@ -1738,7 +1782,8 @@ class TrainState:
         (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
         changes the order of sums, so a resumed run would drift from an uninterrupted one.
         """
-        signal.signal(signal.SIGINT, leave_at_once)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # elsewhere it would end a notebook's kernel
+            signal.signal(signal.SIGINT, leave_at_once)
         for i, inputs in enumerate((first, settled, settled)):
             self.wrapped.zero_grad()
             with copied_buffers(self.model), self.no_sync(i == 0):
@@ -1748,7 +1793,7 @@ class TrainState:
                 if p.requires_grad and p.grad is None:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
         self.clear_gradients()
-        assert_in_sync(self.model)
+        assert_in_sync(self.model, begun=False)
         # from here on the garbage collector skips all existing objects, a scan of which takes half a second
         gc.collect()
         gc.freeze()
@@ -1789,10 +1834,13 @@ class TrainState:
                            "checkpoint, or from the one before if you delete that.")
 
     def clear_gradients(self):
-        """DDP's gradients become zeros, because they are views of its buckets: after None, the next backward
-        pass without communication would hold each gradient a second time. Others are freed.
+        """Gradients become None. Those of DDP are views of its buckets, so `no_sync` gives them back, as
+        zeros: otherwise a backward pass without communication would hold each gradient a second time.
         """
         self.wrapped.zero_grad(set_to_none=not isinstance(self.wrapped, DistributedDataParallel))
+        self._gradients |= {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        for p in self._gradients:
+            p.grad = None  # so that nobody takes zeros for the norms of a step
 
     @contextlib.contextmanager
     def averaged_weights(self):
@@ -1880,7 +1928,8 @@ class TrainState:
         plain = saved.get("plain", {})  # older ones have none
         ours |= dict.fromkeys(self.plain_values())
         theirs |= dict.fromkeys(plain)
-        changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}  # parameters
+        changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
+        changed -= self.groups.keys()  # whose values come from the checkpoint in any case
         if changed:
             say(f"WARNING: the optimizer begins anew with {listed(sorted(changed))}, of which it had saved "
                 "other state than it makes in a first step")
@@ -1913,7 +1962,7 @@ class TrainState:
             before = [dict(group) for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
-                for p in group["params"]:
+                for p in filter(operator.attrgetter("requires_grad"), group["params"]):
                     p.grad = torch.zeros_like(p)
                     optimizer.step()
                     p.grad = None
@@ -2038,7 +2087,7 @@ class Checkpoints:
         self.say = say
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
-        self._best = math.inf  # the validation loss of best.pt
+        self._best = math.inf  # the criterion of best.pt
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
 
@@ -2134,12 +2183,13 @@ class Checkpoints:
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
-    def mark_best(self, step: int, loss: float):
-        """Links best.pt to the checkpoint of `step`, once it is written, if there is one and its validation
-        loss is the lowest.
+    def mark_best(self, step: int, found: dict[str, float]):
+        """Links best.pt to the checkpoint of `step`, once it is written, if there is one and the evaluation
+        `found` is the best: the lowest `criterion`, where a trainer has set one, else `val_loss`.
         """
         if self.world.is_rank0 and self.saved_step == step:  # not if the update was skipped
-            self._submit(self._link_best, self.directory / "best.pt", self._newest, loss)
+            self._submit(self._link_best, self.directory / "best.pt", self._newest,
+                         monitor.criterion_of(found))
 
     def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -2291,7 +2341,8 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     facts["entropy"] = unigram_entropy(val or [dataset.train])
     facts["sync"] = "shards" if settings["strategy"] in SHARDED else "OK"
     facts["peak_flops"] = monitor.peak_flops(world.device, log.say)
-    facts["flops_per_token"] = lambda record: statistics.fmean(count(**kw) for kw in examples(record))
+    facts["flops_per_token"] = lambda record: run.flops_factor * statistics.fmean(
+        count(**kw) for kw in examples(record))
     evaluations = on_rank0(lambda: log.read_back(step))
 
     def begin():
@@ -2360,6 +2411,12 @@ def say_plan(run: Run, state: TrainState, identity: dict):
                   f"{len(blocks)} blocks")
     ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"
     log.say(f"{identity['family']} {settings['size']}: {parameters}; {', '.join(shape)}; {ids}")
+    trained = []
+    for inner, optimizer in zip(state.inner, state.optimizers):
+        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        trained.append(f"{type(inner).__name__} trains {count:,}")
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    log.say(f"of these parameters {', '.join(trained)}, and {frozen:,} are frozen")
 
     machines = Counter(from_all(hardware(world.device)))
     hosts = ", ".join(f"{count} x {name}" for name, count in machines.items())
@@ -2380,7 +2437,11 @@ def say_plan(run: Run, state: TrainState, identity: dict):
     read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
             f"{dataset.loss}")
     validation = "{val_tokens:,} validation tokens of unigram entropy {entropy:.4f}".format(**log.facts)
-    log.say(f"data {dataset.name}: {read}; {validation}")
+    held_out = [shards.rows for shards in dataset.val.values()]
+    limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)
+    evaluated = sum(min(limit, rows) for rows in held_out)
+    log.say(f"data {dataset.name}: {read}; {validation}; an evaluation reads {evaluated:,} of "
+            f"{sum(held_out):,} rows")
 
     sequences = run.global_batch
     passes = run.steps * sequences / rows
@@ -2394,7 +2455,9 @@ def say_plan(run: Run, state: TrainState, identity: dict):
     if settings["epochs"] and run.steps < 100:
         log.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more "
                 "--epochs or a smaller --global-batch")
-    if not dataset.val:
+    if dataset.too_short:
+        log.say(f"WARNING: {dataset.too_short}")
+    elif not dataset.val:
         log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
                 "them with --val-split hash:0.1 or a larger fraction in another directory")
 
@@ -2491,8 +2554,10 @@ class Metrics:
     device until `reduce`.
     """
 
-    def __init__(self, run: Run):
-        """Epochs that are not longer than the steps between two evaluations are not tracked."""
+    def __init__(self, run: Run, model: nn.Module):
+        """Epochs that are not longer than the steps between two evaluations are not tracked. Warns if the
+        `model` gets other labels in training than its losses are divided by.
+        """
         world, rows = run.world, run.dataset.train.rows
         saved = run.saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
@@ -2509,6 +2574,17 @@ class Metrics:
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
+        self._say = run.log.say
+        # since this start: the labels that the model got on this rank, and those that counted on all ranks
+        self._given, self._counted = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._warned = False
+        model.register_forward_pre_hook(self._count_labels, with_kwargs=True)
+
+    def _count_labels(self, model: nn.Module, args: tuple, kwargs: dict):
+        named = kwargs.get("targets", kwargs.get("labels"))
+        labels = args[-1] if named is None and len(args) > 1 else named
+        if model.training and isinstance(labels, Tensor):
+            self._given += (labels >= 0).sum()
 
     def add(self, sums: dict[str, Tensor]):
         """Adds the sums of a micro-batch."""
@@ -2518,6 +2594,7 @@ class Metrics:
     def end_step(self, samples: int, labels: Tensor):
         """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
         self.labels = labels
+        self._counted += labels
         before = self._samples
         self._samples = samples
         self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
@@ -2536,7 +2613,13 @@ class Metrics:
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
-        *means, loss = reduce_sum([*self._means.values(), self._epoch_loss], self.world)
+        *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, self._given], self.world)
+        counted = self._counted.item()
+        if given % max(counted, 1) and not self._warned:  # a model may be called several times in a step
+            self._warned = True
+            self._say(f"WARNING: the model got {given:,.0f} labels, but its losses are divided by "
+                      f"{counted:,.0f}: if the trainer masks or cuts labels in its loop, let it count them "
+                      "anew, see the rules in tests/README.md")
         seconds = time.perf_counter() - self._begun
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 
@@ -2562,24 +2645,36 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
     """Evaluates the first --eval-batches (0: all) of each validation set, with the averaged weights if the
     run keeps any. Every rank calls this. Returns the means over all sets together and over each named set,
     such as `val_loss/NAME`, or None if a stop signal cut it short.
+
+    `run.metric`, a trainer's own function, is called as metric(model, *micro_batch) and returns for each name
+    a sum and the count to divide it by, numbers or scalar tensors, which are summed over batches and ranks:
+    `val_NAME` is their quotient. Each evaluation begins with the same random state, so that a model that
+    draws gets the same results after a resume. Raises UserError for a name that results have already.
     """
-    limit = run.args.eval_batches * run.global_batch  # rows
-    model = state.model.eval()
-    world = state.world
+    args, model, world = run.args, state.model.eval(), state.world
     token_bytes = run.dataset.token_bytes.to(world.device)
+    seed_step(args.seed, 0, world.rank)
     totals = Counter()
     of_names = {}
     with state.averaged_weights():
         for name, shards in run.dataset.val.items():
             sums = Counter()
+            limit = args.eval_batches * args.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, found = model(*micro_batch)
-                sums.update({key: value.double() for key, value in found.items()})
+                own = run.metric(model, *micro_batch) if run.metric else {}
+                monitor.refuse_taken([*found, *own])
+                for key, (total, count) in own.items():
+                    found |= {key: total, f"{key} (count)": count}
                 labels = micro_batch[-1]
-                sums["labels"] += (labels >= 0).sum()
-                sums["bytes"] += (token_bytes[labels.clamp(min=0)] * (labels >= 0)).sum()
+                found["labels"] = (labels >= 0).sum()
+                found["bytes"] = (token_bytes[labels.clamp(min=0)] * (labels >= 0)).sum()
+                sums.update({key: torch.as_tensor(value, dtype=torch.float64, device=world.device)
+                             for key, value in found.items()})
                 if stop.vote():
                     break
+            assert_same("the names of what is evaluated", json.dumps([*sums]),
+                        "return the same names for every batch")
             sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
             totals.update(sums)
             if name:
@@ -2592,8 +2687,11 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
 
 def results_of(sums: dict[str, float]) -> dict[str, float]:
     """The means to report, from the sums over a validation set."""
-    found = {f"val_{name}": total / max(sums["labels"], 1) for name, total in sums.items()
-             if name not in ("samples", "exact", "labels", "bytes")}
+    found = {}
+    for name, total in sums.items():
+        count = sums.get(f"{name} (count)", max(sums["labels"], 1))
+        if name not in ("samples", "exact", "labels", "bytes") and not name.endswith(" (count)"):
+            found[f"val_{name}"] = total / count if count else math.nan
     if "correct" in sums:
         found["val_accuracy"] = found.pop("val_correct")
     if "exact" in sums:
@@ -2680,15 +2778,39 @@ def load_model(model_class: type, saved: dict, world: World, strategy: str = "dd
     return model
 
 
-def load_run(model_class: type, run: str | Path) -> tuple:
+def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
+    """A model beside the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a checkpoint
+    or a run directory: with averaged weights if there are any, frozen, in the modes and shards of the run.
+    Every rank calls this, before identity_of, by which config.json has its path and step, and a resume says
+    if they have changed. Raises UserError on all ranks.
+    """
+    found = weights_of(model_class, source)
+    if found["tokenizer"]:
+        assert_tokenizer(found, run.dataset.tokenizer, "prepare the data with its tokenizer.json")
+    config = model_class.Config(**found["model_config"])
+    model = build_model(model_class, config, run.world, run.args.strategy)
+    odd = found["left_over"] + on_rank0(lambda: sorted(model.state_dict().keys() ^ found["weights"].keys()))
+    if odd:
+        raise UserError(f"{found['path']} is of another model than {model_class.__name__} (only one of them "
+                        f"has {odd[0]}): load it with its own class.")
+    copy_weights(model, found["weights"], run.world)
+    set_modes(model, run)
+    run.frozen = (run.frozen or {}) | {source: found.get("step")}
+    return model.requires_grad_(False).eval()
+
+
+def load_run(model_class: type, run: str | Path, device: str = "cpu", precision: str | None = None) -> tuple:
     """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
-    use in a script of one's own: with averaged weights if there are any, without a World. Raises RunError.
+    use in a script of one's own: with averaged weights if there are any, on a device, in a --precision
+    (default: that of the run), without a World. Raises RunError.
     """
     path = next(iter(list_checkpoints(run)), Path(run))
     saved = read_checkpoint(path)
     model = model_class(config_of(model_class.Config, saved["model_config"], path))
     assert_same_parameters(model, saved | {"path": path})
     model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
+    where = torch.device(device)
+    use_device(model.to(where), where, compute_dtype(precision or saved["settings"]["precision"], where))
     return model.eval(), load_tokenizer(str(path.parent.parent))
 
 
@@ -2763,16 +2885,18 @@ def evaluate_only(model: nn.Module, run: Run):
     dataset = run.dataset = load_data(run)
     assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
     if not dataset.val:
-        raise UserError(f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1.")
+        lacks = f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1"
+        raise UserError(f"{dataset.too_short or lacks}.")
     masker = None
     if isinstance(model, MLM):
         masker = Masker(dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
     state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
-    run.batch, run.global_batch = args.batch or saved["settings"]["batch"], args.wanted_batch
+    run.batch = args.batch or saved["settings"]["batch"]
     found = evaluate(state, run, StopVote(world), masker)
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
     if world.is_rank0:
         where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
         print(" | ".join([where, *monitor.results(found)]))
-        print(json.dumps({"step": saved["step"], "data": dataset.name} | found), flush=True)
+        record = {"step": saved["step"], "data": dataset.name} | found
+        print(json.dumps(monitor.without_nan(record)), flush=True)

@@ -311,6 +311,26 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     return objective, total, correct.view(targets.shape)
 
 
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None = None,
+                 z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """As linear_cross_entropy, but objective and loss of each target (…), float32, 0 where that is below 0.
+    Only the objective can be differentiated. For objectives that are no plain sum: weighted, clipped, of
+    preferences. The backward pass computes the logits again, so memory does not grow with N · V.
+    """
+    def of_rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(h, weight.to(h.dtype)).float()
+        logits = (logits if bias is None else logits + bias)[:, :vocab_size]
+        log_z = logits.logsumexp(-1)
+        loss = log_z - logits.gather(1, y.clamp(min=0)[:, None])[:, 0]
+        return (loss + z_loss * log_z.square()) * (y >= 0), loss.detach() * (y >= 0)
+
+    rows = 4096 if hidden.is_cuda else 512
+    chunks = zip(hidden.reshape(-1, hidden.size(-1)).split(rows), targets.reshape(-1).split(rows))
+    parts = [checkpoint(of_rows, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
+    objective, loss = (torch.cat(part).view(targets.shape) for part in zip(*parts))
+    return objective, loss
+
+
 def init_normal(weight: Tensor, std: float):
     """Normal initialisation, truncated at three standard deviations and rescaled to `std`."""
     nn.init.trunc_normal_(weight, std=1.0, a=-3.0, b=3.0)
@@ -404,8 +424,9 @@ class LanguageModel(nn.Module):
       the loader yields them, it returns the objective, which is differentiated, and a dictionary of detached
       scalars, which includes `loss` in nats. All are sums over the targets that count, those ≥ 0. The log
       shows the scalars per target, as NAME and val_NAME (not labels, bytes, samples, correct, exact, accuracy
-      or bits_per_byte, which evaluations have themselves). CausalLM implements `forward` for models with
-      `hidden` and `head_weight`.
+      or bits_per_byte, which evaluations have themselves). With `per_token` the objective of each target
+      (B, T) stands in place of its sum. CausalLM implements `forward` for models with `hidden` and
+      `head_weight`.
     * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
     * Only layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
       sharded one by one, and their matrices (also an nn.Embedding) trained by Muon. A Block uses only its
@@ -434,9 +455,13 @@ class LanguageModel(nn.Module):
 class CausalLM(LanguageModel):
     """What HRM and GPT2 share: attention masks, loss and generation."""
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None):
-        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of `loss`."""
+    def forward(self, idx: Tensor, targets: Tensor | None = None, per_token: bool = False):
+        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of `loss`, or
+        `per_token` of `losses`.
+        """
         x = self.hidden(idx)
+        if per_token:
+            return self.losses(x, targets)
         return self.logits(x) if targets is None else self.loss(x, idx, targets)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -484,6 +509,12 @@ class CausalLM(LanguageModel):
             exact = samples & all_right[sample]
             sums |= {"samples": samples.sum(), "exact": exact.sum()}
         return objective, sums
+
+    def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `loss`, but the objective of each target (B, T), which is 0 where it does not count."""
+        objective, loss = token_losses(hidden, self.head_weight, targets, self.config.vocab_size,
+                                       z_loss=self.z_loss)
+        return objective, {"loss": loss.sum()}
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Adds the new tokens idx (B, T) to the cache; returns the logits (B, vocab_size) after the last."""
@@ -656,22 +687,24 @@ class HRM(CausalLM):
         return self.head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
-                ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None):
+                ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None,
+                per_token: bool = False):
         """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of
-        CausalLM.loss. The sums then include the `cycles` run, and with `halt` the `ponder` cost, which also
-        enters the objective. bp_steps None means no truncation. `cycles` overrides the configuration.
+        CausalLM.loss, or `per_token` of CausalLM.losses. The sums then include the `cycles` run, and with
+        `halt` the `ponder` cost, which also enters the objective. bp_steps None means no truncation. `cycles`
+        overrides the configuration.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
             return self.logits(z)
-        objective, sums = self.loss(z, idx, targets)
+        objective, sums = self.losses(z, targets) if per_token else self.loss(z, idx, targets)
         if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient anyway
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
         if self.config.halt:
-            ponder = (ponder * (targets >= 0)).sum()
-            objective = objective + ponder_weight * ponder
-            sums["ponder"] = ponder.detach()
+            ponder = ponder * (targets >= 0)
+            sums["ponder"] = ponder.detach().sum()
+            objective = objective + ponder_weight * (ponder if per_token else ponder.sum())
         return objective, sums
 
     def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
@@ -902,10 +935,12 @@ class MLM(LanguageModel):
         self.register_buffer("rope", torch.stack([rope_table(c.seq_len, c.head_dim, theta) for theta in (
             c.global_theta, c.local_theta)]), persistent=False)  # (2, 2, T, D/2)
 
-    def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None):
+    def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None,
+                per_token: bool = False):
         """Returns logits (B, T, vocab_size) of idx (B, T). Given masked positions (B, K), int64, and labels
-        (B, K), returns the objective and detached sums instead: `loss` in nats and, in evaluation, the number
-        of `correct` labels. These use only the masked positions. Labels below 0 do not count.
+        (B, K), returns the objective, or `per_token` that of each label (B, K), and detached sums instead:
+        `loss` in nats and, in evaluation, the number of `correct` labels. These use only the masked
+        positions. Labels below 0 do not count.
         """
         c, x = self.config, self.hidden(idx)
         if positions is not None:  # picks whole rows, so that backward sorts B · K indices, not B · K · C
@@ -915,6 +950,10 @@ class MLM(LanguageModel):
         if positions is None:
             logits = F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
             return logits[..., :c.vocab_size]
+        if per_token:
+            objective, loss = token_losses(x, self.embed.weight, labels, c.vocab_size, self.head_bias,
+                                           self.z_loss)
+            return objective, {"loss": loss.sum()}
         objective, loss, correct = linear_cross_entropy(
             x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss, hits=not self.training,
             compiled=self.compile_loss)

@@ -194,7 +194,8 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
 
 # What a trainer or a model of one's own cannot call its numbers
-TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch_seconds", "bytes", "System"}
+TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch_seconds", "bytes", "System",
+                      "accuracy", "bits_per_byte"}
 
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
@@ -219,9 +220,22 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
     return records
 
 
+def criterion_of(record: dict) -> float | None:
+    """The number by which an evaluation is the best if it is the lowest: `criterion`, which a trainer can
+    set, else `val_loss`. None in other records.
+    """
+    return record.get("criterion", record.get("val_loss"))
+
+
 def evaluations_of(records: list[dict]) -> dict[int, float]:
-    """The validation losses by step."""
-    return {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
+    """The criteria of evaluations by step."""
+    return {r["step"]: criterion_of(r) for r in records if criterion_of(r) is not None}
+
+
+def without_nan(record: dict) -> dict:
+    """NaN and infinity, which JSON lacks, become None."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()}
 
 
 def own_keys(record: dict) -> list[str]:
@@ -428,7 +442,7 @@ class RunLog:
         self.active = active
         self.lost = lost
         self.records: list[dict] = []
-        self.evaluations: dict[int, float] = {}  # validation losses by step, on all ranks
+        self.evaluations: dict[int, float] = {}  # their criteria by step, on all ranks
         self.clock: Clock | None = None  # see start_clock
         self.sinks = [MetricsFile(self.out / "metrics.jsonl"), EventFile(self.out / "tb", self.say)]
         self._behind = []  # the sinks that lack records, because a write has failed
@@ -441,13 +455,13 @@ class RunLog:
             self._text.say(text)
 
     def read_back(self, step: int) -> dict[int, float]:
-        """Reads the records up to `step`, that of the checkpoint. Returns the validation losses by step. That
-        of `step` may be missing if the run was killed before its evaluation.
+        """Reads the records up to `step`, that of the checkpoint. Returns the criteria of its evaluations by
+        step. That of `step` may be missing if the run was killed before its evaluation.
         """
         with suppress(FileNotFoundError):
             for record in read_metrics(self.out, self.say):
-                # an evaluation of this step without a finite loss is repeated
-                failed = "loss" not in record and record.get("val_loss") is None
+                # an evaluation of this step without a finite criterion is repeated
+                failed = "loss" not in record and criterion_of(record) is None
                 if record["step"] < step or record["step"] == step and not failed:
                     self.records.append(record)
         return evaluations_of(self.records)
@@ -493,7 +507,7 @@ class RunLog:
         evaluated = step % run["eval_every"] == 0 and self.facts["val_tokens"] > 0
         return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
 
-    def step(self, metrics, step: int, samples: int, grad_norm: float, **numbers):
+    def step(self, metrics, step: int, samples: int, grad_norm: float, /, **numbers):
         """Records and prints a training step, after which the run has consumed `samples`, if it is due, with
         the means over all ranks of `metrics`, a ddp_utils.Metrics. Every rank calls this after each step.
         `numbers`, the same on all ranks, become curves.
@@ -521,8 +535,12 @@ class RunLog:
         record |= {"skipped": int(not math.isfinite(grad_norm)), "tokens": samples * seq_len, "mfu": None,
                    "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
         if self.facts["peak_flops"]:
-            flops = tokens_per_sec * self.facts["flops_per_token"](record)
-            record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
+            try:
+                flops = tokens_per_sec * self.facts["flops_per_token"](record)
+                record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
+            except Exception as error:  # such as shapes that depend on the data
+                self.facts["peak_flops"] = None
+                self.say(f"MFU is not shown ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
         self.restart_clock(samples)  # after counting, which is not part of the next steps
         if metrics.ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
@@ -533,10 +551,12 @@ class RunLog:
 
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool):
         """Records and prints the results of an evaluation."""
-        refuse_taken([name.removeprefix("val_") for name in found] + ["lr", "bp_steps"])
-        best = found["val_loss"] < min(self.evaluations.values(), default=-math.inf)
-        if math.isfinite(found["val_loss"]):  # otherwise it is repeated on resume
-            self.evaluations[step] = found["val_loss"]
+        ours = ("val_accuracy", "val_bits_per_byte")
+        refuse_taken([name.removeprefix("val_") for name in found if name not in ours] + ["lr", "bp_steps"])
+        criterion = criterion_of(found)
+        best = criterion < min(self.evaluations.values(), default=-math.inf)
+        if math.isfinite(criterion):  # otherwise it is repeated on resume
+            self.evaluations[step] = criterion
         if not self.active:
             return
         record = {"step": step, "tokens": samples * self.settings["seq_len"], **found,
@@ -554,14 +574,11 @@ class RunLog:
                  f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
 
     def write(self, record: dict, line: str):
-        """Passes a record to all sinks, and its line for people to train.log. NaN and infinity, which JSON
-        lacks, become null.
-        """
+        """Passes a record to all sinks, and its line for people to train.log."""
         if not self.active:
             return
         if not self.lost():
-            self._pass_on({key: None if isinstance(value, float) and not math.isfinite(value) else value
-                           for key, value in record.items()})
+            self._pass_on(without_nan(record))
         self._text.write(record, line)
 
     def _pass_on(self, record: dict):
@@ -608,8 +625,11 @@ class RunLog:
         seconds = time.perf_counter() - clock.began
         speed = (samples - clock.samples) * self.settings["seq_len"] / seconds
         took = f"{step - clock.step} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
-        losses = [(loss, at) for at, loss in self.evaluations.items()]
-        best = "; best validation loss {:.4f} at step {}".format(*min(losses)) if losses else ""
+        best = ""
+        if self.evaluations:
+            at = min(self.evaluations, key=self.evaluations.get)
+            kind = "criterion" if any("criterion" in record for record in self.records) else "validation loss"
+            best = f"; best {kind} {self.evaluations[at]:.4f} at step {at}"
         self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()
         self.say(ending)
@@ -660,10 +680,11 @@ def draw_curves(name: str, records: list[dict], path: Path):
 
 
 def summarize(records: list[dict]) -> dict:
-    """The last logged step of a run, and its last and its best validation loss."""
+    """The last logged step of a run, its last validation loss, and that of its best evaluation."""
     last = ([record for record in records if "loss" in record] or [{"step": 0}])[-1]
-    losses = evaluations_of(records)
-    best = min(losses, key=losses.get, default=None)
+    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
+    criteria = evaluations_of(records)
+    best = min(criteria, key=criteria.get, default=None)
     found = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
     return found | {"val_loss": losses.get(max(losses, default=None)),
                     "best_val_loss": losses.get(best), "best_step": best}

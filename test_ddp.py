@@ -48,6 +48,7 @@ from ddp_utils import (
     on_all,
     plan_batch,
     refuse_lone_tasks,
+    use_device,
 )
 from model import LOSS_ROWS, blocks_of, hidden_matrices, num_params, pad_vocab
 
@@ -224,8 +225,8 @@ def activation_bytes(loss, others) -> int:
     return found
 
 
-def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointing: str, inputs: dict,
-                      compiled: bool) -> int:
+def kept_for_backward(model_class: type, config, device: torch.device, dtype: torch.dtype,
+                      checkpointing: str, inputs: dict, compiled: bool) -> int:
     """Bytes of activations that the backward pass of a model needs, counted on tensors that have a shape but
     no memory. `inputs` are the arguments of forward; only their types and shapes matter. With `compiled`,
     counts what compiled blocks keep; they recompute cheap operations in any mode.
@@ -237,11 +238,10 @@ def kept_for_backward(model_class: type, config, dtype: torch.dtype, checkpointi
     # nothing is computed, so the loss need not be split into rows that fit a cache
     with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("model.LOSS_CACHE", 2**40):
         model.to_empty(device="cpu")
-        model.compute_dtype = dtype
-        for block in blocks_of(model):
-            block.checkpointing = checkpointing
-            if compiled:  # splits forward and backward as Inductor does, but without its kernels
-                block.compile(backend="aot_eager_decomp_partition")
+        # splits forward and backward as Inductor does, but without its kernels
+        compiling = {"backend": "aot_eager_decomp_partition"} if compiled else {}
+        use_device(model, device, dtype, checkpointing, **compiling)
+        model.compile_loss = False
         inputs = {name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value
                   for name, value in inputs.items()}
         return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
@@ -308,8 +308,13 @@ def dry_run(model_class: type, args: Namespace, **example):
     compiled = gpus if args.compile is None else args.compile
     inputs = model.example(batch, "meta", **example)
     mode = args.checkpoint_activations
-    activations = kept_for_backward(model_class, model.config, dtype, mode, inputs, compiled)
-    activations += logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
+    device = torch.device("cuda" if gpus else "cpu")
+    activations = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
+    try:
+        activations += kept_for_backward(model_class, model.config, device, dtype, mode, inputs, compiled)
+    except Exception as error:  # such as shapes that depend on the data
+        print(f"WARNING: activations are not counted ({first_line(error)}), so leave "
+              "room for them")
     what = f"{model_class.__name__} of {num_params(model):,} parameters"
     how = f"{precision}, compile {'on' if compiled else 'off'}, activation checkpointing {mode}"
     print(f"{what}, {processes} processes with {gigabytes:.0f} GB each, micro-batches of {batch} x "

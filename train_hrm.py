@@ -134,7 +134,8 @@ def main(argv: list[str] | None = None):
     state.warm_up(*examples)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    metrics = ddp.Metrics(run)  # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    metrics = ddp.Metrics(run, model)
     log.start_clock(step, samples)
 
     def plan(step: int) -> tuple[float, int, int]:
@@ -155,7 +156,7 @@ def main(argv: list[str] | None = None):
             found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found["val_loss"])
+            checkpoints.mark_best(step, found)
             log.evaluation(step, samples, found, metrics.ends_epoch)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
                 ddp.sample(state, run, step)

@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None):
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
-    metrics = ddp.Metrics(run)  # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    metrics = ddp.Metrics(run, model)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None):
             found = ddp.evaluate(state, run, stop, eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found["val_loss"])
+            checkpoints.mark_best(step, found)
             log.evaluation(step, samples, found, metrics.ends_epoch)
         if due.stopping or due.done:
             break

@@ -223,8 +223,9 @@ def check_memory(world: World) -> None:
                 assert n == held["ddp"][what] / 2 < said[what], (strategy, what, n, said)
         if strategy == "ddp":  # the next step adds to DDP's buckets from its first micro-batch on
             trained.wrapped(*batch(world.rank))[0].backward()  # DDP makes its last buckets
-            trained.clear_gradients()
             buckets = [p.grad.data_ptr() for p in model.parameters()]
+            trained.clear_gradients()
+            assert all(p.grad is None for p in model.parameters())  # nobody takes zeros for gradients
             with trained.no_sync(True):
                 trained.wrapped(*batch(world.rank))[0].backward()
             assert buckets == [p.grad.data_ptr() for p in model.parameters()]

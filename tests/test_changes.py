@@ -12,9 +12,11 @@ from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_o
 ROW = re.compile(r"\| ([a-z][\w -]+) \| (\d) \| (before|instead of) `(.+?)` \| (.+) \|")
 # the most lines that each may take
 BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a second validation set": 4,
-          "a curve": 1, "norms of the gradients": 4, "early stopping": 3, "noise on the gradient": 3,
-          "a batch that grows": 4, "shorter rows at first": 3, "another loss": 3, "a frozen embedding": 2}
-FIRST_TIER = ("an optimizer of your own", "a second validation set", "early stopping", "a batch that grows")
+          "a curve": 1, "norms of the gradients": 4, "a metric": 5, "a criterion": 1, "early stopping": 3,
+          "noise on the gradient": 3, "a batch that grows": 4, "shorter rows at first": 3, "another loss": 3,
+          "a frozen embedding": 2}
+FIRST_TIER = ("an optimizer of your own", "a second validation set", "a metric", "early stopping",
+              "a batch that grows")
 TABLE = {row[1]: row.groups()[1:] for row in map(ROW.match, (
     ROOT / "tests" / "README.md").read_text().splitlines()) if row}
 FLAGS = {"steps": 16, "save_every": 4, "eval_every": 4, "max_new_tokens": 3, "batch": 3}
@@ -91,6 +93,11 @@ def check(name: str, steps: list[dict], evaluations: list[dict], said: str) -> N
             assert e["val_loss/other"] == e["val_loss/main"] == pytest.approx(e["val_loss"])
     elif name == "norms of the gradients":
         assert all(step["gradient_0"] > 0 for step in steps) and "| gradient_0 " in said
+    elif name == "a metric":
+        assert all(0 <= e["val_spaces"] <= 1 for e in evaluations) and "| val_spaces " in said
+    elif name == "a criterion":
+        assert all(e["criterion"] == e["val_bits_per_byte"] for e in evaluations)
+        assert "best criterion " in said
     elif name == "a curve":
         assert all(step["embed_norm"] > 0 for step in steps) and "| embed_norm " in said
 

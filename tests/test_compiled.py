@@ -25,6 +25,7 @@ import test_ddp
 import train_hrm
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy, sample_ids
 
+GPU = torch.device("cuda")  # is not touched
 SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 64, "n_layer": 1, "n_head": 4, "d_model": 64}
 WHOLE = {"ff": 128, "l_cycles": 1, "bp_cycles": 2, "inject_input": True}
 MODELS = {
@@ -318,7 +319,7 @@ def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):
         loss = state.model(**inputs)[0]
     torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
     counted, uncompiled = (test_ddp.kept_for_backward(
-        type(state.model), state.model.config, torch.bfloat16, mode, inputs, compiled)
+        type(state.model), state.model.config, world.device, torch.bfloat16, mode, inputs, compiled)
         for compiled in (True, False))
     assert counted == pytest.approx(sum(sizes.values()), rel=0.1) and loss > 0
     assert counted <= 1.05 * uncompiled
@@ -335,7 +336,7 @@ def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, cho
     inputs = model.example(train_hrm.SIZES[size]["batch"], "meta")
 
     def fits(mode: str) -> bool:
-        kept = test_ddp.kept_for_backward(HRM, model.config, torch.bfloat16, mode, inputs, compiled=True)
+        kept = test_ddp.kept_for_backward(HRM, model.config, GPU, torch.bfloat16, mode, inputs, compiled=True)
         kept += test_ddp.logits_bytes(inputs, model.config.padded_vocab, torch.bfloat16, compiled=True)
         torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
         return test_ddp.fits(test_ddp.memory_of(model, "ddp", args, 8, kept), 80)
@@ -345,6 +346,6 @@ def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, cho
 
 def test_dropout_does_not_count_what_only_a_cpu_keeps():
     inputs = dict(zip(("idx", "targets"), batch("gpt2")))
-    counted = [test_ddp.kept_for_backward(GPT2, GPT2Config(**SMALL, dropout=dropout), torch.bfloat16, "none",
-                                          inputs, compiled=False) for dropout in (0.0, 0.1)]
+    counted = [test_ddp.kept_for_backward(GPT2, GPT2Config(**SMALL, dropout=dropout), GPU, torch.bfloat16,
+                                          "none", inputs, compiled=False) for dropout in (0.0, 0.1)]
     assert counted[0] == counted[1]

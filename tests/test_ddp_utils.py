@@ -31,7 +31,7 @@ from ddp_utils import (
     load_model,
     read_checkpoint,
 )
-from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig
+from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "fp16_shards",
           "bf16_gradients", "memory", "gathering", "owners",
@@ -196,7 +196,7 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
     checkpoints = Checkpoints(tmp_path, world, 2, print)
     for step in range(1, 6):
         checkpoints.save(step, make_state(world), META)
-        checkpoints.mark_best(step, abs(step - 2))
+        checkpoints.mark_best(step, {"val_loss": abs(step - 2)})
     checkpoints.close()
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [5, 4]
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
@@ -256,7 +256,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     monkeypatch.setattr(torch, "save", fail)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=370e9))
     checkpoints.save(2, state, META)
-    checkpoints.mark_best(2, 2.0)
+    checkpoints.mark_best(2, {"val_loss": 2.0})
     wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (")
     assert "with 370.00 GB free on the disk" in said[1]  # not 3.7e+02
@@ -266,7 +266,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     checkpoints.save(3, state, META)
     wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
-    checkpoints.mark_best(3, 2.1)  # worse than that of the lost one, but the best that there is
+    checkpoints.mark_best(3, {"val_loss": 2.1})  # worse than that of the lost one, but the best that there is
     wait(checkpoints.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
@@ -282,7 +282,7 @@ def test_the_best_after_an_evaluation_without_a_checkpoint(tmp_path, world):
     for step, loss, saved in ((1, 4.0, True), (2, 3.0, False), (3, 3.1, True), (4, 3.2, True)):
         if saved:
             checkpoints.save(step, make_state(world), META)
-        checkpoints.mark_best(step, loss)
+        checkpoints.mark_best(step, {"val_loss": loss})
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
 
@@ -297,7 +297,7 @@ def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, w
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
         assert checkpoints.resume(saved, state, {}) == (1, 7)
-    checkpoints.mark_best(1, 2.0)
+    checkpoints.mark_best(1, {"val_loss": 2.0})
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 1
 
@@ -318,8 +318,9 @@ def test_the_loss_of_an_epoch(world):
     """A step that reaches into the next epoch is the last of its own; a resumed run has the same sums."""
     dataset = SimpleNamespace(train=SimpleNamespace(rows=10))
     run = SimpleNamespace(world=world, dataset=dataset, global_batch=4,
-                          args=SimpleNamespace(eval_every=2), saved=None)
-    labels, metrics = torch.tensor(2.0, dtype=torch.float64), ddp_utils.Metrics(run)
+                          args=SimpleNamespace(eval_every=2), saved=None, log=SimpleNamespace(say=print))
+    labels = torch.tensor(2.0, dtype=torch.float64)
+    metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1))
     ends, found = [], []
     for step in range(1, 6):
         metrics.add({"loss": torch.tensor(1.0 * step)})
@@ -329,7 +330,7 @@ def test_the_loss_of_an_epoch(world):
         ends.append(metrics.ends_epoch)
         found.append((position["loss"], position["epoch"]["loss"], position["epoch"]["steps"]))
         run.saved = position
-        metrics = ddp_utils.Metrics(run)
+        metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1))
         if metrics.ends_epoch:
             metrics.begin_epoch()
     assert ends == [False, False, True, False, True]
@@ -394,10 +395,10 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode):
     config = model_class.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
     model = model_class(config)
     inputs = model.example(4, "cpu", **example)
-    counted = test_ddp.kept_for_backward(model_class, config, torch.bfloat16, mode, inputs, compiled=False)
-    model.compute_dtype = torch.bfloat16
-    for block in (m for m in model.modules() if isinstance(m, Block)):
-        block.checkpointing = mode
+    cpu = torch.device("cpu")
+    counted = test_ddp.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
+                                         compiled=False)
+    ddp_utils.use_device(model, cpu, torch.bfloat16, mode)
     kept = test_ddp.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
     assert counted == kept > 4 * 64 * 32 * 2
 
@@ -518,15 +519,16 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     """Pairs, of which only a few tokens are learned, need many passes."""
     said, train = [], SimpleNamespace(rows=60, num_tokens=480)
     settings = {"size": "tiny", "precision": "float32", "checkpoint_activations": "none", "strategy": "ddp",
-                "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto"}
-    dataset = SimpleNamespace(train=train, val={}, name="mine", loss=loss)
+                "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto",
+                "eval_batches": 0, "eval_batch": 16}
+    dataset = SimpleNamespace(train=train, val={}, too_short="", name="mine", loss=loss)
     log = SimpleNamespace(say=said.append, facts={"val_tokens": 0, "entropy": 3.0})
     run = SimpleNamespace(world=world, dataset=dataset, log=log, steps=300, global_batch=16, batch=8,
                           grad_accum=2)
     ddp_utils.say_plan(run, make_state(world), {"family": "HRM", "settings": settings})
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
     assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16, ")
-    assert said[3] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "
+    assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "
                        "3.8 an epoch")
 
 
@@ -542,7 +544,7 @@ def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, wor
         checkpoints.resume(checkpoints.load("auto"), state, {})
     for step, loss in ((2, 0.4), (3, 0.45)):
         checkpoints.save(step, state, META | {"samples": step})
-        checkpoints.mark_best(step, loss)
+        checkpoints.mark_best(step, {"val_loss": loss})
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
 

@@ -115,7 +115,7 @@ def main(argv=None) -> None:
     state.warm_up(example, example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    metrics = ddp.Metrics(run)
+    metrics = ddp.Metrics(run, model)
     log.start_clock(step, samples)
     while True:
         due = ddp.due_after(step, run, metrics, stop)
@@ -125,7 +125,7 @@ def main(argv=None) -> None:
             found = ddp.evaluate(state, run, stop)
             if found is None:
                 continue
-            checkpoints.mark_best(step, found["val_loss"])
+            checkpoints.mark_best(step, found)
             log.evaluation(step, samples, found, metrics.ends_epoch)
         if due.stopping or due.done:
             break
