@@ -1135,6 +1135,7 @@ class Run:
     metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
     frozen: dict[str, int | None] | None = None  # the steps of models that load_frozen has loaded
+    initial: dict[str, int] | None = None  # bit sums of the shards of new_model
     # set by find_run
     command: str = ""  # of this start
     out: Path | None = None
@@ -1367,6 +1368,8 @@ def new_model(run: Run, **config) -> nn.Module:
         say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
+    if args.strategy in SHARDED:
+        run.initial = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
     torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
     return model
 
@@ -2353,6 +2356,11 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     say_plan(run, state, identity)
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
+    changed = [name for name, p in state.model.named_parameters()
+               if run.initial and not run.saved and int(bit_sum(local_shard(p))) != run.initial.get(name)]
+    if changed:
+        log.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
+                "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
     if not blocks_of(state.model):
         log.say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
                 "recomputed by --checkpoint-activations or sharded by itself")

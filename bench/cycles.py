@@ -74,7 +74,7 @@ def main() -> None:
         model = ddp_utils.load_model(HRM, ddp_utils.load_checkpoint(run, lambda text: None), world)
         if model.config.response < 0 or model.config.halt:
             raise data.UserError(f"{run} was trained on text or with --halt: name a run on a task.")
-        model.compute_dtype = ddp_utils.compute_dtype("auto", world.device)
+        ddp_utils.use_device(model, world.device, ddp_utils.compute_dtype("auto", world.device))
         model.eval()
         dataset = data.Dataset([args.data], model.config.seq_len)
         levels = {name: by_cycles(model, shards, max(columns), world)

@@ -462,6 +462,20 @@ def test_adapters_that_cannot_train_alike_are_named(shards, tmp_path):
     assert done.code and re.search(r"down.* came into the model after new_model", done.out), done.out
 
 
+REDRAWN = "torch.nn.init.normal_(model.embed.weight, std=0.02)"
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.full)])
+def test_weights_drawn_again_for_shards_are_warned_of(strategy, shards, tmp_path):
+    """On a CPU each shard gets the same numbers; a resumed run has its own, without a warning."""
+    trainer = changed(tmp_path / f"train_again_{strategy}.py", (HEAD, "import data"), (REDRAWN, "example = "))
+    said = "WARNING: embed.weight changed after new_model"
+    done = trainer.fork(2, shards, tmp_path / "run", steps=4, strategy=strategy)
+    assert done.code == 0 and (said in done.out) == (strategy == "zero3"), done.out
+    again = trainer.fork(2, shards, tmp_path / "run", strategy=strategy)
+    assert again.code == 0 and said not in again.out, again.out
+
+
 def number(text: str) -> int:
     return int(text.replace(",", ""))
 
