@@ -3,6 +3,7 @@ and back by --init-from.
 """
 
 import json
+import random
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from runs import Trainer, evaluations_of
 from test_model_gpt2_mlm import export, tiny
 
 import data
-from model import GPT2
+from model import GPT2, HRM
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -156,3 +157,58 @@ def test_trl_learns_the_answers_to_the_questions(chat, tmp_path):
     assert done.code == 0, done.out
     assert not torch.isnan(torch.tensor(evaluations_of(tmp_path / "back")[-1]["val_loss"]))
     assert re.search(r"starting from hf:", done.out)
+
+
+def sample(words, question: str, answer: str) -> dict:
+    """As the guide has it."""
+    row, asked = dict(words(question, answer)), len(words(question)["input_ids"])
+    return row | {"labels": [-100] * asked + row["input_ids"][asked:]}
+
+
+def losses_of_letters(family, directory, *, in_sight: bool = False, **changes) -> tuple[float, float]:
+    """An export with `changes`, tuned on answers of random letters: the loss of 20 other ones in the Trainer,
+    and as they are written token by token. Nobody can know the letters: in the mean the 13 tokens of an
+    answer have a loss of 12 / 13 x ln 8 = 1.92, unless it is in sight.
+    """
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+    ids = data.with_roles(data.load_tokenizer("bytes"))
+    torch.manual_seed(0)
+    shape = {"seq_len": 64, "n_layer": 1, "n_head": 2, "d_model": 32, **ids.roles}
+    if family is HRM:
+        shape |= {"ff": 64, "h_cycles": 1, "l_cycles": 1, "attention": "prefix"}
+    export(family(family.Config(vocab_size=ids.vocab_size, padded_vocab=320, **shape)), ids, directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **changes)
+    words = transformers.AutoTokenizer.from_pretrained(directory, padding_side="right")
+    pick = random.Random(5)
+    pairs = [(f"code {pick.randrange(1000)}", "".join(pick.choices("abcdefgh", k=12))) for _ in range(2000)]
+    rows = [sample(words, *pair) for pair in pairs]
+    if in_sight:  # the types of one text with question and answer
+        rows = [row | {"token_type_ids": [1] * len(row["labels"])} for row in rows]
+    settings = transformers.TrainingArguments(
+        str(directory / "tuned"), max_steps=160, per_device_train_batch_size=16, learning_rate=1e-2,
+        lr_scheduler_type="constant", report_to=[], use_cpu=True, save_strategy="no")
+    trainer = transformers.Trainer(model, settings, train_dataset=rows[20:],
+                                   data_collator=transformers.DataCollatorForSeq2Seq(words))
+    trainer.train()
+    trained, losses = trainer.evaluate(rows[:20])["eval_loss"], []
+    for (question, _), row in zip(pairs, rows[:20]):
+        with torch.no_grad():
+            told = model(**words(question, return_tensors="pt"), use_cache=True)
+            for token in torch.tensor([label for label in row["labels"] if label >= 0]):
+                losses.append(torch.nn.functional.cross_entropy(told.logits[0, -1], token))
+                told = model(token.view(1, 1), past_key_values=told.past_key_values, use_cache=True)
+    return trained, float(torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("family", [GPT2, HRM])
+def test_an_answer_that_the_trainer_learns_has_the_loss_of_one_that_is_written(family, tmp_path):
+    trained, written = losses_of_letters(family, tmp_path)
+    assert trained == pytest.approx(1.92, abs=0.1) and written == pytest.approx(trained, abs=1e-4)
+
+
+def test_an_answer_in_sight_is_not_learned(tmp_path):
+    """The control; and the same samples where the model reads all from left to right."""
+    trained, written = losses_of_letters(HRM, tmp_path / "seen", in_sight=True)
+    assert trained < 1 and written > 3
+    trained, written = losses_of_letters(HRM, tmp_path / "causal", in_sight=True, prefix_lm=False)
+    assert trained == pytest.approx(1.92, abs=0.1) and written == pytest.approx(trained, abs=1e-4)
