@@ -63,6 +63,31 @@ class NotNow(UserError):
     exit_code = 1
 
 
+@contextlib.contextmanager
+def access(path: str | Path):
+    """Where files are read: an OSError becomes NotNow, unless there is no such file. Only bytes that were
+    read can show damage, so nothing is renamed, left out or begun anew because of an OSError.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        if error.errno in (None, errno.EINVAL):  # about bytes, from gzip, bz2, or a seek that they ask for
+            raise
+        raise NotNow(f"{error.filename or path} cannot be accessed ({error.strerror}): remove the cause, and "
+                     "run the same command again; what it holds may be sound.") from None
+
+
+def names_in(directory: Path) -> list[str]:
+    """The sorted names in a directory, none if there is no directory. Raises NotNow if it cannot be listed,
+    of which Path.glob says nothing.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), access(directory):
+        return sorted(os.listdir(directory))
+    return []
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """The parser of all commands. A mistake raises UserError; one process per node prints the help."""
 
@@ -409,9 +434,11 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
                             "TIKTOKEN_CACHE_DIR to a cache that has it, or use bytes or bpe:16384.")
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
                          encoding._special_tokens)
-    path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-    if path.is_file():
-        return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
+    with access(name):
+        path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    if text is not None:
+        return parse_tokenizer_json(str(path), text)
     merges = Path(name, "merges.txt")
     if merges.is_file():  # the older form of GPT-2's tokenizer
         try:
@@ -528,11 +555,7 @@ class Source:
             self.total = sum(size for _, size in sizes)
             self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
             digest = sha256_of if self.total < 64 * BLOCK else sample_digest
-            try:
-                content = digest_json([prefix == "hub" and where, *map(digest, self.files)])[:16]
-            except OSError as error:
-                raise UserError(f"{error.filename} cannot be read ({error.strerror}): make it readable, or "
-                                "name other files.")
+            content = digest_json([prefix == "hub" and where, *map(digest, self.files)])[:16]
             self.identity += f", content {content}"
         val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
@@ -711,7 +734,7 @@ class Source:
     def _open(self, path):
         """Opens a file for reading, unpacked. An error while it is open becomes a UserError."""
         try:
-            with open(path, "rb") as self._raw:
+            with access(path), open(path, "rb") as self._raw:
                 head = self._raw.peek(4)[:4]
                 unpack = next((unpack for magic, unpack in PACKED.items() if head.startswith(magic)), iter)
                 if unpack == "zstd":
@@ -869,7 +892,7 @@ def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
 def open_shard(path: Path) -> np.ndarray:
     """Maps the tokens of a shard, (n,) uint16 or uint32. Raises UserError if header and length disagree."""
     try:
-        with open(path, "rb") as file:
+        with access(path), open(path, "rb") as file:
             header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
             size = os.fstat(file.fileno()).st_size
     except (OSError, ValueError) as error:
@@ -896,7 +919,8 @@ def read_manifest(directory: Path) -> dict | None:
     """The manifest of a prepared directory, None if it has none. Raises UserError if it is malformed."""
     path = directory / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        with access(path):
+            manifest = json.loads(path.read_text(encoding="utf-8"))
         check_types(manifest, dataset=str, settings=dict, complete=bool, dtype=str, tokenizer=dict,
                     shards=list)
         check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
@@ -916,7 +940,7 @@ def read_manifest(directory: Path) -> dict | None:
         return manifest
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error!r}): delete {directory} and prepare it again.")
 
 
@@ -930,7 +954,7 @@ def write_manifest(directory: Path, manifest: dict):
 
 
 def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
+    with access(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -938,7 +962,10 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     """The tokenizer.json beside a manifest. Raises UserError if it has changed or is not that of `name`."""
     path = directory / "tokenizer.json"
     recorded = manifest["tokenizer"]
-    if not path.is_file() or sha256_of(path) != recorded["sha256"]:
+    digest = None
+    with contextlib.suppress(FileNotFoundError):
+        digest = sha256_of(path)
+    if digest != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: copy it or prepare the data again.")
     text = path.read_text(encoding="utf-8")
     if name is None or name == recorded["name"] and not Path(name).exists():
@@ -1749,7 +1776,7 @@ def read_directory(directory: Path, seq_len: int,
 
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:
     """A substitute for the manifest of shards that llm.c wrote, and their tokenizer."""
-    paths = sorted(directory.glob("*.bin"))
+    paths = [directory / name for name in names_in(directory) if name.endswith(".bin")]
     if not paths:
         raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}. Of a folder "
                         f"of save_to_disk datasets.load_from_disk({str(directory)!r}).to_parquet("
@@ -1768,7 +1795,7 @@ def sample_digest(path: Path) -> str:
     """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
+    with access(path), open(path, "rb") as file:
         for offset in (0, size // 2, max(size - 65536, 0)):
             file.seek(offset)
             digest.update(file.read(65536))

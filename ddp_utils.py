@@ -69,12 +69,14 @@ from data import (
     Masker,
     NotNow,
     UserError,
+    access,
     cpu_count,
     directory_of,
     flag_group,
     fsync_directory,
     load_tokenizer,
     locate,
+    names_in,
     parse_count,
     prompt_ids,
     replacing,
@@ -1097,7 +1099,7 @@ def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
     """
     if args.resume not in ("auto", "none"):
         return load_checkpoint(args.resume, print)
-    newest = max(map(step_of, list_checkpoints(out)), default=0)
+    newest = on_all("checkpoints", lambda: max(map(step_of, list_checkpoints(out)), default=0))
     found = from_all((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
     latest, where = max(found)
@@ -1984,22 +1986,28 @@ GROUPS = ("model", "ema", "optimizer")  # of tensors in a checkpoint, each a dic
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:
     """Reads a checkpoint and checks every byte, unless only its plain data are wanted. Raises RunError if it
-    is not what was written.
+    is not what was written, NotNow if it cannot be read.
 
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
     directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
     """
     try:
-        with zipfile.ZipFile(path) as file:
+        with access(path), zipfile.ZipFile(path) as file:
             broken = checked and file.testzip()
         if broken:
             raise ValueError(f"{broken} has a wrong checksum")
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with access(path):
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if saved["format"] != 1 or checked and bit_sums(saved["tensors"]) != saved["sums"]:
             raise ValueError("its tensors are not those that were saved")
         if NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
             raise ValueError(f"it is that of step {saved['step']}")
         return saved
+    except NotNow:
+        raise
+    except FileNotFoundError:
+        raise NotNow(f"{path} is not there: bring it back, or what it is a link to, and run the same command "
+                     "again.") from None
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
         raise RunError(first_line(error)) from None
 
@@ -2013,9 +2021,9 @@ def step_of(path: str | Path) -> int:
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
-    """The finished checkpoints of a run, newest first."""
-    paths = Path(run_directory, "checkpoints").glob("step_*.pt")
-    found = [path for path in paths if NAME.fullmatch(path.name)]
+    """The finished checkpoints of a run, newest first. Raises NotNow if they cannot be listed."""
+    directory = Path(run_directory, "checkpoints")
+    found = [directory / name for name in names_in(directory) if NAME.fullmatch(name)]
     return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
@@ -2134,11 +2142,12 @@ class Checkpoints:
         files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         best = self.directory / "best.pt"
         marked = None
-        with suppress(RunError):
-            marked = read_checkpoint(best, checked=False)["step"]
-            files.setdefault(marked, best)
-            if marked > step:
-                best.unlink()
+        if best.exists():
+            with suppress(RunError):
+                marked = read_checkpoint(best, checked=False)["step"]
+                files.setdefault(marked, best)
+                if marked > step:
+                    best.unlink()
         with suppress(FileNotFoundError):
             losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
             left = {at: loss for at, loss in losses.items() if at <= step and at in files}
@@ -2380,7 +2389,7 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     none yet. Says where the trainer has changed since.
     """
     commands = []
-    with suppress(FileNotFoundError, ValueError):
+    with suppress(FileNotFoundError, ValueError), access(run.out / "config.json"):
         commands = json.loads((run.out / "config.json").read_text(encoding="utf-8")).get("commands", [])
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
@@ -2397,7 +2406,8 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
         return files
     files[path.name] = now
     if run.saved and path.exists():
-        began = files[path.name] = path.read_text(encoding="utf-8", errors="replace")
+        with access(path):
+            began = files[path.name] = path.read_text(encoding="utf-8", errors="replace")
         pairs = itertools.zip_longest(began.splitlines(), now.splitlines())
         for number, (before, after) in enumerate(pairs, 1):
             if before != after:

@@ -32,7 +32,18 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import EOT, PATTERNS, NotNow, Tokenizer, UserError, documents, prompt_ids, stream_text
+from data import (
+    EOT,
+    PATTERNS,
+    NotNow,
+    Tokenizer,
+    UserError,
+    access,
+    documents,
+    names_in,
+    prompt_ids,
+    stream_text,
+)
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -1524,12 +1535,14 @@ def config_from_hf(model_class: type, source: str):
         except (OSError, ValueError) as error:
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{str(error).splitlines()[0]}")
-    files = sorted(directory.glob("*.safetensors"))
+    files = [directory / name for name in names_in(directory) if name.endswith(".safetensors")]
     index = directory / "model.safetensors.index.json"
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        with access(directory / "config.json"):
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if index.exists():  # other files may be left over
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            with access(index):
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             files = [directory / Path(name).name for name in sorted({*names})]  # none elsewhere
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         config = None
@@ -1564,7 +1577,8 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     safetensors, tensors = _safetensors(), {}
     for file in files:
         try:
-            tensors |= safetensors.torch.load_file(file)
+            with access(file), open(file, "rb"):  # safetensors would say that there is no such file
+                tensors |= safetensors.torch.load_file(file)
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
     try:

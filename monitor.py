@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
 
-from data import ArgumentParser, UserError, say, write_atomically
+from data import ArgumentParser, UserError, access, say, write_atomically
 
 GB = 2**30
 MB = 2**20
@@ -205,10 +205,12 @@ EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:
 
 def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
     """The records of a run. Says how many lines are broken, as a kill or a crash can leave them. Raises
-    OSError.
+    NotNow if the file cannot be read, and FileNotFoundError.
     """
     records = []
-    lines = Path(run_directory, "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    path = Path(run_directory, "metrics.jsonl")
+    with access(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
         with suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
@@ -304,7 +306,8 @@ class TrainLog:
         self.open()
 
     def open(self):
-        self._file = open(self._path, "a", buffering=1, encoding="utf-8", errors="replace")
+        with access(self._path):
+            self._file = open(self._path, "a", buffering=1, encoding="utf-8", errors="replace")
 
     def begin(self, step: int, steps: int):
         """Shows a progress bar after `step` of `steps`, if the screen is a terminal."""
@@ -724,7 +727,7 @@ def show_run(run: Path):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns exit code 2 for a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
+    """The command. Returns the exit code of a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR",
                         help="a run: prints a summary as JSON and draws its curves (without it, readings of "
@@ -739,7 +742,7 @@ def main(argv: list[str] | None = None) -> int:
         show_run(args.run) if args.run else watch_machine(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:  # as in `python monitor.py | head`; at exit Python would flush into it again
