@@ -63,6 +63,12 @@ class NotNow(UserError):
     exit_code = 1
 
 
+def first_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split("\n", 1)[0].split())[:300]
+
+
 @contextlib.contextmanager
 def access(path: str | Path):
     """Where files are read: an OSError becomes NotNow, unless there is no such file. Only bytes that were

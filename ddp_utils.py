@@ -72,6 +72,7 @@ from data import (
     access,
     cpu_count,
     directory_of,
+    first_line,
     flag_group,
     fsync_directory,
     load_tokenizer,
@@ -501,11 +502,6 @@ def choose_interface(own: str, store: dist.Store):
         own = address_towards(store.get("a node's address").decode())
     if interface := own and roll_call.interface_of(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one short line."""
-    return " ".join(f"{type(error).__name__}: {error}".split("\n", 1)[0].split())[:300]
 
 
 def listed(names: list[str]) -> str:

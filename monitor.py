@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
 
-from data import ArgumentParser, UserError, access, say, write_atomically
+from data import ArgumentParser, UserError, access, first_line, say, write_atomically
 
 GB = 2**30
 MB = 2**20
@@ -68,8 +68,16 @@ def memory_gb(device) -> float:
 # The machine
 
 
+def why_not(package: str, error: Exception) -> str:
+    """Why an optional package did not do its part, as one line. One that is there may raise anything, when it
+    is imported or later.
+    """
+    missing = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == package
+    return f"pip install {package}" if missing else first_line(error)
+
+
 def cpu_and_ram() -> dict:
-    """CPU use since the last call, RAM in bytes. Raises ImportError."""
+    """CPU use since the last call, RAM in bytes. Raises whatever psutil does."""
     import psutil
     memory = psutil.virtual_memory()
     return {"cpu_percent": psutil.cpu_percent(), "ram_percent": memory.percent,
@@ -82,7 +90,7 @@ def machine_curves(suffix: str = "") -> dict[str, float]:
     """
     import torch
     values = {}
-    with suppress(ImportError, OSError):  # RunLog.begin says what is missing
+    with suppress(Exception):  # RunLog.begin says what is missing
         now = cpu_and_ram()
         values = {f"System/CPU_percent{suffix}": now["cpu_percent"],
                   f"System/RAM_percent{suffix}": now["ram_percent"]}
@@ -138,8 +146,9 @@ def read_machine(seconds: float) -> dict:
     """
     try:
         import psutil
-    except ImportError:
-        raise UserError("CPU, memory and network are read with psutil: pip install psutil.") from None
+    except Exception as error:
+        raise UserError("CPU, memory and network are read with psutil: "
+                        f"{why_not('psutil', error)}.") from None
     psutil.cpu_percent()  # the next call returns the mean since this one
     before = network_traffic()
     time.sleep(seconds)
@@ -377,14 +386,13 @@ class EventFile:
     def open(self, records: list[dict], settings: dict):
         try:
             self._rewrite(records, settings)
-        except ImportError:
-            self._say("curves for TensorBoard are not written: pip install tensorboard")
-        except (OSError, UserError) as error:
-            self._say(f"WARNING: no curves for TensorBoard until the next start ({error})")
+        except Exception as error:
+            self._writer = None
+            self._say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
 
     def _rewrite(self, records: list[dict], settings: dict):
         """Writes these records into a new file, then empties that of the start before, which may hold points
-        after the resumed step, and removes older ones. Raises ImportError, OSError and UserError.
+        after the resumed step, and removes older ones. Raises whatever tensorboard does, and UserError.
         """
         self._writer = None
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -435,8 +443,8 @@ class EventFile:
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
     passes to all `sinks`. A sink has open(records, settings), which gets all records so far, write(record)
-    and close(); one of your own is added before `begin`. After an OSError or a UserError, a sink is opened
-    again for the next record. Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
+    and close(); one of your own is added before `begin`. After an error of write, a sink is opened again for
+    the next record. Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
     """
 
     def __init__(self, out: Path, active: bool, prefix: str, lost=lambda: ""):
@@ -486,8 +494,8 @@ class RunLog:
             sink.open(self.records, settings)
         try:
             cpu_and_ram()  # the first record has the mean from now on
-        except ImportError:
-            self.say("curves of CPU and RAM are not written: pip install psutil")
+        except Exception as error:
+            self.say(f"curves of CPU and RAM are not written: {why_not('psutil', error)}")
         self._text.begin(step, settings["steps"])
 
     def _write_files(self):
@@ -599,9 +607,10 @@ class RunLog:
                     sink.open(self.records, self.settings)
                 else:
                     sink.write(record)
-            except (OSError, UserError) as error:
+            except Exception as error:  # of a package behind the sink, too
                 self._behind.append(sink)
-                self.say(f"WARNING: {type(sink).__name__} lacks a record ({error}); the next one tries again")
+                self.say(f"WARNING: {type(sink).__name__} lacks a record ({first_line(error)}); the next one "
+                         "tries again")
 
     def save_history(self, last: bool = False):
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
@@ -613,11 +622,11 @@ class RunLog:
         try:
             write_atomically(self.out / "history.json", json.dumps(history).encode())
             draw_curves(self.out.name, self.records, self.out / "training_history.png")
-        except ImportError:
-            if last:
-                self.say("training_history.png is not drawn: pip install matplotlib")
-        except (OSError, UserError) as error:
+        except UserError as error:
             self.say(f"WARNING: the history was not written ({error})")
+        except Exception as error:
+            if last:
+                self.say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
         self._next_drawing = time.perf_counter() + 20 * (time.perf_counter() - start)
 
     def finish(self, step: int, samples: int, peak_memory: float, ending: str):
@@ -652,9 +661,14 @@ class RunLog:
 
 def draw_curves(name: str, records: list[dict], path: Path):
     """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
-    800 pixels wide. Raises ImportError and UserError.
+    800 pixels wide. Raises whatever matplotlib does, and UserError.
     """
-    from matplotlib.figure import Figure  # not pyplot, which needs a display
+    backend = os.environ.pop("MPLBACKEND", None)  # that of a notebook, with which the import fails
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which needs a display
+    finally:
+        if backend:
+            os.environ["MPLBACKEND"] = backend
     keys = dict.fromkeys(key for record in records for key in record)
     own = [key for key in own_keys(keys) if "/" not in key]
     rows = ["lr", "tokens_per_sec", *own, *keys.keys() & {"val_exact"}]
@@ -722,8 +736,8 @@ def show_run(run: Path):
     try:
         draw_curves(name, records, path)
         print(f"the curves are in {path}", file=sys.stderr)
-    except ImportError:
-        print("the curves are not drawn: pip install matplotlib", file=sys.stderr)
+    except Exception as error:  # a run may be there for reading only
+        print(f"the curves are not drawn: {why_not('matplotlib', error)}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ddp_utils
-from data import ArgumentParser, Dataset, UserError, expected_ids, say, sources_of
+from data import ArgumentParser, Dataset, UserError, expected_ids, first_line, say, sources_of
 from ddp_utils import (
     HOST,
     SHARDED,
@@ -38,7 +38,6 @@ from ddp_utils import (
     RunError,
     World,
     compute_dtype,
-    first_line,
     flags_of_model,
     from_all,
     hardware,

@@ -350,6 +350,71 @@ def test_tensorboard_that_is_installed_later_has_the_whole_curve(tmp_path, monke
     assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3]
 
 
+ERRORS = ["TypeError", "AttributeError", "OSError", "ImportError"]
+
+
+@pytest.mark.parametrize("error, package", [
+    *zip(ERRORS, ["tensorboard"] * 4), *zip(ERRORS, ["matplotlib"] * 4), *zip(ERRORS, ["psutil"] * 4)])
+def test_a_package_that_is_broken_ends_no_run(tmp_path, monkeypatch, capsys, package, error):
+    block(monkeypatch, package)
+    monkeypatch.delitem(sys.modules, package)
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise {error}('made up')")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "run").mkdir()
+    log = begun(tmp_path / "run")
+    log.write(record(1, val_loss=4.0), "")
+    log.close()
+    line, = (line for line in capsys.readouterr().out.splitlines() if "made up" in line)
+    assert re.fullmatch(f".* (is not drawn|are not written): {error}: made up", line), line
+    assert monitor.read_metrics(tmp_path / "run")[0]["val_loss"] == 4.0
+    assert (tmp_path / "run" / "history.json").exists()
+    code, out, errors = command(capsys, tmp_path / "run")
+    assert code == 0 and json.loads(out)["step"] == 1
+    assert ("the curves are not drawn: " + error in errors) == (package == "matplotlib"), errors
+    if package == "psutil":
+        code, _, errors = command(capsys, "--once")
+        assert code == 2 and errors.startswith("error: ") and f"{error}: made up." in errors
+
+
+def test_a_package_that_fails_later_ends_no_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorboard")
+    log = begun(tmp_path)
+
+    def fail(event):
+        raise TypeError("made up")
+
+    monkeypatch.setattr(log.sinks[1], "_add", fail)
+    for step in (1, 2, 3):
+        log.write(record(step), "")
+    log.close()
+    said = capsys.readouterr().out
+    assert "EventFile lacks a record (TypeError: made up)" in said
+    assert "curves for TensorBoard are not written: TypeError: made up" in said
+    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_the_backend_of_a_notebook_ends_no_run(tmp_path):
+    """In a process of its own, as with !torchrun, where matplotlib is not imported yet."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    backend = "module://matplotlib_inline.backend_inline"
+    code = ("import os, sys, monitor; monitor.main(sys.argv[1:]); print(os.environ['MPLBACKEND'], "
+            "'matplotlib' in sys.modules)")
+    done = finish(start([sys.executable, "-c", code, tmp_path], MPLBACKEND=backend))
+    assert done.code == 0 and f"the curves are in {tmp_path}" in done.out, done.out
+    assert f"{backend} True" in done.out
+
+
+def test_a_run_that_may_only_be_read_prints_its_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    (tmp_path / "training_history.png").mkdir()  # so no picture can take this name, not even for root
+    code, out, errors = command(capsys, tmp_path)
+    assert code == 0 and json.loads(out)["step"] == 1
+    assert errors.startswith("the curves are not drawn: ") and "cannot be written" in errors
+
+
 def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeypatch, capsys):
     log = begun(tmp_path)
 
@@ -535,7 +600,7 @@ def test_a_sink_that_fails_is_opened_again_alone(tmp_path, monkeypatch, capsys):
     for step in range(1, 5):
         log.write(record(step), "")
     assert calls == [2, 4]
-    assert capsys.readouterr().out.count("WARNING: SimpleNamespace lacks a record (gone)") == 2
+    assert capsys.readouterr().out.count("SimpleNamespace lacks a record (ConnectionError: gone)") == 2
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
