@@ -31,6 +31,7 @@ import hashlib
 import itertools
 import json
 import lzma
+import mmap
 import numbers
 import os
 import random
@@ -855,7 +856,8 @@ def shard_dtype(vocab_size: int) -> str:
 def fsync_directory(path: Path):
     """Makes a rename in this directory survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    with contextlib.suppress(OSError):  # CIFS, VirtualBox and SMB in WSL sync no directories
+        os.fsync(descriptor)
     os.close(descriptor)
 
 
@@ -895,12 +897,23 @@ def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
     return sha256_of(path)
 
 
+def map_file(file) -> mmap.mmap | bytes:
+    """The content of an open file, read into memory where its file system cannot map it (some FUSE)."""
+    try:
+        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)  # fewer can map it as shared
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
+        return file.read()
+
+
 def open_shard(path: Path) -> np.ndarray:
     """Maps the tokens of a shard, (n,) uint16 or uint32. Raises UserError if header and length disagree."""
     try:
         with access(path), open(path, "rb") as file:
-            header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
-            size = os.fstat(file.fileno()).st_size
+            content = map_file(file)
+        header = np.frombuffer(content[:HEADER_BYTES], dtype="<i4")
+        size = len(content)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', 'too short')}.")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
@@ -912,7 +925,7 @@ def open_shard(path: Path) -> np.ndarray:
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
         raise UserError(f"{path} has {size} bytes instead of {expected}: copy it or prepare the data again.")
-    return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", HEADER_BYTES))
+    return np.frombuffer(content, np.dtype(dtype).newbyteorder("<"), offset=HEADER_BYTES)
 
 
 def check_types(part: dict, **types: type):

@@ -1992,8 +1992,14 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
             broken = checked and file.testzip()
         if broken:
             raise ValueError(f"{broken} has a wrong checksum")
+        load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
         with access(path):
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            try:
+                saved = load(mmap=True)
+            except RuntimeError as error:
+                if "unable to" not in str(error):  # mmap or open the file, which some file systems cannot
+                    raise
+                saved = load()
         if saved["format"] != 1 or checked and bit_sums(saved["tensors"]) != saved["sums"]:
             raise ValueError("its tensors are not those that were saved")
         if NAME.fullmatch(path.name) and step_of(path) != saved["step"]:

@@ -1577,8 +1577,12 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     safetensors, tensors = _safetensors(), {}
     for file in files:
         try:
-            with access(file), open(file, "rb"):  # safetensors would say that there is no such file
-                tensors |= safetensors.torch.load_file(file)
+            # of a file that it may not open, safetensors would say that it is not there
+            with access(file), open(file, "rb") as content:
+                try:
+                    tensors |= safetensors.torch.load_file(file)
+                except OSError:  # the file system cannot map it
+                    tensors |= safetensors.torch.load(content.read())
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
     try:

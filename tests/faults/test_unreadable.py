@@ -4,16 +4,21 @@ A link to itself is such a file, for root and on any file system: "Too many leve
 for every other OSError.
 """
 
+import errno
+import mmap
+import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
+import torch
 from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import data
 import monitor
-from ddp_utils import list_checkpoints
+from ddp_utils import list_checkpoints, load_run, read_checkpoint
 from model import GPT2, from_hf
 
 LOOP = "cannot be accessed (Too many levels of symbolic links)"
@@ -39,9 +44,9 @@ def trained(tmp_path_factory, shards) -> Path:
     return out
 
 
-def train(ranks: int, shards: Path, out: Path):
+def train(ranks: int, shards: Path, out: Path, **changes):
     trainer = Trainer("train_gpt2.py", steps=8, save_every=4, eval_every=4, log_every=1, max_new_tokens=5)
-    return trainer.fork(ranks, shards, out) if ranks else trainer.train(0, shards, out)
+    return (trainer.fork if ranks else trainer.train)(ranks, shards, out, **changes)
 
 
 @pytest.mark.parametrize("name, ranks", [
@@ -110,3 +115,70 @@ def test_other_files_that_cannot_be_read(trained, tmp_path, capsys):
     (tmp_path / "text.txt").symlink_to("text.txt")
     with pytest.raises(data.NotNow, match="text.txt cannot be accessed"):
         data.sha256_of(tmp_path / "text.txt")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# File systems that lack something
+
+
+def without_directory_sync(descriptor: int, sync=os.fsync):
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "Invalid argument")
+    sync(descriptor)
+
+
+def test_a_file_system_that_cannot_sync_directories(corpus, tmp_path, monkeypatch):
+    """Such as CIFS. What was written is written."""
+    monkeypatch.setattr(os, "fsync", without_directory_sync)
+    out = data.prepare(f"text:{corpus}", tmp_path / "out", "bytes", workers=1)
+    before = len(os.listdir("/proc/self/fd"))
+    done = train(0, out, tmp_path / "run")
+    assert done.code == 0 and "WARNING" not in done.out, done.out
+    assert [path.name[5:13] for path in list_checkpoints(tmp_path / "run")] == ["00000008", "00000004"]
+    for _ in range(20):
+        data.fsync_directory(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def test_a_file_system_that_cannot_map_files(trained, shards, tmp_path, monkeypatch):
+    """Such as some FUSE. Nothing is damaged, and the run and its export are what they would be."""
+    def no_map(*_, **__):
+        raise OSError(errno.ENODEV, "No such device")
+
+    def no_map_in_torch(name, *_, **__):
+        raise RuntimeError(f"unable to mmap 99 bytes from file <{name}>: No such device (19)")
+
+    out = tmp_path / "run"
+    copy_of_the_first_half(trained, out)
+    path = list_checkpoints(out)[0]
+    expected = read_checkpoint(path)["tensors"]
+    monkeypatch.setattr("mmap.mmap", no_map)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", no_map_in_torch)
+    monkeypatch.setattr("safetensors.torch.load_file", no_map)
+    found = read_checkpoint(path)["tensors"]
+    for group, named in expected.items():
+        assert all(torch.equal(tensor, found[group][name]) for name, tensor in named.items())
+    assert train(0, shards, out).code == 0
+    assert_same_run(trained, out)
+    assert train(0, shards, out, export="hf").code == 0
+    theirs, ours = from_hf(GPT2, str(out / "hf")), load_run(GPT2, out)[0]
+    assert torch.equal(theirs.positions.weight, ours.positions.weight)
+
+
+def test_shards_are_mapped_privately_and_not_read(shards, monkeypatch):
+    """Fewer file systems can map a file as shared."""
+    flags = []
+    real = mmap.mmap
+    monkeypatch.setattr("mmap.mmap", lambda *args: flags.append(args[2:]) or real(*args))
+    tokens = data.open_shard(shards / "train_000000.bin")
+    assert flags == [(mmap.MAP_PRIVATE, mmap.PROT_READ)] and not tokens.flags.writeable
+    assert len(tokens) == data.read_manifest(shards)["shards"][0]["tokens"]
+
+
+def test_too_many_open_files_are_said(shards, monkeypatch):
+    def no_descriptor(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("mmap.mmap", no_descriptor)
+    with pytest.raises(data.NotNow, match="cannot be accessed .Too many open files"):
+        data.open_shard(shards / "train_000000.bin")
