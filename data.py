@@ -100,8 +100,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
-        for stream in (sys.stdin, sys.stdout, sys.stderr):  # terminals that cannot show every character
-            if hasattr(stream, "reconfigure"):  # that of a notebook can
+        for name in ("stdin", "stdout", "stderr"):
+            if getattr(sys, name) is None:  # it was closed, as by >&-
+                setattr(sys, name, open(os.devnull, "r+"))
+            stream = getattr(sys, name)
+            if hasattr(stream, "reconfigure"):  # a terminal that cannot show every character; a notebook can
                 stream.reconfigure(errors="replace")
 
     def error(self, message):
@@ -155,6 +158,7 @@ PATTERNS = {
 }
 GPT2_DIGEST = "ce2c7b368254)"  # with which tokenizer_id ends
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
+LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
 LONGEST_RUN = 2000  # bpe:N is trained in a time that grows with the square of a run without a break
 LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
@@ -1360,8 +1364,10 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     limit = settings["max_tokens"]
     source.done = 0  # beginnings may have been read
     batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
-    with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True,
-              mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
+    lines = not sys.stderr.isatty() or bool(os.environ.get("TQDM_DISABLE"))
+    said = time.monotonic()
+    with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
+              mininterval=0.5) as bar:
         for batch, arrays in in_order(batches, workers, encode, source, tokenizer):
             for (document, piece, split, text), tokens in zip(batch, arrays):
                 if not limit or counts["read"] < limit:
@@ -1370,6 +1376,9 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                     writer.add(document, piece, split, tokens)
                     without = document + 1 - counts["documents"]
             bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
+            if lines and time.monotonic() > said + LINE_EVERY:
+                said = time.monotonic()
+                say(f"{counts['read'] / 1e6:.1f}M tokens so far")
             done = min(counts["read"], limit) if limit else source.done
             bar.update(done - bar.n)
             if limit and counts["read"] >= limit:

@@ -322,8 +322,9 @@ class TrainLog:
         """Shows a progress bar after `step` of `steps`, if the screen is a terminal."""
         self._steps = steps
         if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
-            self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True,
-                             bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
+            bar = tqdm(total=steps, initial=step, dynamic_ncols=True, file=sys.stdout,
+                       bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
+            self._bar = None if bar.disable else bar  # as with TQDM_DISABLE
 
     def say(self, text: str, on_screen: bool = True):
         with self._lock:
@@ -581,7 +582,8 @@ class RunLog:
 
     def _epoch_line(self, record: dict, val_loss: float):
         number = record["tokens"] // (self.facts["rows"] * self.settings["seq_len"])
-        self.say(f"epoch {number} | training loss {record['epoch_loss']:.4f} | validation loss "
+        of = f"/{self.settings['epochs']:g}" if self.settings.get("epochs") else ""
+        self.say(f"epoch {number}{of} | training loss {record['epoch_loss']:.4f} | validation loss "
                  f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
 
     def write(self, record: dict, line: str):

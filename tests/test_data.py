@@ -1139,3 +1139,10 @@ def test_shards_are_named_after_the_owner_of_a_tokenizer_json(tmp_path, monkeypa
     Path(path).parent.mkdir(parents=True)
     Path(path).touch()
     assert data.default_directory("text:a.txt", path) == Path("shards", f"a-{name}")
+
+
+def test_a_preparation_without_a_terminal_has_lines(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data, "LINE_EVERY", 0)
+    data.prepare(f"text:{corpus}", tmp_path / "out", "bytes")
+    said = capsys.readouterr()
+    assert re.search(r"^0\.4M tokens so far$", said.out, re.M) and said.err == ""

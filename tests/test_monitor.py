@@ -490,11 +490,15 @@ def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best)
     assert capsys.readouterr().out.endswith("| best so far\n") == best
 
 
+def terminal() -> SimpleNamespace:
+    return SimpleNamespace(isatty=lambda: True, fileno=lambda: 1, write=len, flush=lambda: None,
+                           encoding="utf-8")
+
+
 @pytest.mark.parametrize("columns, rows", [(0, 0), (80, 0), (80, 24)])
 def test_a_terminal_without_a_size_gets_lines(tmp_path, monkeypatch, columns, rows):
     """The progress bar would be nothing there."""
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, fileno=lambda: 1, write=len,
-                                                       flush=lambda: None))
+    monkeypatch.setattr(sys, "stdout", terminal())
     monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((columns, rows)))
     log = begun(tmp_path)
     assert (log._text._bar is not None) == (rows > 0)
@@ -502,8 +506,7 @@ def test_a_terminal_without_a_size_gets_lines(tmp_path, monkeypatch, columns, ro
 
 
 def test_a_bar_of_120_columns_has_a_bar_one_eta_and_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, fileno=lambda: 1, write=len,
-                                                       flush=lambda: None))
+    monkeypatch.setattr(sys, "stdout", terminal())
     monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((120, 40)))
     log = begun(tmp_path)
     bar = log._text._bar
@@ -513,6 +516,47 @@ def test_a_bar_of_120_columns_has_a_bar_one_eta_and_its_end(tmp_path, monkeypatc
     text = bar.format_meter(**bar.format_dict | {"ncols": 120})
     log.close()
     assert text.startswith("|█████     | 150/300 | loss 4.7627") and text.endswith("eta 01:23 | Sync=OK")
+
+
+def test_a_bar_is_drawn_on_the_stream_that_is_a_terminal(tmp_path, monkeypatch, capsys):
+    screen = terminal()
+    drawn = []
+    screen.write = drawn.append
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((80, 24)))
+    log = begun(tmp_path)
+    log._text.tick(10)
+    log.close()
+    assert "10/10" in "".join(drawn) and capsys.readouterr().err == ""
+
+
+def test_lines_where_tqdm_is_disabled(tmp_path):
+    """Its variable is read when it is imported."""
+    code = ("import os, pty, sys, tqdm, monitor; os.get_terminal_size = lambda fd: (80, 24); "
+            "log = monitor.TrainLog(monitor.Path(sys.argv[1]), 'rank 0'); log.begin(0, 9); "
+            "log.write({'step': 1, 'loss': 2.0}, 'loss 2')")
+    command = f"import pty; pty.spawn([{sys.executable!r}, '-c', {code!r}, {str(tmp_path / 'log')!r}])"
+    done = finish(start([sys.executable, "-c", command], TQDM_DISABLE=1))
+    assert done.code == 0 and done.out.strip() == "rank 0 step 1/9 | loss 2", done.out
+
+
+def test_closed_streams_are_no_traceback(tmp_path, corpus):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    prepare = f"data.py prepare --dataset text:{corpus} --tokenizer bytes --out {tmp_path}/sh"
+    for command in (f"monitor.py {tmp_path}/one", prepare, f"data.py info {tmp_path}/sh",
+                    "train_gpt2.py --dry-run"):
+        done = finish(start(["bash", "-c", f"{sys.executable} {command} >&-"], cwd=ROOT))
+        assert done.code == 0 and "Error" not in done.out, done.out
+    done = finish(start(["bash", "-c", f"{sys.executable} {prepare}-2 <&- >&- 2>&-"], cwd=ROOT))
+    assert done.code == 0 and (tmp_path / "sh-2" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("epochs, line", [(3.0, "epoch 2/3 |"), (None, "epoch 2 |")])
+def test_an_epoch_says_of_how_many_where_that_is_known(tmp_path, capsys, epochs, line):
+    log = begun(tmp_path, seq_len=8, epochs=epochs)
+    log._epoch_line({"tokens": 64, "epoch_loss": 2.0, "epoch_seconds": 3}, 2.5)
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("bar", [False, True], ids=["lines", "progress bar"])
