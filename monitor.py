@@ -333,7 +333,10 @@ class TrainLog:
                     self._bar.write(text)
                 elif on_screen:
                     say(text)
-            with suppress(OSError):  # a full disk must not stop the training
+            with suppress(OSError, UserError):  # a full disk must not stop the training
+                if not os.fstat(self._file.fileno()).st_nlink:
+                    self.open()
+                    self._file.write("WARNING: train.log was removed, and begins anew here\n")
                 self._file.write(text + "\n")
 
     def tick(self, step: int):
@@ -596,11 +599,11 @@ class RunLog:
 
     def _pass_on(self, record: dict):
         self.records.append(record)
-        removed = not (self.out / "metrics.jsonl").exists()  # and the directory was made again, by `lost`
+        # and the directory was made again, by `lost`
+        removed = not all((self.out / name).exists() for name in ("metrics.jsonl", *self.files))
         if removed:
             with suppress(OSError, UserError):  # which a sink says below
                 self._write_files()
-                self._text.open()
         behind = self.sinks if removed else self._behind
         self._behind = []
         for sink in self.sinks:
