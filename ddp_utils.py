@@ -2547,11 +2547,15 @@ class StopVote:
             self._since = time.monotonic()  # set first: a signal may come between these two lines
             self.signal = number
 
+    def is_orphan(self) -> bool:
+        """Whether torchrun was killed."""
+        return self._torchrun not in (None, os.getppid())
+
     def vote(self) -> int:
         """Starts a vote. Returns the result of the previous one: the signal that any rank got, or 0."""
         if self._under_way:
             self.read()
-        if self._torchrun not in (None, os.getppid()):  # it was killed, so nothing else will stop us
+        if self.is_orphan():  # so nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
         self._vote.fill_(self.signal)
         self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
@@ -2773,13 +2777,20 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
         ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
                   f"step {checkpoints.saved_step}: the same command resumes it")
 
+    finished = []
+
     def finish():
         checkpoints.close()
         log.finish(step, samples, memory, ending)
+        finished.append(True)
 
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
     # torchrun whose processes have ended waits for the others only for a while.
-    on_all("end", finish)
+    try:
+        on_all("end", finish)
+    except RunError:  # without torchrun there may be no store in which to wait, and all has been said
+        if not (finished and stop.is_orphan()):
+            raise
     say_on_other_nodes(world, f"{ending} on node 0")
 
 

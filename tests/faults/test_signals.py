@@ -298,14 +298,17 @@ def test_signal_to_torchrun(tmp_path, shards, number):
     assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGKILL, marks=pytest.mark.full),
+                                    pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_torchrun_is_killed(tmp_path, shards, number):
-    """Without --signals-to-handle SIGUSR1 kills torchrun. Its workers notice, save, end and free the lock."""
+    """Without --signals-to-handle SIGUSR1 kills torchrun, and SIGHUP with that of the README but without
+    nohup. Its workers notice, save, end and free the lock. Nothing that they say is an error."""
     out = tmp_path / "run"
-    process, mark = run_under_torchrun(shards, out)
+    more = ["--signals-to-handle", "SIGTERM,SIGINT"] * (number == signal.SIGHUP)
+    process, mark = run_under_torchrun(shards, out, *more)
     process.send_signal(number)
-    assert finish(process, 15).code == -number  # its output ends with the last of the workers
+    done = finish(process, 15)  # its output ends with the last of the workers
+    assert done.code == -number and "error: " not in done.out, done.out
     wait_for(lambda: not marked(mark), 30)
     assert "stopped by SIGHUP" in (out / "train.log").read_text()
     assert read_checkpoint(list_checkpoints(out)[0])["step"] == log_of(out)[-1]["step"]
@@ -366,13 +369,19 @@ def test_a_snapshot_is_written_though_another_process_dies(tmp_path, shards):
 
 
 @pytest.mark.full
-def test_nohup(tmp_path, shards):
-    """A run that was started with SIGHUP ignored, as nohup does, outlives its terminal."""
-    process = start(["nohup", *torchrun(0, GPT2.script, *GPT2.flags(shards, tmp_path / "run", **ENDLESS))])
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_nohup(tmp_path, shards, ranks):
+    """A run that was started with SIGHUP ignored, as nohup does, outlives its terminal; torchrun needs a
+    flag, which the README has."""
+    command = ["nohup", *torchrun(ranks, GPT2.script, *GPT2.flags(shards, tmp_path / "run", **ENDLESS))]
+    if ranks:
+        command[4:4] = ["--signals-to-handle", "SIGTERM,SIGINT"]
+        assert "nohup torchrun --signals-to-handle SIGTERM,SIGINT" in (ROOT / "README.md").read_text()
+    process = start(command)
     wait_for(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > 3)
     process.send_signal(signal.SIGHUP)
     lines = lines_of(tmp_path / "run" / "metrics.jsonl")
     wait_for(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > lines + 10)
     process.send_signal(signal.SIGTERM)
     done = finish(process, 30)
-    assert done.code == 0 and "stopped by SIGTERM" in done.out, done.out
+    assert done.code == (1 if ranks else 0) and "stopped by SIGTERM" in done.out, done.out
