@@ -118,7 +118,9 @@ FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained 
 ASKED_ANEW = ("out", "resume", "tokenizer", "device", "backend", "timeout", "compile")
 UNSAID = (*ASKED_ANEW, "wanted_batch", "largest_batch")  # of which a change needs no line
 # what started several processes, by the variable in which it tells each their number
-STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
+            "MV2_COMM_WORLD_SIZE": "mpirun_rsh", "PALS_LOCAL_SIZE": "mpiexec", "JSM_NAMESPACE_SIZE": "jsrun",
+            "FLUX_JOB_SIZE": "flux run"}
 HOST = os.uname().nodename  # the name of this machine
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -367,8 +369,8 @@ def use_libdevice_of_triton():
 def refuse_lone_tasks():
     """UserError in one of several processes that know nothing of each other: each would train alone."""
     for name, starter in STARTERS.items():
-        tasks = os.environ.get(name, "1")
-        if "RANK" not in os.environ and tasks != "1":
+        tasks = os.environ.get(name, "")
+        if "RANK" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
             script = sys.argv[0]
             raise UserError(
                 f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "

@@ -326,6 +326,22 @@ def test_slurm_job_queues_itself_again(tmp_path):
     assert ended.code == 0 and ended.out == "saved\nscontrol requeue 7\n", ended.out
 
 
+@pytest.mark.skipif(not shutil.which("taskset") or data.cpu_count() < 2, reason="needs taskset and two cores")
+def test_slurm_gives_the_step_the_cpus_of_the_job(tmp_path):
+    """With a stand-in for srun of 22.05 to 23.02: one CPU for each task, unless srun itself is told."""
+    for name, text in {
+            "scontrol": "echo localhost",
+            "srun": 'cpus=1\nfor word; do\ncase $word in --cpus-per-task=*) cpus=${word#*=};; esac\ndone\n'
+                    'exec taskset -c "0-$((cpus - 1))" nproc'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for given, cpus in (("2", 2), (None, 1)):
+        job = start(["bash", ROOT / "cluster" / "slurm.sbatch", "train_gpt2.py"], cwd=ROOT, SLURM_NNODES=1,
+                    PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID=7, SLURM_JOB_NODELIST="n1",
+                    SLURM_CPUS_PER_TASK=given, OMP_NUM_THREADS=None)
+        assert finish(job, 10).out == f"{cpus}\n"
+
+
 def test_systemd_unit():
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str

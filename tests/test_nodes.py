@@ -92,6 +92,11 @@ def test_the_folder_cluster_comes_before_a_package_of_that_name(tmp_path, shards
     ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 processes"),
     ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
     ({"PMI_SIZE": "2"}, "mpiexec has started 2 processes"),
+    ({"MV2_COMM_WORLD_SIZE": "2"}, "mpirun_rsh has started 2 processes"),  # MVAPICH
+    ({"PALS_LOCAL_SIZE": "12"}, "mpiexec has started 12 processes"),  # of HPE
+    ({"JSM_NAMESPACE_SIZE": "6"}, "jsrun has started 6 processes"),
+    ({"FLUX_JOB_SIZE": "2"}, "flux run has started 2 processes"),
+    ({"PMI_SIZE": "", "OMPI_COMM_WORLD_SIZE": "0", "FLUX_JOB_SIZE": "1", "MV2_COMM_WORLD_SIZE": "x"}, None),
     ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, None),  # as in a batch script
     ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"}, None), ({"OMPI_COMM_WORLD_SIZE": "1"}, None)])
 def test_tasks_that_would_train_alone_are_refused(env, refused, tmp_path, shards, monkeypatch):
