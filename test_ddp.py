@@ -384,6 +384,9 @@ def main():
     say(f"rank {world.rank} on {HOST}: all right, on {hardware(world.device)}")
     for _ in range(2):  # an NCCL collective that times out returns, and the next one raises
         step("the end", dist.barrier)
+    if world.world_size == 1:
+        say("this process is alone, so no network was checked: start this on all machines with "
+            "cluster/ddp_launch.sh, or on one with torchrun")
     if world.is_rank0:
         say("OK")
 

@@ -35,6 +35,11 @@ number NODE_RANK 0 $((10#$NNODES - 1))
 number GPUS_PER_NODE 1 64
 number PREFLIGHT_TIMEOUT 1 86400
 (($# > 0)) || fail "no script is named: ddp_launch.sh train_gpt2.py --size gpt2"
+if [[ ! -f $1 ]] && command -v "$1" >/dev/null; then
+    words=("${@:2}")
+    fail "$1 is a program and not a script of the trainers: start it alone, in Docker with \
+docker compose run --rm --entrypoint $1 trainer ${words[*]@Q}"
+fi
 [[ -f $1 ]] || fail "$1 does not exist in $PWD: go to the directory of the trainers first."
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH: activate the virtual environment."
 

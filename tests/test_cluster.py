@@ -79,10 +79,12 @@ def test_check_says_ok(shards):
         assert re.search(line, ended.out, re.M), (line, ended.out)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_check_of_one_process():
+    """It says OK in each of several containers that nobody joined, so it says that it was alone."""
     ended = run(0, "test_ddp.py", "--device", "cpu", timeout=60)
     assert ended.code == 0 and ended.out.splitlines()[-1] == "OK", ended.out
+    assert "this process is alone, so no network was checked" in ended.out
 
 
 def test_different_data_are_found(shards, tmp_path):
@@ -189,6 +191,12 @@ def test_launcher_names_wrong_variables():
         assert ended.code == 2 and sentence in ended.out and len(ended.out.splitlines()) == 1, ended.out
     ended = finish(Nodes(2).start(0, "no_such.py"))
     assert ended.code == 2 and "no_such.py does not exist" in ended.out, ended.out
+    ended = finish(Nodes(2).start(0, "bash", "-lc", "echo a 'b c'"))
+    command = "docker compose run --rm --entrypoint bash trainer "
+    assert ended.code == 2 and command in ended.out, ended.out
+    words = f"bash {ended.out.partition(command)[2]}"
+    again = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
+    assert again.stdout == "a b c\n", again
 
 
 def test_launcher_names_what_is_wrong_with_node_0():
@@ -356,9 +364,12 @@ def test_compose_file():
     yaml = pytest.importorskip("yaml")
     text = (ROOT / "cluster" / "compose.yaml").read_text()
     compose = yaml.safe_load(text)
-    assert compose.keys() <= {"name", "services", "volumes", "networks", "secrets", "configs", "include"}
-    assert list(compose["services"]) == ["trainer"]
+    assert compose.keys() == {"x-trainer", "services"} and list(compose["services"]) == ["trainer", "cpu"]
     service = compose["services"]["trainer"]
+    without = compose["services"]["cpu"]  # a GPU; in a profile, so `up` does not start both
+    assert without.pop("profiles") == ["cpu"]
+    assert without == {key: value for key, value in service.items() if key != "deploy"}
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= {*service["environment"]}  # if the host has them
     kinds = {"image": str, "build": dict, "command": (str, list), "entrypoint": (str, list), "user": str,
              "network_mode": str, "ipc": str, "shm_size": (int, str), "ulimits": dict, "init": (bool, str),
              "restart": str, "stop_grace_period": str, "working_dir": str, "volumes": list, "deploy": dict,
