@@ -820,7 +820,11 @@ LARGEST_ROW = 1024  # the largest default for pairs
 
 def reachable(url: str, seconds: float = 1.0) -> bool:
     """Whether the host of `url`, or the proxy in front of it, accepts a connection within `seconds`."""
-    parts = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or url)
+    parts = urllib.parse.urlsplit(url)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(parts.hostname):
+        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     with contextlib.suppress(OSError):  # in a thread, because a DNS look-up has no time-out
         connecting = ThreadPoolExecutor(1).submit(socket.create_connection, (parts.hostname, port), seconds)

@@ -1141,6 +1141,22 @@ def test_shards_are_named_after_the_owner_of_a_tokenizer_json(tmp_path, monkeypa
     assert data.default_directory("text:a.txt", path) == Path("shards", f"a-{name}")
 
 
+@pytest.mark.parametrize("name, form", [("https_proxy", "{}"), ("HTTPS_PROXY", "http://{}"),
+                                        ("ALL_PROXY", "{}"), ("all_proxy", "socks5://{}")])
+def test_a_proxy_in_any_form_is_asked(monkeypatch, name, form):
+    """Without a scheme, as curl takes it, or the one proxy for all."""
+    for other in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(other, raising=False)
+        monkeypatch.delenv(other.upper(), raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv(name, form.format(f"127.0.0.1:{server.getsockname()[1]}"))
+        assert data.reachable("https://host.invalid")
+        monkeypatch.setenv("no_proxy", "host.invalid")
+        assert not data.reachable("https://host.invalid")
+    monkeypatch.delenv("no_proxy")
+    assert not data.reachable("https://host.invalid")  # the proxy has gone
+
+
 def test_a_preparation_without_a_terminal_has_lines(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "LINE_EVERY", 0)
     data.prepare(f"text:{corpus}", tmp_path / "out", "bytes")
