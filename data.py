@@ -887,6 +887,14 @@ def replacing(path: Path):
         raise
 
 
+def why_not_made(directory: Path, error: OSError) -> str:
+    """Why a directory cannot be made: the system's reason, or the link to nothing that leads to it."""
+    for path in (directory, *directory.parents):
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {os.readlink(path)}, which is not there"
+    return error.strerror
+
+
 def write_atomically(path: Path, *chunks):
     """Writes a whole file (see `replacing`), or raises NotNow."""
     try:
@@ -1283,7 +1291,7 @@ def lock_directory(out: Path):
         lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
     except OSError as error:
         kind = NotNow if error.errno == errno.ENOSPC else UserError
-        raise kind(f"{out} cannot be written: {error.strerror}; choose another --out.")
+        raise kind(f"{out} cannot be written: {why_not_made(out, error)}; choose another --out.")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

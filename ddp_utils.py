@@ -87,6 +87,7 @@ from data import (
     tokenizer_id,
     unigram_entropy,
     validation_batches,
+    why_not_made,
     without_surrogates,
 )
 from model import (
@@ -449,7 +450,7 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
         if not env.get(name) or name != "MASTER_ADDR" and not env[name].isdecimal():
             wrong = "not a number" if env.get(name) else "not set"
             raise UserError(f"{name} is {wrong}: start with torchrun, or give each process RANK, WORLD_SIZE, "
-                            "MASTER_ADDR and MASTER_PORT.")
+                            "MASTER_ADDR and MASTER_PORT, or for a single one `unset RANK WORLD_SIZE`.")
     rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
@@ -2283,7 +2284,7 @@ class RunLock:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise (NotNow if error.errno == errno.ENOSPC else UserError)(
-                f"{self.out} cannot be written ({error.strerror}): choose another --out.")
+                f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
         file = os.fdopen(descriptor, "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

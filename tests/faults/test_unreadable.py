@@ -182,3 +182,16 @@ def test_too_many_open_files_are_said(shards, monkeypatch):
     monkeypatch.setattr("mmap.mmap", no_descriptor)
     with pytest.raises(data.NotNow, match="cannot be accessed .Too many open files"):
         data.open_shard(shards / "train_000000.bin")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_link_to_what_is_not_mounted_is_named(shards, corpus, tmp_path, inside):
+    link = tmp_path / "link"
+    link.symlink_to("/not/mounted")
+    out = link / "run" if inside else link
+    sentence = f"{link} is a link to /not/mounted, which is not there"
+    done = train(0, shards, out)
+    assert done.code == 2 and sentence in done.out, done.out
+    with pytest.raises(data.UserError, match=sentence):
+        data.prepare(f"text:{corpus}", out, "bytes")
+    assert link.is_symlink()
