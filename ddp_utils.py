@@ -353,8 +353,11 @@ def connect(backend: str, function):
     except RuntimeError as error:
         if heartbeat and heartbeat.ask():  # a rank was lost, see ending_of
             raise
-        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): "
-                       f"{WHEN_CUT_OFF[backend]}") from None
+        advice = WHEN_CUT_OFF[backend]
+        if backend == "gloo" and not heartbeat:  # one process, which needs no other node
+            advice = ("turn its network interface on (`sudo ip link set lo up`), and unset "
+                      "GLOO_SOCKET_IFNAME if you have set it.")
+        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {advice}") from None
 
 
 def use_libdevice_of_triton():

@@ -133,8 +133,8 @@ def torchrun(ranks: int, script, *args) -> list:
     script = ROOT / script
     if ranks == 0:
         return [sys.executable, script, *args]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-            script, *args]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
+            f"--nproc-per-node={ranks}", script, *args]
 
 
 def run(ranks: int, script, *args, timeout: float = 240, cwd=None, **env) -> Finished:

@@ -4,13 +4,14 @@ import importlib
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from runs import Trainer
 
 import test_ddp
-from ddp_utils import STRATEGIES
+from ddp_utils import STRATEGIES, run_directory
 from model import GPT2, HRM, MLM, num_params
 
 DOCUMENTS = [ROOT / folder / "README.md" for folder in (".", "cluster", "tests")]
@@ -94,3 +95,19 @@ def test_the_activations_of_the_table_are_what_dry_run_says(row):
     assert f"{batch} x {seq_len}, bf16, compile on, activation checkpointing {mode or 'none'};" in done.out
     activations = float(re.search(r"^ddp( +[\d.]+){4} +([\d.]+)", done.out, re.M)[2])
     assert abs(activations - float(gigabytes)) <= rounded(gigabytes) + 0.01, done.out
+
+
+def test_all_results_are_linked():
+    text = "".join(path.read_text() for path in [*DOCUMENTS, *(ROOT / "bench").rglob("*.md")])
+    for path in (ROOT / "bench" / "results").iterdir():
+        assert f"results/{path.name}" in text or f"({path.name})" in text, path
+
+
+def test_the_directory_of_a_fine_tuned_hrm(tmp_path, monkeypatch):
+    """Its tokenizer, and so its name, is that of the weights."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "runs" / "hrm-tiny-stdlib-bpe4096" / "tokenizer.json"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    args = SimpleNamespace(size="tiny", data="text:books/*.txt", out=None, tokenizer=str(file))
+    assert f"`{run_directory(args, 'train_hrm')}`" in DOCUMENTS[0].read_text()

@@ -4,14 +4,16 @@ numbered, and how they leave. Needs root and iproute2 where there are namespaces
 
 import itertools
 import os
+import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT, Finished, finish, start
+from conftest import ROOT, Finished, finish, run, start
 from lab import MASTER, PORT, Lab, Unavailable
 from processes import Group
 from runs import Trainer, log_of
@@ -148,6 +150,34 @@ def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypa
     finally:
         torch.distributed.destroy_process_group()
     assert "--backend gloo" in ddp_utils.WHEN_CUT_OFF["nccl"]
+
+
+def test_one_process_whose_interface_is_down_is_not_sent_to_other_nodes(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "gone0")
+    done = run(0, GPT2.script, *GPT2.flags(shards, tmp_path / "run", steps=1))
+    assert done.code == 1 and "Unable to find address for: gone0" in done.out, done.out
+    assert "sudo ip link set lo up" in done.out and "unset GLOO_SOCKET_IFNAME" in done.out
+    assert "other nodes" not in done.out
+
+
+@pytest.mark.full
+def test_torchrun_where_the_own_name_leads_nowhere(shards, tmp_path):
+    """With what README says; without it torchrun of some versions hangs."""
+    if subprocess.run(["unshare", "-ru", "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare -ru")
+    assert "Give torchrun `--local-addr 127.0.0.1`" in (ROOT / "README.md").read_text()
+    command = shlex.join([sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1",
+                          "--nproc_per_node=2", str(ROOT / GPT2.script),
+                          *GPT2.flags(shards, tmp_path / "run", steps=1, global_batch=2)])
+    done = finish(start(["unshare", "-ru", "sh", "-c", f"hostname mypc42x && {command}"]), 90)
+    assert done.code == 0 and "training complete" in done.out, done.out
+
+
+def test_a_lasting_world_size_says_unset(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    done = GPT2.here(*GPT2.flags(shards, tmp_path / "run", steps=1))
+    assert done.code == 2 and "RANK is not set" in done.out, done.out
+    assert "`unset RANK WORLD_SIZE`" in done.out
 
 
 def test_ranks_of_before_in_the_store_of_torchrun(monkeypatch):
