@@ -173,6 +173,20 @@ def test_torchrun_where_the_own_name_leads_nowhere(shards, tmp_path):
     assert done.code == 0 and "training complete" in done.out, done.out
 
 
+@pytest.mark.parametrize("flag, values", [("--out", ("run", "other")), ("--global-batch", ("2", "4"))])
+def test_a_flag_that_differs_between_nodes_is_named(shards, tmp_path, flag, values):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [start([sys.executable, ROOT / GPT2.script, *GPT2.flags(shards, tmp_path / "run", steps=1,
+                                                                    global_batch=2), flag, value],
+                   cwd=tmp_path, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+             for rank, value in enumerate(values)]
+    for done in [finish(node, 60) for node in nodes]:
+        sentence = f"error: {flag} on rank 1 differs from the other ranks"
+        assert done.code == 2 and sentence in done.out, done.out
+
+
 def test_a_lasting_world_size_says_unset(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "5")
     done = GPT2.here(*GPT2.flags(shards, tmp_path / "run", steps=1))
