@@ -172,6 +172,10 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
     reason = first_line(error)
     if not lost:
         return 1, "", reason
+    if heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
+        reason = (f"all processes stood still for {heartbeat.stood:.0f} s, as on a suspended machine: "
+                  f"{WAY_BACK}.")
+        return 1, f"error: {reason}", reason
     return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
                "cannot reach another."), reason
 
@@ -551,6 +555,7 @@ class Heartbeat:
         self._leaves_last = self.hosts_store or several_nodes and node == "0"
         self._state = ""
         self._seen = {}
+        self.stood = 0.0  # the longest time, in seconds, in which this process did not run
         self._next_look = 0.0
         self._stopped = threading.Event()
         self._beat()
@@ -632,7 +637,11 @@ class Heartbeat:
 
     def _beat_on(self):
         with suppress(Exception):  # the store is gone
+            last = time.monotonic()
             while not self.cause and not self._stopped.wait(self.BEAT):
+                now = time.monotonic()
+                self.stood = max(self.stood, now - last - self.BEAT)
+                last = now
                 self._beat()
 
     def _beat(self):

@@ -474,6 +474,22 @@ def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
     assert ddp_utils.ending_of(error) == (1, "", "RuntimeError: NCCL operation timed out")
 
 
+def test_a_time_in_which_all_processes_stood_still_is_named(monkeypatch, capsys):
+    """One that was stopped alone would have been named by the others."""
+    times = iter([100.0, 101.0, 102.0, 133.0, 134.0])
+    monkeypatch.setattr(ddp_utils.time, "monotonic", lambda: next(times))
+    waits = iter([False] * 4 + [True])
+    beat = SimpleNamespace(cause="", stood=0.0, BEAT=1.0, PATIENCE=5.0, ask=lambda: "", _beat=lambda: None,
+                           _stopped=SimpleNamespace(wait=lambda seconds: next(waits)))
+    ddp_utils.Heartbeat._beat_on(beat)
+    assert beat.stood == 30
+    monkeypatch.setattr(ddp_utils, "heartbeat", beat)
+    code, text, reason = ddp_utils.ending_of(RuntimeError("gloo: timed out"))
+    assert code == 1 and text == f"error: {reason}" and "all processes stood still for 30 s" in reason
+    beat.stood = 0.5
+    assert "one was busy for longer than --timeout" in ddp_utils.ending_of(RuntimeError("gloo: no"))[1]
+
+
 def test_the_watchdog_of_nccl_does_not_wait_a_minute(world):
     """It waits four times as long, 15 s each by default, before it gives up a collective that timed out."""
     assert int(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 2000
