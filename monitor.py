@@ -306,7 +306,8 @@ class Clock:
 class TrainLog:
     """train.log and the screen: all that a run says, and a line for each record."""
 
-    def __init__(self, path: Path, prefix: str):
+    def __init__(self, path: Path, prefix: str, lost=lambda: ""):
+        self._lost = lost  # see RunLog
         self._path = path
         self._prefix = prefix
         self._steps = 0  # of the run, see begin
@@ -334,7 +335,7 @@ class TrainLog:
                 elif on_screen:
                     say(text)
             with suppress(OSError, UserError):  # a full disk must not stop the training
-                if not os.fstat(self._file.fileno()).st_nlink:
+                if not os.fstat(self._file.fileno()).st_nlink and not self._lost():
                     self.open()
                     self._file.write("WARNING: train.log was removed, and begins anew here\n")
                 self._file.write(text + "\n")
@@ -462,7 +463,7 @@ class RunLog:
         self.sinks = [MetricsFile(self.out / "metrics.jsonl"), EventFile(self.out / "tb", self.say)]
         self._behind = []  # the sinks that lack records, because a write has failed
         self._next_drawing = 0.0
-        self._text = TrainLog(self.out / "train.log", prefix) if active else None
+        self._text = TrainLog(self.out / "train.log", prefix, lost) if active else None
 
     def say(self, text: str = ""):
         """Prints a text and appends it to train.log."""
