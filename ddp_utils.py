@@ -199,12 +199,17 @@ def memory_asked_for(error: BaseException) -> str | None:
     return f" (asked for {found[1]} more)" if found else ""
 
 
+launched = False  # whether `launch` runs main(), and ends the process
+
+
 def launch(main):
     """Runs main() and ends the process. Exit codes: 0, 1 for a failure or NotNow, 2 for any other UserError
     or a missing compiler, 130 for Ctrl-C.
 
     Ends with os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
+    global launched
+    launched = True
     get_error_handler().initialize()
     try:
         main()
@@ -1155,6 +1160,7 @@ class Run:
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
     frozen: dict[str, int | None] | None = None  # the steps of models that load_frozen has loaded
     initial: dict[str, int] | None = None  # bit sums of the shards of new_model
+    described: bool = False  # whether identity_of has been called
     # set by find_run
     command: str = ""  # of this start
     out: Path | None = None
@@ -1221,12 +1227,17 @@ def find_run(model_class: type, args: Namespace, world: World, names: dict,
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     if weights and not run.saved:
-        with torch.device("meta"):
-            model = model_class(model_class.Config(**weights["model_config"]))
-        known = model.config.seq_len
-        if args.seq_len > known and "positions.weight" in model.state_dict():
-            raise UserError(f"{args.init_from} has learned positions for {known} tokens: lower --seq-len.")
+        assert_context(model_class, weights, args.seq_len)
     return run
+
+
+def assert_context(model_class: type, weights: dict, seq_len: int):
+    """Raises UserError if weights cannot read rows of seq_len tokens."""
+    with torch.device("meta"):
+        model = model_class(model_class.Config(**weights["model_config"]))
+    known = model.config.seq_len
+    if seq_len > known and "positions.weight" in model.state_dict():
+        raise UserError(f"{weights['path']} has learned positions for {known} tokens: lower --seq-len.")
 
 
 def continue_branch(run: Run, parse_args, argv: list[str] | None):
@@ -1484,6 +1495,7 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     plan |= {"world_size": run.world.world_size,
              "precision": str(model.compute_dtype).removeprefix("torch.")}
     settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
+    run.described = True
     if run.frozen:
         settings["frozen"] = run.frozen
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
@@ -1702,9 +1714,8 @@ def assert_all_train(model: nn.Module, optimizers: list):
         if closure and closure.default is closure.empty:
             raise UserError(f"{type(optimizer).__name__} evaluates the loss again in its step, and a trainer "
                             "has one loss for each step: use an optimizer whose step needs no closure.")
-    parts = {name: isinstance(p, DTensor) for name, p in model.named_parameters() if p.requires_grad}
-    whole = [name for name, sharded in parts.items() if not sharded]
-    if whole and len(whole) < len(parts):
+    whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if whole and any(isinstance(p, DTensor) for p in model.parameters()):
         raise UserError(f"{listed(whole)} came into the model after new_model, so it is in no shard and its "
                         "gradient would never be averaged: let the model's constructor make it, or use "
                         "--strategy ddp or zero1.")
@@ -1804,7 +1815,7 @@ class TrainState:
         (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
         changes the order of sums, so a resumed run would drift from an uninterrupted one.
         """
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # elsewhere it would end a notebook's kernel
+        if launched:  # elsewhere it would end a notebook's kernel
             signal.signal(signal.SIGINT, leave_at_once)
         for i, inputs in enumerate((first, settled, settled)):
             self.wrapped.zero_grad()
@@ -2628,7 +2639,8 @@ class Metrics:
     def _count_labels(self, model: nn.Module, args: tuple, kwargs: dict):
         named = kwargs.get("targets", kwargs.get("labels"))
         labels = args[-1] if named is None and len(args) > 1 else named
-        if model.training and isinstance(labels, Tensor):
+        own = kwargs.get("per_token")  # then the trainer makes the objective, and counts what it likes
+        if model.training and isinstance(labels, Tensor) and not own:
             self._given += (labels >= 0).sum()
 
     def add(self, sums: dict[str, Tensor]):
@@ -2709,8 +2721,11 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
                 _, found = model(*micro_batch)
                 own = run.metric(model, *micro_batch) if run.metric else {}
                 monitor.refuse_taken([*found, *own])
-                for key, (total, count) in own.items():
-                    found |= {key: total, f"{key} (count)": count}
+                for key, value in own.items():
+                    if not isinstance(value, tuple) or len(value) != 2:
+                        raise UserError(f"the metric {key} is no sum with the count that divides it: return "
+                                        f'{{"{key}": (sum, count)}}.')
+                    found |= {key: value[0], f"{key} (count)": value[1]}
                 labels = micro_batch[-1]
                 found["labels"] = (labels >= 0).sum()
                 found["bytes"] = (token_bytes[labels.clamp(min=0)] * (labels >= 0)).sum()
@@ -2836,10 +2851,14 @@ def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
     Every rank calls this, before identity_of, by which config.json has its path and step, and a resume says
     if they have changed. Raises UserError on all ranks.
     """
+    if run.described:
+        raise UserError("load_frozen comes before identity_of, so that config.json names the model.")
     found = weights_of(model_class, source)
     if found["tokenizer"]:
         assert_tokenizer(found, run.dataset.tokenizer, "prepare the data with its tokenizer.json")
-    config = model_class.Config(**found["model_config"])
+    assert_context(model_class, found, run.args.seq_len)
+    longer = {"seq_len": max(run.args.seq_len, found["seq_len"])}
+    config = model_class.Config(**found["model_config"] | longer)
     model = build_model(model_class, config, run.world, run.args.strategy)
     odd = found["left_over"] + on_rank0(lambda: sorted(model.state_dict().keys() ^ found["weights"].keys()))
     if odd:

@@ -309,11 +309,12 @@ def dry_run(model_class: type, args: Namespace, **example):
     mode = args.checkpoint_activations
     device = torch.device("cuda" if gpus else "cpu")
     activations = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
+    without = ""
     try:
         activations += kept_for_backward(model_class, model.config, device, dtype, mode, inputs, compiled)
     except Exception as error:  # such as shapes that depend on the data
-        print(f"WARNING: activations are not counted ({first_line(error)}), so leave "
-              "room for them")
+        without = " without the activations of blocks"
+        print(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room for them")
     what = f"{model_class.__name__} of {num_params(model):,} parameters"
     how = f"{precision}, compile {'on' if compiled else 'off'}, activation checkpointing {mode}"
     print(f"{what}, {processes} processes with {gigabytes:.0f} GB each, micro-batches of {batch} x "
@@ -334,7 +335,7 @@ def dry_run(model_class: type, args: Namespace, **example):
     ways += [f"--strategy {strategy}" for strategy in fitting] or ["more processes"]
     ways += ["--checkpoint-activations block"] * (mode != "block")
     print(f"--strategy {chosen} "
-          + ("fits." if chosen in fitting else f"does not fit: use {' or '.join(ways)}."))
+          + (f"fits{without}." if chosen in fitting else f"does not fit: use {' or '.join(ways)}."))
 
 
 def machine(text: str, device: str) -> tuple[int, float]:

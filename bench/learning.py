@@ -53,7 +53,11 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     import train_hrm
     from model import GPT2, HRM, flops_per_token, num_params, pad_vocab
     script, *flags = shlex.split(SETTINGS[setting])
-    trainer, kind = (train_hrm, HRM) if script == "train_hrm.py" else (train_gpt2, GPT2)
+    known = {"train_hrm.py": (train_hrm, HRM), "train_gpt2.py": (train_gpt2, GPT2)}
+    if script not in known:
+        raise data.UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it in a "
+                             "loop of commands, with an --out for each.")
+    trainer, kind = known[script]
     parsed = trainer.parse_args([*flags, *args.flags, "--data", args.data])
     ids = data.expected_ids(parsed.data, parsed.tokenizer)
     with torch.device("meta"):

