@@ -2876,6 +2876,8 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
     (default: that of the run), without a World. Raises RunError.
     """
     path = next(iter(list_checkpoints(run)), Path(run))
+    if path.is_dir():
+        raise RunError(f"{run} holds no checkpoint: name another run directory, or train first.")
     saved = read_checkpoint(path)
     model = model_class(config_of(model_class.Config, saved["model_config"], path))
     assert_same_parameters(model, saved | {"path": path})

@@ -55,8 +55,8 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     script, *flags = shlex.split(SETTINGS[setting])
     known = {"train_hrm.py": (train_hrm, HRM), "train_gpt2.py": (train_gpt2, GPT2)}
     if script not in known:
-        raise data.UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it in a "
-                             "loop of commands, with an --out for each.")
+        raise data.UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it "
+                             "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
     parsed = trainer.parse_args([*flags, *args.flags, "--data", args.data])
     ids = data.expected_ids(parsed.data, parsed.tokenizer)

@@ -298,7 +298,7 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     """A run loaded by load_run, and by load_frozen, gives the bits of the model in training."""
     trainer = Trainer("train_gpt2.py", **FLAGS | {"precision": precision, "steps": 2})
     assert trainer.fork(0, shards, tmp_path / "run").code == 0
-    run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none")
+    run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none", seq_len=32)
     run.dataset, run.frozen, run.described = data.Dataset([shards], 32), None, False
     reference = ddp_utils.load_frozen(run, GPT2, str(tmp_path / "run"))
     assert run.frozen == {str(tmp_path / "run"): 2} and not reference.training
