@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from data import (
@@ -115,10 +115,24 @@ def compiled_once(function):
 
 
 # Selective checkpointing keeps the results of matrix products and attention and recomputes the rest.
-_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
-_KEPT = [*_PRODUCTS, torch.ops.higher_order.flex_attention, *(
-    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in (
-        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))]
+_KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+         torch.ops.higher_order.flex_attention}
+# and where they have the probability of dropout
+_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
+              torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+              torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
+              torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5}
+
+
+def kept(context, op, *args, **kwargs) -> CheckpointPolicy:
+    """Whether selective checkpointing keeps the result of op(*args). With dropout, attention draws random
+    numbers. If its result were kept, recomputation would not draw them again, and what draws next would draw
+    otherwise than in the forward pass.
+    """
+    keeps = op in _KEPT
+    if op in _ATTENTION:
+        keeps = len(args) <= _ATTENTION[op] or args[_ATTENTION[op]] == 0
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def mask_of(sees: Callable, idx: Tensor, flex: bool):
@@ -142,9 +156,7 @@ class Block(nn.Module):
     checkpointing = "none"  # or "block": keep only the input; or "selective": also keep matrix products
     dropout = 0.0
     qk_norm = False
-    # With dropout, attention draws random numbers. If its result were kept, recomputation would not draw them
-    # again, and the next dropout would use a different mask than in the forward pass.
-    drops_attention = False
+    drops_attention = False  # whether `dropout` is also that of attention
     plain_attention = False  # for CPUs: bfloat16 attention as two matrix products, see attend
     flex_attention = None  # compiled when a GPU first needs it
 
@@ -185,11 +197,9 @@ class Block(nn.Module):
             return self.block(x, *args)
         selective = {}
         if self.checkpointing == "selective":
-            kept = _PRODUCTS if self.drops_attention else _KEPT
             selective["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
         block = updating_once(self) if [*self.buffers()] else self.block  # ours have none
-        return checkpoint(block, x, *args, use_reentrant=False,
-                          preserve_rng_state=self.dropout > 0, **selective)
+        return checkpoint(block, x, *args, use_reentrant=False, **selective)
 
 
 def copied_buffers(module: nn.Module):
@@ -441,7 +451,8 @@ class LanguageModel(nn.Module):
     * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
     * Only layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
       sharded one by one, and their matrices (also an nn.Embedding) trained by Muon. A Block uses only its
-      parameters, buffers and arguments. No parameter has 0 dimensions.
+      parameters, buffers and arguments, and draws only from torch's global generator, which each step seeds.
+      No parameter has 0 dimensions.
     * Activations have the dtype `compute_dtype`, set by --precision. Parameters are always float32, so layers
       cast them, as `Linear` does.
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are

@@ -202,16 +202,15 @@ def test_control_random_state_not_preserved(build, monkeypatch):
     assert differing(expected, step(build("block", dropout=0.1)))
 
 
-def test_attention_that_draws_random_numbers_is_not_kept(monkeypatch):
-    """On a GPU its kernel would be; kept, it leaves the random state where the recomputation began."""
-    chosen, plain = [], model.create_selective_checkpoint_contexts
-    monkeypatch.setattr(model, "create_selective_checkpoint_contexts",
-                        lambda kept: chosen.append(kept) or plain(kept))
-    for build, dropout in ((gpt2, 0.1), (gpt2, 0.0), (mlm, 0.1)):
-        chosen.clear()
-        step(build("selective", dropout=dropout))
-        expected = model._PRODUCTS if build is gpt2 and dropout else model._KEPT
-        assert chosen and all(kept is expected for kept in chosen)
+def test_attention_that_draws_random_numbers_is_not_kept():
+    """Only kernels of GPUs draw; kept, they would leave the random state where the recomputation began."""
+    for op, at in model._ATTENTION.items():
+        assert op._schema.arguments[at].name == "dropout_p"
+        before = [torch.zeros(1)] * at
+        answers = [model.kept(None, op, *before, *rest) for rest in ((), (0.0, True), (0.1, True))]
+        assert [answer.name for answer in answers] == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE"]
+    assert model.kept(None, torch.ops.aten.mm.default).name == "MUST_SAVE"
+    assert model.kept(None, torch.ops.aten.mul.Tensor).name == "PREFER_RECOMPUTE"
 
 
 @each_model

@@ -129,6 +129,41 @@ def test_recomputation_updates_no_buffer_and_sees_what_the_first_pass_saw(monkey
         assert all(torch.equal(found[mode][name], t) for name, t in found["none"].items()), mode
 
 
+def dropped(block, x):
+    return nn.functional.dropout(x, 0.2, block.training)
+
+
+def skipped(block, x):
+    """Stochastic depth."""
+    return x * (torch.rand(len(x), 1, 1) < 0.8)
+
+
+def noisy(block, x):
+    return x + 0.1 * torch.randn_like(x)
+
+
+@pytest.mark.parametrize("draw", [dropped, skipped, noisy])
+@pytest.mark.parametrize("model_class, block_class", [
+    (GPT2, model_module.GPT2Block), (HRM, model_module.HRMBlock), (MLM, model_module.MLMBlock)])
+def test_recomputation_draws_what_a_block_of_ones_own_drew(monkeypatch, model_class, block_class, draw):
+    plain = block_class.block
+    monkeypatch.setattr(block_class, "block", lambda self, x, *args: plain(self, draw(self, x), *args))
+    torch.manual_seed(0)
+    model = model_class(model_class.Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=2, n_head=2,
+                                           d_model=16))
+    found = []
+    for mode in ("none", "selective", "block"):
+        for block in model_module.blocks_of(model):
+            block.checkpointing = mode
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss = model(**model.example(2, "cpu"))[0]
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
 @pytest.mark.parametrize("model_class", [GPT2, HRM, MLM])
 def test_logits_have_a_column_for_each_id_and_none_for_padding(model_class):
     config = model_class.Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16)
