@@ -2335,9 +2335,12 @@ class RunLock:
     def lost(self) -> str:
         """Why this run may no longer write into its directory, or "". One that was removed is made again."""
         with self._mutex:
-            if not self._file or self._file.closed:
+            held = None
+            if self._file:
+                with suppress(ValueError, OSError):  # closed, perhaps this moment: it is given back
+                    held = os.fstat(self._file.fileno())
+            if not held:
                 return ""
-            held = os.fstat(self._file.fileno())
             path = self.out / ".lock"
             try:
                 owner, same = path.read_text(), os.path.samestat(held, path.stat())
@@ -2365,7 +2368,8 @@ class RunLock:
 
     @classmethod
     def release(cls):
-        """Gives back all locks of this process."""
+        """Gives back all locks of this process, once what they guard is written."""
+        futures.wait(Checkpoints.unwritten)
         while cls.held:
             cls.held.pop().close()
 

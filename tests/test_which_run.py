@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,6 +177,9 @@ def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
     (tmp_path / "copy").touch()
     os.replace(tmp_path / "copy", tmp_path / "run" / ".lock")
     assert "was taken by another run" in lock.lost()
+    with monkeypatch.context() as patch:  # a thread asks while the file is being closed
+        patch.setattr(lock, "_file", SimpleNamespace(closed=False, fileno=lambda: 2**20))
+        assert lock.lost() == ""
     ddp_utils.RunLock.release()
     assert lock.lost() == ""
 
