@@ -1638,13 +1638,22 @@ def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
     return some & (t >= response) if loss == "response" else some
 
 
+def check_ids(path: Path, tokens: np.ndarray, tokenizer):
+    """Raises UserError if `tokens` of a file hold an id that no text has with this tokenizer (None: any)."""
+    if tokenizer and (largest := int(tokens.max(initial=0))) >= tokenizer.vocab_size:
+        raise UserError(f"{path} holds the id {largest}, but {tokenizer.name} has {tokenizer.vocab_size} ids: "
+                        "name the right one with --tokenizer, or prepare the data again.")
+
+
 class Shards:
     """Token files as rows x of `seq_len` tokens, and labels y. A label is the next token, or −1 where
     `learned`, a function of x, is False. A row never spans two files; the rest of a file is unused. A file
-    that is named twice counts twice.
+    that is named twice counts twice. Reading a row raises UserError if it has an id that the tokenizer lacks.
     """
 
-    def __init__(self, paths: list[Path], seq_len: int, learned=None):
+    def __init__(self, paths: list[Path], seq_len: int, learned=None, tokenizer=None):
+        self.paths = paths
+        self.tokenizer = tokenizer
         self.tokens = [open_shard(path) for path in paths]
         self.seq_len = seq_len
         self.dtype = self.tokens[0].dtype
@@ -1667,11 +1676,14 @@ class Shards:
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray | None = None):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         begin = 0
-        for (first, grid, following), end in zip(self.grids, rows.searchsorted(self.ends).tolist()):
+        ends = rows.searchsorted(self.ends).tolist()
+        for path, (first, grid, following), end in zip(self.paths, self.grids, ends):
             if begin < end:
                 local = rows[begin:end] - first
                 grid.take(local, 0, x[begin:end], "clip")  # "raise", the default mode, would buffer x
+                check_ids(path, x[begin:end], self.tokenizer)
                 if y is not None:
+                    check_ids(path, following[local], self.tokenizer)
                     y[begin:end, -1] = following[local]
                 begin = end
         if begin < len(rows):
@@ -1739,11 +1751,11 @@ class Dataset:
         names = ", ".join(map(str, found))
         if not train:
             raise UserError(f"{names} holds no training shard.")
-        self.train = Shards(train, seq_len, which)
+        self.train = Shards(train, seq_len, which, self.tokenizer)
         if not self.train.rows:
             raise UserError(f"{names} is too small: {self.train.num_tokens} training tokens fill no row "
                             f"of {seq_len}; lower --seq-len or prepare more text.")
-        sets = {name: Shards(paths, seq_len, which) for name, paths in held_out.items()}
+        sets = {name: Shards(paths, seq_len, which, self.tokenizer) for name, paths in held_out.items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
         short = {name or "val": max(map(len, shards.tokens)) for name, shards in sets.items()
                  if not shards.rows}
@@ -1808,9 +1820,8 @@ def read_directory(directory: Path, seq_len: int,
         if len(tokens) != shard["tokens"]:
             raise UserError(f"{directory / shard['file']} has {len(tokens)} tokens instead of "
                             f"{shard['tokens']}: copy it or prepare the data again.")
-        if i == 0 and (largest := int(tokens[:1_000_000].max(initial=0))) >= tokenizer.num_ids:
-            raise UserError(f"{directory} holds the id {largest}, but {tokenizer.name} has "
-                            f"{tokenizer.num_ids} ids: name the right one with --tokenizer.")
+        if i == 0:  # the others as they are read, see Shards.take
+            check_ids(directory / shard["file"], tokens[:1_000_000], tokenizer)
     return manifest, tokenizer
 
 

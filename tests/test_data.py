@@ -1118,8 +1118,31 @@ def test_a_host_that_never_answers_counts_as_unreachable():
 
 def test_ids_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
     shutil.copy(undisturbed / "train_000000.bin", tmp_path)
-    with pytest.raises(data.UserError, match="holds the id 5[0-9][0-9], but bytes has 258"):
+    with pytest.raises(data.UserError, match="train_000000.bin holds the id 5[0-9][0-9], but bytes has 257"):
         data.Dataset([tmp_path], 64, "bytes")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("at, wrong", [(65, 300), (128, 300), (65, 60_000), (65, 257)])  # 257 is [MASK]
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_id_beyond_the_vocabulary_in_a_later_shard_is_refused_as_it_is_read(tmp_path, split, at, wrong,
+                                                                               masked):
+    """Also where it is only the label after a row, of which there are two; and the file is named."""
+    tokens = np.arange(129, dtype="u2")
+    for name in ("x_train_0", "x_train_1", "x_val_0", "x_val_1"):
+        data.write_shard(tmp_path / f"{name}.bin", [tokens], "uint16")
+    tokens[at] = wrong
+    data.write_shard(tmp_path / f"x_{split}_1.bin", [tokens], "uint16")
+    dataset = data.Dataset([tmp_path], 64, "bytes")
+    masker = data.Masker(dataset.tokenizer, 64, 0.3, 0) if masked else None
+    epochs = np.zeros(4, np.int64)
+    sets = {"train": dataset.train, "val": dataset.val[""]}
+    data.read_rows(sets.pop("train" if split == "val" else "val"), np.arange(4), epochs, masker)
+    data.read_rows(sets[split], np.arange(2), epochs[:2], masker)
+    if masked and at == 128:
+        return  # a masked model has no label after a row
+    with pytest.raises(data.UserError, match=f"x_{split}_1.bin holds the id {wrong}, but bytes has 257 ids"):
+        data.read_rows(sets[split], np.arange(4), epochs, masker)
 
 
 def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from processes import fork
@@ -203,3 +204,20 @@ def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_pat
                      done.out, re.MULTILINE), done.out
     longer = GPT2.train(0, small, out, global_batch=600, steps=20, eval_every=20, save_every=20)
     assert re.search(r"WARNING: the run reads this text 2\d times", longer.out), longer.out
+
+
+@pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 3), ("train_hrm.py", 0), ("train_mlm.py", 0)])
+def test_a_run_ends_at_an_id_beyond_the_vocabulary_with_its_file(script, ranks, tmp_path):
+    """In whichever shard it is, with one sentence on all ranks, and not with an infinite loss."""
+    directory = tmp_path / "shards"
+    directory.mkdir()
+    tokens = np.random.default_rng(0).integers(0, 256, 32 * 200 + 1).astype("u2")
+    data.write_shard(directory / "x_train_1.bin", [tokens], "uint16")
+    data.write_shard(directory / "x_val_1.bin", [tokens[:700]], "uint16")
+    tokens[::32] = 300
+    data.write_shard(directory / "x_train_2.bin", [tokens], "uint16")
+    trainer = Trainer(script, tokenizer="bytes", ff=None if "gpt2" in script else 48)
+    done = trainer.fork(ranks, directory, tmp_path / "run")
+    assert done.code == 2, done.out
+    assert f"error: {directory}/x_train_2.bin holds the id 300, but bytes has 257 ids: name" in done.out
+    assert "Traceback" not in done.out and "complete" not in done.out
