@@ -1641,8 +1641,8 @@ def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
 def check_ids(path: Path, tokens: np.ndarray, tokenizer):
     """Raises UserError if `tokens` of a file hold an id that no text has with this tokenizer (None: any)."""
     if tokenizer and (largest := int(tokens.max(initial=0))) >= tokenizer.vocab_size:
-        raise UserError(f"{path} holds the id {largest}, but {tokenizer.name} has {tokenizer.vocab_size} ids: "
-                        "name the right one with --tokenizer, or prepare the data again.")
+        raise UserError(f"{path} holds the id {largest}, but {tokenizer.name} has {tokenizer.vocab_size} "
+                        "ids: name the right one with --tokenizer, or prepare the data again.")
 
 
 class Shards:

@@ -898,7 +898,8 @@ def add_training_flags(parser: ArgumentParser):
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
     flag("--lr", number(0), "peak learning rate")
     flag("--schedule", ("cosine", "wsd", "constant"), "wsd: the rate falls in the last fifth only", "cosine")
-    flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run")
+    flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run "
+         "(default: see below; in proportion where a run has fewer steps than its size)")
     flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
     flag("--grad-clip", number(0), "clip the gradient norm to this; 0: no clipping", 1.0)
     flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export; 0: off", 0.0)
@@ -993,6 +994,8 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     defaults.setdefault("largest_batch", defaults.pop("batch"))
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
+    # for which the size's warm-up is meant; a run that has begun keeps its own
+    args.usual_steps = None if saved or given.warmup is not None else defaults.get("steps")
     sources = sources_of(args.data)
     own_data = saved and args.data == saved["settings"]["data"]  # what the run was trained on
     row = None if own_data else row_of(sources[0])
@@ -1369,6 +1372,11 @@ def open_run(run: Run):
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
         left = math.ceil(args.epochs * run.dataset.train.rows) - samples
         run.steps = done + max(0, math.ceil(left / run.global_batch))
+    usual = vars(args).pop("usual_steps", None)
+    if usual and run.steps < usual and args.warmup >= 1 and not saved:
+        wanted, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
+        run.log.say(f"warm-up over {args.warmup} of {run.steps} steps, as over {wanted} of {usual}: --warmup "
+                    "chooses another number")
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -2511,6 +2519,10 @@ def say_plan(run: Run, state: TrainState, identity: dict):
     if settings["epochs"] and run.steps < 100:
         log.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more "
                 "--epochs or a smaller --global-batch")
+    warmup = settings["warmup"] if settings["warmup"] >= 1 else settings["warmup"] * run.steps
+    if warmup > run.steps / 3:
+        log.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
+                "--warmup or more steps")
     if dataset.too_short:
         log.say(f"WARNING: {dataset.too_short}")
     elif not dataset.val:

@@ -1194,13 +1194,15 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
     that fraction of all steps. `cosine`, `constant` or `wsd` follows; `wsd` is constant, then falls linearly
     over the last fifth. The last step of `cosine` and `wsd` has the rate lr · min_ratio.
     """
+    if schedule != "constant" and step >= steps - 1:
+        return lr * min_ratio
     if warmup < 1:
         warmup = round(warmup * steps)
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
         return lr
-    done = min((step - warmup) / max(steps - 1 - warmup, 1), 1.0)
+    done = (step - warmup) / (steps - 1 - warmup)
     fraction = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else min((1 - done) / 0.2, 1.0)
     return lr * (min_ratio + (1 - min_ratio) * fraction)
 

@@ -1029,6 +1029,8 @@ def test_learning_rate_at_the_edges(schedule):
     for steps, warmup in ((1, 0), (1, 1), (5, 5), (5, 9), (2, 1)):
         for s in range(steps + 3):
             assert 0.2 - 1e-12 <= learning_rate(s, steps, 2.0, warmup, schedule, 0.1) <= 2.0 + 1e-12
+    last = {rates(schedule, steps, warmup)[-1] for steps in range(1, 9) for warmup in (0, 1, 4, 7, 9, 0.5)}
+    assert schedule == "constant" or last == {2.0 * 0.1}
 
 
 def test_ema_follows_its_formula():

@@ -360,6 +360,35 @@ def test_what_a_resumed_run_may_not_change(tmp_path, shards):
     assert GPT2.here("--out", run, "--optimizer", "muon", "--ema", "0.5", "--steps", "5").code == 0
 
 
+@pytest.mark.parametrize("script", ["train_gpt2.py", *(
+    pytest.param(script, marks=pytest.mark.full) for script in ("train_hrm.py", "train_mlm.py"))])
+def test_a_short_run_has_a_short_warm_up_and_a_run_that_has_begun_its_own(script, tmp_path, shards):
+    """That of `tiny` is 30 of 300 steps or 50 of 400. In epochs, too; resumed, it does not shrink again."""
+    trainer = Trainer(script, steps=20, warmup=None, global_batch=4, eval_every=50, save_every=50,
+                      ff=None if "gpt2" in script else 48)
+    short = tmp_path / "short"
+    done = trainer.train(0, shards, short)
+    size, own = (50, 400) if "mlm" in script else (30, 300)
+    warmup = round(size * 20 / own)
+    shrunk = f"warm-up over {warmup} of 20 steps, as over {size} of {own}: --warmup chooses"
+    assert done.code == 0 and shrunk in done.out, done.out
+    rates = [record["lr"] for record in steps_of(short)]
+    assert rates[:3] == pytest.approx([1e-3 * min((s + 1) / warmup, 1) for s in range(3)], rel=0.01)
+    assert rates[-1] == pytest.approx(1e-4)
+    assert trainer.here("--out", short, "--steps", "24").code == 0
+    assert read_checkpoint(list_checkpoints(short)[0])["settings"]["warmup"] == warmup
+    assert "resuming with warmup" not in (short / "train.log").read_text()
+
+    epochs = trainer.train(0, shards, tmp_path / "epochs", steps=None, epochs=0.01)
+    assert epochs.code == 0 and f"as over {size} of {own}: --warmup chooses" in epochs.out, epochs.out
+
+    given = trainer.train(0, shards, tmp_path / "given", warmup=30)  # as runs had it before
+    assert given.code == 0 and "WARNING: the learning rate rises in 30 of 20 steps" in given.out, given.out
+    assert trainer.here("--out", tmp_path / "given", "--steps", "24").code == 0
+    rates = [record["lr"] for record in steps_of(tmp_path / "given")]
+    assert rates[20:23] == pytest.approx([1e-3 * (s + 1) / 30 for s in (20, 21, 22)], rel=0.01)
+
+
 def test_steps_epochs_and_batches_of_a_resumed_run(tmp_path, shards):
     """Of two flags for one thing, that which is given counts; on other processes the batches fit again."""
     run = tmp_path / "run"
