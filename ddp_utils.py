@@ -902,7 +902,8 @@ def add_training_flags(parser: ArgumentParser):
          "(default: see below; in proportion where a run has fewer steps than its size)")
     flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
     flag("--grad-clip", number(0), "clip the gradient norm to this; 0: no clipping", 1.0)
-    flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export; 0: off", 0.0)
+    flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export, after n steps at "
+         "most (1 + n) / (10 + n); 0: off", 0.0)
 
 
 def add_running_flags(parser: ArgumentParser):
@@ -1753,10 +1754,13 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
 
 @dataclass
 class EMA:
-    """An exponential moving average of the parameters, for evaluation, sampling and export."""
+    """An exponential moving average of the parameters, for evaluation, sampling and export. The decay grows
+    with the number of updates, so that the average soon leaves the first, untrained weights.
+    """
 
     model: nn.Module
     decay: float
+    updates: int = 0
 
     def __post_init__(self):
         self.params = dict(self.model.named_parameters())
@@ -1764,8 +1768,10 @@ class EMA:
 
     @torch.no_grad()
     def update(self):
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
         torch._foreach_lerp_([local_shard(t) for t in self.average.values()],
-                             [local_shard(p) for p in self.params.values()], 1 - self.decay)
+                             [local_shard(p) for p in self.params.values()], 1 - decay)
 
     @torch.no_grad()
     def swap(self):
@@ -1992,6 +1998,8 @@ class TrainState:
             for optimizer in self.inner:
                 if (p := parameters.get(owner)) in optimizer.state:
                     optimizer.state[p][key] = value
+        if self.ema:
+            self.ema.updates = saved["step"]  # one in each step
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 

@@ -153,6 +153,20 @@ def test_what_is_saved_is_restored(tmp_path, world, optimizer):
     assert not torch.equal(before["ema/embed.weight"], before["model/embed.weight"])
 
 
+def test_a_restored_average_goes_on_with_the_decay_of_its_step(tmp_path, world):
+    state = make_state(world, ema=0.999)  # after two steps
+    save(tmp_path, world, state, steps=(2,))
+    other = make_state(world, seed=1, ema=0.999)
+    other.ema.updates = 77
+    other.restore(load_checkpoint(tmp_path, print), print)
+    for each in (state, other):
+        with torch.no_grad():
+            each.model.head.weight.fill_(3.0)
+        each.ema.update()
+    assert state.ema.updates == other.ema.updates == 3
+    assert torch.equal(state.ema.average["head.weight"], other.ema.average["head.weight"])
+
+
 def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
     """From AdamW to Muon and back: a parameter has the whole state that its optimizer saved, or none."""
     for old, new in (("adamw", "muon"), ("muon", "adamw")):

@@ -1037,14 +1037,27 @@ def test_ema_follows_its_formula():
     model = hrm()
     ema = EMA(model, 0.9)
     expected = {name: p.detach().double() for name, p in model.named_parameters()}
-    for _ in range(3):
+    for n in range(100):  # from the 81st on it has grown to 0.9
+        decay = min(0.9, (1 + n) / (10 + n))
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.add_(torch.randn_like(p))
-                expected[name] = 0.9 * expected[name] + 0.1 * p.double()
+                expected[name] = decay * expected[name] + (1 - decay) * p.double()
         ema.update()
     for name, average in ema.average.items():
-        assert largest_error(average.double(), expected[name]) < 1e-6
+        assert largest_error(average.double(), expected[name]) < 1e-5
+
+
+def test_the_average_of_a_short_run_has_left_the_first_weights():
+    """With a constant decay of 0.9999, 99 % of it would be the weights before the first of 100 updates."""
+    model = hrm()
+    ema = EMA(model, 0.9999)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+    for _ in range(100):
+        ema.update()
+    assert all(((average - 1).abs() < 1e-6).all() for average in ema.average.values())
 
 
 def test_ema_swaps_back_bit_for_bit():
