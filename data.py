@@ -529,6 +529,9 @@ class Source:
         self.dataset = dataset
         self.pairs = settings.get("row") is not None
         self.val_field = settings.get("val_field")
+        self.tokenizer = ""  # as a flag, for a command in an error
+        if settings.get("tokenizer"):
+            self.tokenizer = f" --tokenizer {shlex.quote(settings['tokenizer'])}"
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.split_on = settings.get("split_on")
@@ -540,6 +543,7 @@ class Source:
         self.total = None
         self.files = []
         prefix, _, where = dataset.partition(":")
+        refuse_saved(where or dataset)
         if dataset == "task:addition":
             self.identity = f"{dataset}, the harder half of the levels held out"
         elif dataset == "stdlib":
@@ -553,6 +557,7 @@ class Source:
                 raise UserError(f"no file matches {where!r}{hint}.")
         elif dataset in SHORT_NAMES or prefix == "hf" and where:
             self.repo, self.config = SHORT_NAMES.get(dataset) or [*where.split(":"), None][:2]
+            self.repo = os.path.expanduser(self.repo)
             prefix = "hub"
             self.identity = f"{self.repo}:{self.config}"
             self.files = find_files(f"{self.repo}/**")  # if it is a directory here
@@ -676,7 +681,10 @@ class Source:
     def _json_texts(self, path, number, line):
         where = f"{path}, line {number},"
         try:
-            row = json.loads(line, parse_float=str, parse_constant=str)  # numbers as they are written
+            text = line.decode("utf-8-sig", "surrogatepass")
+            if (zero := line.find(0)) >= 0:  # as in UTF-16
+                raise UnicodeDecodeError("utf-8", line, zero, zero + 1, "a zero byte")
+            row = json.loads(text, parse_float=str, parse_int=str, parse_constant=constant)
         except UnicodeDecodeError as error:
             raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
         except (ValueError, RecursionError):
@@ -707,7 +715,7 @@ class Source:
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         if not Path(self.repo).exists() and not reachable(hub):
             raise NotNow(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
-                            "parquet:) or --dataset stdlib, which every machine has.")
+                         "parquet:) or the source stdlib, which every machine has.")
 
         def batches():
             import datasets  # takes 1.2 s
@@ -726,10 +734,7 @@ class Source:
                     yield self._texts(name, values), None
         except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
             reason = str(error).partition("\n")[0].rstrip(".")
-            way_out = "check it, and run the same command again"
-            if "load_from_disk" in reason:  # as datasets calls for
-                way_out = f"datasets.load_from_disk({name!r}).to_parquet('x.parquet') makes one for parquet:"
-            raise UserError(f"{name} cannot be read ({reason}): {way_out}.")
+            raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
 
     def _check_fields(self, where, there):
         self.unread |= dict.fromkeys(name for name in there if name not in self.fields)
@@ -737,17 +742,17 @@ class Source:
             flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
             flag = "--val-field NAME" if missing[0] == self.val_field else flag
             raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
-                            f"in python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} and "
-                            "train on the directory that this makes. Rows that lack it need a null there, "
-                            "and fields inside of others have to be moved out.")
+                            f"in python data.py prepare --dataset {shlex.quote(self.dataset)}"
+                            f"{self.tokenizer} {flag} and train on the directory that this makes. Rows that "
+                            "lack it need a null there, and fields inside of others have to be moved out.")
 
     @contextlib.contextmanager
     def _open(self, path):
         """Opens a file for reading, unpacked. An error while it is open becomes a UserError."""
         try:
             with access(path), open(path, "rb") as self._raw:
-                head = self._raw.peek(4)[:4]
-                unpack = next((unpack for magic, unpack in PACKED.items() if head.startswith(magic)), iter)
+                head = self._raw.peek(10)[:10]
+                unpack = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)
                 if unpack == "zstd":
                     raise UserError(f"{path} is packed: unpack it with zstd -d, and name what that writes.")
                 yield unpack(self._raw)
@@ -756,8 +761,8 @@ class Source:
             raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
 
 
-PACKED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zX": lzma.open,
-          b"\x28\xb5\x2f\xfd": "zstd"}  # by the first bytes of a file
+PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open,
+          rb"\x28\xb5\x2f\xfd": "zstd"}  # by the first bytes of a file
 
 
 def find_files(where: str, say=lambda text: None) -> list[Path]:
@@ -772,8 +777,30 @@ def find_files(where: str, say=lambda text: None) -> list[Path]:
     return sorted(files.values())
 
 
+def refuse_saved(where: str):
+    """Raises UserError for a folder that save_to_disk of datasets has written, or files in it."""
+    path = Path(os.path.expanduser(where))
+    for folder in (path, path.parent):
+        part = ""
+        if (several := folder / "dataset_dict.json").is_file():
+            names = re.findall(r'"([^"]+)"', several.read_text(encoding="utf-8").partition("[")[2])
+            part = f"[{'train' if 'train' in names else names[0]!r}]" if names else ""
+        single = (folder / "state.json").is_file() and [*folder.glob("*.arrow")]
+        if several.is_file() or single:
+            raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
+                            f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
+                            "file for parquet:x.parquet.")
+
+
+def constant(text: str) -> str | None:
+    """NaN, Infinity or -Infinity in JSON; numbers stay as they are written."""
+    return None if text == "NaN" else text
+
+
 def text_of(value, where: str) -> str:
-    """A value of JSON or of a table as text, "" for null. Raises UserError for what is no text."""
+    """A value of JSON or of a table as text, "" for null and NaN. Raises UserError for what is no text."""
+    if isinstance(value, numbers.Number) and value != value:  # missing, among numbers
+        return ""
     if isinstance(value, bytes):
         value = value.decode()  # ValueError if it is no text
     if isinstance(value, bool):
@@ -1009,7 +1036,7 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     named = with_roles(named) if named and "roles" in manifest else named
     if not named or named.to_json() != parse_tokenizer_json(name, text).to_json():
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
-                        "is now: leave --tokenizer out, or prepare the data in another --out.")
+                        "is now: leave --tokenizer out, or prepare the data in another directory.")
     return text
 
 
@@ -1196,7 +1223,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     settings = settings_of(dataset, **options)
     if workers is not None and workers < 1:
         raise UserError("--workers must be 1 or more.")
-    source = Source(dataset, settings)
+    source = Source(dataset, settings | {"tokenizer": tokenizer_name})
     settings = {"source": source.identity, "tokenizer": tokenizer_name, **settings}
     with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         manifest = read_manifest(out)
@@ -1207,8 +1234,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             before = manifest["settings"].get(key)
             now = settings.get(key)
             if before != now:
-                raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): choose "
-                                "another --out, or delete it.")
+                raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): delete "
+                                "it, or give data.py prepare another --out.")
         tokenizer_json = read_tokenizer_json(out, manifest, tokenizer_name)
         if manifest["complete"]:
             say(f"{out} is already prepared: {describe(manifest)}")
@@ -1287,11 +1314,12 @@ def lock_directory(out: Path):
         out.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
         if others and "manifest.json" not in others:
-            raise UserError(f"{out} holds {others[0]} but no manifest: choose an empty --out.")
+            raise UserError(f"{out} holds {others[0]} but no manifest: empty it, or give data.py "
+                            "prepare another --out.")
         lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
     except OSError as error:
         kind = NotNow if error.errno == errno.ENOSPC else UserError
-        raise kind(f"{out} cannot be written: {why_not_made(out, error)}; choose another --out.")
+        raise kind(f"{out} cannot be written: {why_not_made(out, error)}; give data.py prepare another --out.")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1508,7 +1536,7 @@ def describe(manifest: dict) -> str:
             f"{documents:,} documents")
     if not val:
         text += (" (nothing to evaluate: prepare with --val-split hash:0.1 or a larger fraction, or a single "
-                 "document with tail:0.1, in another --out)")
+                 "document with tail:0.1, in another directory)")
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
         shown = sorted(counts.keys() - {"read", "documents", "tokens"})
@@ -1829,9 +1857,8 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
     """A substitute for the manifest of shards that llm.c wrote, and their tokenizer."""
     paths = [directory / name for name in names_in(directory) if name.endswith(".bin")]
     if not paths:
-        raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}. Of a folder "
-                        f"of save_to_disk datasets.load_from_disk({str(directory)!r}).to_parquet("
-                        "'x.parquet') makes a file for parquet:x.parquet.")
+        refuse_saved(str(directory))
+        raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
     if not tokenizer_name:
         raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
     tokenizer = load_tokenizer(tokenizer_name)
@@ -2027,8 +2054,9 @@ def check_source(data: str, out: Path, settings: dict):
         return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
-                        "delete it, or prepare this one in another --out, and name that with --data; either "
-                        f"needs another --out in training. To go on with the old text, use --data {out}.")
+                        "delete it, or prepare this one with another --out of data.py prepare, and name that "
+                        "with --data; either needs another --out in training. "
+                        f"To go on with the old text, use --data {out}.")
 
 
 # -----------------------------------------------------------------------------------------------------------

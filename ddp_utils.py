@@ -902,8 +902,8 @@ def add_training_flags(parser: ArgumentParser):
          "(default: see below; in proportion where a run has fewer steps than its size)")
     flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
     flag("--grad-clip", number(0), "clip the gradient norm to this; 0: no clipping", 1.0)
-    flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export, after n steps at "
-         "most (1 + n) / (10 + n); 0: off", 0.0)
+    flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export, after n steps "
+         "at most (1 + n) / (10 + n); 0: off", 0.0)
 
 
 def add_running_flags(parser: ArgumentParser):
@@ -1334,7 +1334,8 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
         given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
         raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
-                        f"processes {share}. Use --batch {nearest} --grad-accum {share // nearest}.")
+                        f"processes {share}. Use --batch {nearest} --grad-accum {share // nearest}, or "
+                        f"--global-batch {(batch or 1) * (grad_accum or 1) * world_size}.")
     return global_batch, micro, share // micro
 
 

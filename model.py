@@ -1539,7 +1539,7 @@ def config_from_hf(model_class: type, source: str):
     """Returns the configuration of a Hugging Face directory or repository, and its weight files. Raises
     UserError if it holds another architecture.
     """
-    family, directory = hf_family(model_class, model_class.Config()), Path(source)
+    family, directory = hf_family(model_class, model_class.Config()), Path(os.path.expanduser(source))
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # comes with datasets
         try:
@@ -1548,20 +1548,20 @@ def config_from_hf(model_class: type, source: str):
         except (OSError, ValueError) as error:
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{str(error).splitlines()[0]}")
-    files = [directory / name for name in names_in(directory) if name.endswith(".safetensors")]
+    files = [directory / name for name in names_in(directory) if name == "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     try:
         with access(directory / "config.json"):
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if index.exists():  # other files may be left over
+        if not files and index.exists():  # as transformers does; other files may be left over
             with access(index):
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             files = [directory / Path(name).name for name in sorted({*names})]  # none elsewhere
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         config = None
     if not isinstance(config, dict) or not files:
-        raise UserError(f"{source} has no readable config.json with *.safetensors beside it: where there is "
-                        "a pytorch_model.bin, transformers' from_pretrained and save_pretrained write them; "
+        raise UserError(f"{source} has no readable config.json with model.safetensors beside it: where there "
+                        "is a pytorch_model.bin, transformers' from_pretrained and save_pretrained write it; "
                         "an adapter of peft has to be merged before (merge_and_unload).")
     if model_class is GPT2 and config.get("model_type") == MODERN.model_type:
         family = MODERN

@@ -960,13 +960,23 @@ def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch
     loader.close()
 
 
+def test_a_batch_larger_than_a_share_names_the_global_batch_that_it_needs():
+    with pytest.raises(data.UserError, match="Use --batch 2 --grad-accum 1, or --global-batch 256."):
+        ddp_utils.plan_batch(8, None, 32, None, 16, 8)
+    assert ddp_utils.plan_batch(8, 256, 32, None, 16, 8) == (256, 32, 1)
+
+
 def test_plan_batch_always_divides_or_says_what_does():
     for world_size, wanted, batch, grad_accum in itertools.product(
             range(1, 10), [None, *range(1, 40), 512], [None, 1, 3, 4, 8], [None, 1, 2, 5]):
         try:
             plan = ddp_utils.plan_batch(world_size, wanted, batch, grad_accum, 48, 8)
         except data.UserError as error:
-            advice = dict(re.findall(r"--([a-z-]+) (\d+)", str(error).split(": ")[-1]))
+            first, *second = str(error).split(": ")[-1].split(", or --global-batch ")
+            if second:
+                other = int(second[0].rstrip("."))
+                assert ddp_utils.plan_batch(world_size, other, batch, grad_accum, 48, 8)[0] == other
+            advice = dict(re.findall(r"--([a-z-]+) (\d+)", first))
             said = [int(advice.get(name, 0)) or None for name in ("global-batch", "batch", "grad-accum")]
             plan = ddp_utils.plan_batch(world_size, said[0] or wanted or 48, *said[1:], 48, 8)
         else:

@@ -190,6 +190,22 @@ def test_lines_of_another_encoding_are_named(here):
     assert "byte 13 of line 2, is not UTF-8 text (it is 0xf1)" in refused("jsonl:x.jsonl", "out")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_json_lines_in_utf_16_are_named_so(here, encoding):
+    (here / "x.jsonl").write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode(encoding))
+    found = refused("jsonl:x.jsonl", "out")
+    assert "of line 1, is not UTF-8 text" in found and "UTF-16" in found
+    (here / "x.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n')
+    assert texts_of("jsonl:x.jsonl") == ["a"]
+
+
+def test_a_text_that_begins_as_a_packed_file_does_is_read(here):
+    (here / "x.txt").write_text("BZh9, he said.")
+    assert texts_of("text:x.txt", val_split="hash:0.1") == ["BZh9, he said."]
+    (here / "x.txt").write_bytes(bz2.compress(b"") + bz2.compress(b"packed"))
+    assert texts_of("text:x.txt", val_split="hash:0.1") == ["packed"]
+
+
 def test_another_content_of_the_same_length_is_refused(here, monkeypatch):
     for folder in ("a", "b"):
         (here / folder).mkdir()
@@ -294,9 +310,20 @@ def test_documents_without_text_are_counted(here, capsys):
 
 
 def test_numbers_are_text_as_they_are_written(here):
-    numbers = ["1.10", "1e400", "NaN", "-0.0", "7"]
+    numbers = ["1.10", "1e400", "-0.0", "7", "9" * 5000, "-Infinity"]
     (here / "x.jsonl").write_text("".join(f'{{"text": {number}}}\n' for number in numbers))
     assert texts_of("jsonl:x.jsonl") == numbers
+
+
+def test_a_missing_value_among_numbers_is_no_text(here, capsys):
+    """NaN, as pandas has it, in a table and as Python writes it in JSON."""
+    nan = float("nan")
+    (here / "x.jsonl").write_text('{"text": NaN}\n{"text": 2.5}\n')
+    for dataset in (write_table(here / "x.parquet", text=[1.5, nan, None, 2.5]), "jsonl:x.jsonl"):
+        assert texts_of(dataset)[-1] == "2.5" and "nan" not in str(texts_of(dataset)).lower()
+    dataset = write_table(here / "y.parquet", q=["a", "b", "c"], a=[1.5, nan, 2.5])
+    prepared(dataset, "out", prompt_field="q", response_field="a", val_split="hash:0.01")
+    assert "1 empty responses" in capsys.readouterr().out
 
 
 def test_a_source_that_cannot_be_read_any_more_is_not_needed(here, capsys, monkeypatch):
@@ -361,17 +388,48 @@ def test_a_file_without_permission_is_one_sentence(here, monkeypatch):
 
 
 def test_folders_of_save_to_disk_are_named_with_the_way_out(here):
-    """The line of the error, as it stands there."""
+    """The line of the error, as it stands there; of whatever part, however it is named."""
     import datasets
-    datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(40)]}).save_to_disk(here / "saved")
-    from_hub = refused("hf:saved", "out")
-    with pytest.raises(data.UserError) as error:
-        data.manifest_of_plain_shards(here / "saved", "bytes")
-    for found in (from_hub, str(error.value)):
-        line = re.search(r"datasets.load_from_disk\('.*'\).to_parquet\('x.parquet'\)", found)[0]
+    rows = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(40)]})
+    rows.save_to_disk(here / "saved")
+    datasets.DatasetDict({"test": rows, "train": rows}).save_to_disk(here / "several")
+    datasets.DatasetDict({"one": rows}).save_to_disk(here / "one")
+    names = ("saved", "hf:saved", "parquet:saved", "parquet:saved/*.arrow", "text:saved/*", "hf:several",
+             "several", "several/train", "hf:one")
+    answers = [refused(name, "out") for name in names]
+    for name in ("saved", "several"):
+        with pytest.raises(data.UserError) as error:
+            data.manifest_of_plain_shards(here / name, "bytes")
+        answers.append(str(error.value))
+    for found in answers:
+        line = re.search(r"datasets.load_from_disk\(.*\)\S*.to_parquet\('x.parquet'\)", found)[0]
         exec(line, {"datasets": datasets})
         assert "parquet:" in found and len(texts_of("parquet:x.parquet")) == 40
         os.remove("x.parquet")
+
+
+def test_a_home_directory_is_found_in_the_name_of_a_hub(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    (here / "mine").mkdir()
+    write_table(here / "mine" / "x.parquet", text=["a", "b"])
+    assert texts_of("hf:~/mine") == ["a", "b"]
+
+
+def test_advice_names_what_was_given_and_what_a_trainer_has(here, monkeypatch):
+    """--out and --dataset mean something else in a trainer, or nothing; each command keeps the tokenizer."""
+    write_rows(here / "x.jsonl", {"body": "a", "more": "b"})
+    dataset = "jsonl:x.jsonl"
+    with pytest.raises(data.UserError) as error:
+        data.prepare(dataset, here / "out", "bytes")
+    command = re.search("python (data.py prepare .*?) and train on", str(error.value))[1]
+    assert command == "data.py prepare --dataset jsonl:x.jsonl --tokenizer bytes --text-field NAME"
+    monkeypatch.setattr(data, "reachable", lambda url: False)
+    assert "or the source stdlib" in refused("hf:nobody/nothing", "out2")
+    prepared(dataset, "out3", text_field="body")
+    assert "give data.py prepare another --out" in refused(dataset, "out3", text_field="more")
+    (here / "full").mkdir()
+    (here / "full" / "a").touch()
+    assert "empty it, or give data.py prepare another --out" in refused(dataset, "full", text_field="more")
 
 
 def test_a_file_of_nanogpt_is_named_with_the_way_out(here):

@@ -325,6 +325,21 @@ def test_the_index_decides_which_files_are_read(tokenizer, tmp_path):
         from_hf(GPT2, tmp_path / "inside")
 
 
+def test_a_second_file_without_an_index_is_not_read(tokenizer, tmp_path, monkeypatch):
+    """As in transformers, model.safetensors counts, with an index beside it, too; and ~ is the home."""
+    import safetensors.torch
+    ours = tiny(GPT2, 0)
+    file = export(ours, tokenizer, tmp_path / "mine") / "model.safetensors"
+    left = {name: torch.zeros_like(t) for name, t in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(left, tmp_path / "mine" / "training.safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for _ in range(2):
+        back = from_hf(GPT2, "~/mine")
+        assert torch.equal(back.transformer["blocks"][0].qkv.weight, ours.transformer["blocks"][0].qkv.weight)
+        index = {"weight_map": dict.fromkeys(left, "training.safetensors")}
+        (tmp_path / "mine" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def test_the_later_name_of_gelu_new_is_read(tokenizer, tmp_path):
     ours = tiny(GPT2, 0)
     path = export(ours, tokenizer, tmp_path) / "config.json"
