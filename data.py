@@ -320,11 +320,15 @@ class HuggingFaceTokenizer(Vocabulary):
                 raise UserError(f"{name} encodes the text {special} to a special id, so a text could forge "
                                 "the end of a document: use another tokenizer, such as gpt2 or bpe:N.")
 
-    def lost_in(self, text: str) -> float:
-        """The fraction of the characters of a text, normalized and without white space, that are lost."""
+    def lost_in(self, text: str, ids: np.ndarray) -> Counter:
+        """Of the characters of a text, normalized and without white space, how many there are in `all`, and
+        how many are `lost` in its ids, to which special ones may be added.
+        """
         normalizer = self._tokenizer.normalizer
+        text = without_surrogates(text)
         wanted = Counter("".join((normalizer.normalize_str(text) if normalizer else text).split()))
-        return (wanted - Counter(self.decode(self.encode(text)))).total() / max(wanted.total(), 1)
+        found = Counter(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        return Counter({"all": wanted.total(), "lost": (wanted - found).total()})
 
     def encode(self, text: str) -> np.ndarray:
         # unlike `encode`, this releases Python's lock; a batch of one text takes one core
@@ -1153,6 +1157,7 @@ class ShardWriter:
         self.splits = {shard["split"] for shard in shards}
         self.packers: dict[str, Packer] = {}
         self.writing = self.thread.submit(lambda: None)  # the last write, a Future
+        self.lost = Counter(self.manifest.get("lost"))
         self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
             self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
@@ -1196,6 +1201,8 @@ class ShardWriter:
             return  # all pairs so far were dropped; only a shard records the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
+        if self.lost["lost"]:
+            self.manifest["lost"] = dict(self.lost)
         self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
         self._begin_shard()
 
@@ -1353,12 +1360,9 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     else:
         tokenizer = load_tokenizer(name)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        lost = tokenizer.lost_in("\n".join(first_texts(source, settings, BLOCK, splits="")))
-        text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
-        if lost > 0.01:
-            raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
-        if lost:
-            say(f"WARNING: {text}")
+        text = "\n".join(first_texts(source, settings, BLOCK, splits=""))
+        if warning := check_loss(name, tokenizer.lost_in(text, tokenizer.encode(text))):
+            say(warning)
     pairs = settings["row"] is not None
     if pairs:
         tokenizer = with_roles(tokenizer)
@@ -1371,6 +1375,15 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     manifest |= {"row": settings["row"], "roles": tokenizer.roles} if pairs else {}
     write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
     return manifest
+
+
+def check_loss(name: str, counts: Counter) -> str:
+    """A warning if a tokenizer has lost some characters of a text, else "". UserError if more than 1 %."""
+    lost = counts["lost"] / max(counts["all"], 1)
+    text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
+    if lost > 0.01:
+        raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
+    return f"WARNING: {text}" if lost else ""
 
 
 def row_for(source: Source, settings: dict, tokenizer) -> int:
@@ -1408,13 +1421,16 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     said = time.monotonic()
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
               mininterval=0.5) as bar:
-        for batch, arrays in in_order(batches, workers, encode, source, tokenizer):
-            for (document, piece, split, text), tokens in zip(batch, arrays):
+        for batch, (arrays, lost) in in_order(batches, workers, encode_and_count, source, tokenizer):
+            for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
                 if not limit or counts["read"] < limit:
                     if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
                         marks += str(text).count(EOT)  # of a text or of a pair
+                    writer.lost += counted
                     writer.add(document, piece, split, tokens)
                     without = document + 1 - counts["documents"]
+            if writer.lost["all"] > BLOCK:  # up to there start_manifest has looked
+                check_loss(tokenizer.name, writer.lost)
             bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
             if lines and time.monotonic() > said + LINE_EVERY:
                 said = time.monotonic()
@@ -1425,6 +1441,9 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                 break
         else:
             without = source.seen - counts["documents"]
+    warning = check_loss(tokenizer.name, writer.lost)
+    if warning and writer.lost["all"] > BLOCK:
+        say(warning)
     if source.split_on and not source.divided:
         say(f"WARNING: {source.split_on!r} of --split-on divides none of the files")
     if marks:
@@ -1525,6 +1544,15 @@ def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
             raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
         arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
     return arrays
+
+
+def encode_and_count(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Counter]]:
+    """Token ids of each piece, and the characters that it loses, see HuggingFaceTokenizer.lost_in."""
+    arrays = encode(items, source, tokenizer)
+    if not isinstance(tokenizer, HuggingFaceTokenizer):  # the others lose none
+        return arrays, [Counter()] * len(arrays)
+    texts = (text if isinstance(text, str) else "\n".join(text) for *_, text in items)
+    return arrays, [tokenizer.lost_in(text, tokens) for text, tokens in zip(texts, arrays)]
 
 
 def describe(manifest: dict) -> str:

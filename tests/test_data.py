@@ -174,7 +174,7 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
         return plain(self, text)
 
     monkeypatch.setattr(data.HuggingFaceTokenizer, "encode", fragile)
-    monkeypatch.setattr(data.HuggingFaceTokenizer, "lost_in", lambda *_: 0)
+    monkeypatch.setattr(data.HuggingFaceTokenizer, "lost_in", lambda *_: Counter())
     source = write_jsonl(tmp_path / "a.jsonl", ["known"] * 40 + ["other"] + ["known"] * 40 + ["more"] * 40)
     monkeypatch.setattr(data.in_batches, "__defaults__", (60,))  # a batch has twelve lines
 

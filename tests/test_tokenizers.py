@@ -108,6 +108,13 @@ def test_text_without_tokens_is_counted_and_refused_above_a_hundredth(tmp_path, 
     assert "WARNING" in (said := capsys.readouterr().out) and "loses 0.02% of the characters" in said
     prepared("hello world " * 99, "none")
     assert "loses" not in capsys.readouterr().out
+    known = "hello world " * 120_000  # more than the beginning that is looked at first
+    for _ in range(2):  # nor does a second try go on where the first ended
+        with pytest.raises(UserError, match=r"loses [0-9.]+% of the characters of this text.* gpt2 or bpe:N"):
+            prepared(known + "你好 " * 100_000, "later")
+    capsys.readouterr()
+    prepared(known + "你好 " * 200, "later few")
+    assert "WARNING" in (said := capsys.readouterr().out) and "loses 0.03% of the characters" in said
 
 
 def test_the_end_of_one_document_and_the_next_make_no_unknown_word(tmp_path, capsys):
