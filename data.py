@@ -1326,7 +1326,8 @@ def lock_directory(out: Path):
         lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
     except OSError as error:
         kind = NotNow if error.errno == errno.ENOSPC else UserError
-        raise kind(f"{out} cannot be written: {why_not_made(out, error)}; give data.py prepare another --out.")
+        reason = why_not_made(out, error)
+        raise kind(f"{out} cannot be written: {reason}; give data.py prepare another --out.")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

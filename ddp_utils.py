@@ -1469,6 +1469,9 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
             if weights[name].shape != shapes[name]:
                 raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
                                 f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
+            if not weights[name].isfinite().all():
+                raise UserError(f"{name} of {source} is not finite, so nothing can be learned from it: take "
+                                "an earlier checkpoint, or other weights.")
         lacking = shapes.keys() - weights.keys()
         torch.manual_seed(args.seed)
         fresh = model_class(model.config).state_dict() if lacking else {}
@@ -1502,7 +1505,7 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     constants = {name: value for name, value in run.names.items()
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
     plan = {name: getattr(run, name) for name in ("steps", "global_batch", "batch", "grad_accum")}
-    plan |= {"world_size": run.world.world_size,
+    plan |= {"world_size": run.world.world_size, "threads": torch.get_num_threads(),
              "precision": str(model.compute_dtype).removeprefix("torch.")}
     settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
     run.described = True

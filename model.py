@@ -302,6 +302,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(products, w, out=grad_hidden[rows])
                 if hidden.is_cuda:  # where products can accumulate in float32
                     torch.addmm(grad_weight, products.T, h, out_dtype=torch.float32, out=grad_weight)
+                elif h.dtype == torch.float16:  # whose sums over the rows can overflow, whatever the scale
+                    grad_weight += products.T.float() @ h.float()
                 else:
                     grad_weight += products.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)

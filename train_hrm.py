@@ -129,20 +129,22 @@ def main(argv: list[str] | None = None):
     used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
     at_most = "at most " * (high > (1 if c.halt else least_cycles) * (c.l_cycles + 1))
-    log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
-            f"{graph}")
-    state.warm_up(*examples)
-    stop = ddp.StopVote(world)
-    loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = ddp.Metrics(run, model)
-    log.start_clock(step, samples)
 
     def plan(step: int) -> tuple[float, int, int]:
         """Ramp progress (0 to 1), bp_steps and cycles of a step; the same on all ranks."""
         ramp = min(1.0, step / (RAMP * run.steps))
         cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
+
+    now = f", now {plan(step)[1]}" * (step > 0 and low < high)  # more steps stretch the ramp
+    log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
+            f"{graph}{now}")
+    state.warm_up(*examples)
+    stop = ddp.StopVote(world)
+    loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
+    # each epoch ends with an evaluation, unless it is shorter than --eval-every
+    metrics = ddp.Metrics(run, model)
+    log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
     while True:

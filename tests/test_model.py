@@ -821,6 +821,19 @@ def test_linear_cross_entropy_of_a_batch_in_bfloat16():
         assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
 
 
+def test_linear_cross_entropy_in_float16_sums_over_rows_without_overflow():
+    """Activations of 300 in 2,048 rows, of which a third have the same target."""
+    h = torch.randn(2048, 8)
+    h[:, 0] = 300
+    y = torch.where(torch.rand(2048) < 0.3, 3, torch.randint(20, (2048,)))
+    weight = (torch.randn(20, 8) * 0.02).requires_grad_()
+    linear_cross_entropy(h.half(), weight, y, 20)[0].backward()
+    exact = weight.detach().double().requires_grad_()
+    F.cross_entropy(h.half().double() @ exact.T, y, reduction="sum").backward()
+    assert exact.grad.abs().max() > torch.finfo(torch.float16).max
+    assert ((weight.grad.double() - exact.grad).norm() / exact.grad.norm()).item() < 0.01
+
+
 def test_linear_cross_entropy_without_any_target_is_zero():
     hidden, weight = torch.randn(9, 24, requires_grad=True), torch.randn(PADDED, 24, requires_grad=True)
     loss, *_ = linear_cross_entropy(hidden, weight, torch.full((9,), -1), VOCAB, z_loss=0.1)

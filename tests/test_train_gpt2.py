@@ -221,3 +221,26 @@ def test_a_run_ends_at_an_id_beyond_the_vocabulary_with_its_file(script, ranks, 
     assert done.code == 2, done.out
     assert f"error: {directory}/x_train_2.bin holds the id 300, but bytes has 257 ids: name" in done.out
     assert "Traceback" not in done.out and "complete" not in done.out
+
+
+@pytest.mark.parametrize("kind", ["hf", "run"])
+def test_weights_that_are_not_finite_are_refused_when_they_are_read(kind, shards, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    assert GPT2.train(0, shards, source, steps=1).code == 0
+    if kind == "hf":
+        import safetensors.torch
+        pytest.importorskip("transformers")
+        assert GPT2.here("--out", source, "--export").code == 0
+        file = source / "hf" / "model.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        tensors["transformer.ln_f.weight"][0] = torch.nan
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+        source = f"hf:{source}/hf"
+    else:
+        monkeypatch.setattr(ddp_utils, "bit_sums", lambda tensors: {})  # it was saved so
+        file = list_checkpoints(source)[0]
+        saved = torch.load(file, weights_only=True)
+        saved["tensors"]["model"]["norm.weight"][0] = torch.inf
+        torch.save(saved | {"sums": {}}, file)
+    done = GPT2.train(0, shards, tmp_path / "run", init_from=source, steps=1)
+    assert done.code == 2 and re.search("error: norm.weight of .* is not finite, so", done.out), done.out

@@ -260,6 +260,20 @@ def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient(tmp_path,
     assert [torch.equal(a, b) for a, b in itertools.pairwise(found)] == [True] * 3 + [False] * 16
 
 
+def test_another_number_of_threads_and_a_longer_ramp_are_printed_on_a_resume(shards, tmp_path, monkeypatch):
+    """Threads change the order of sums; more steps lower the bp_steps of the next ones."""
+    trainer = Trainer("train_hrm.py", ff=48, max_new_tokens=2)
+    first = trainer.train(0, shards, tmp_path / "run", steps=4)
+    assert first.code == 0 and "the last 2 to 5 stack calls" in first.out, first.out
+    assert "stack calls, now" not in first.out
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        longer = trainer.train(0, shards, tmp_path / "run", steps=40)
+    assert longer.code == 0 and "resuming with threads 3 (was 1)" in longer.out, longer.out
+    assert "stack calls, now 3" in longer.out
+    assert [record["bp_steps"] for record in steps_of(tmp_path / "run")][3:6] == [5, 3, 3]
+
+
 def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
     wanted = {"d_model": 1536, "n_head": 12, "n_layer": 16, "ff": 4096, "vocab_size": 65536,
               "init": "published", "h_cycles": 2, "l_cycles": 3, "optimizer": "adam-atan2", "grad_clip": 0,
