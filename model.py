@@ -135,9 +135,78 @@ def kept(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def mask_of(sees: Callable, idx: Tensor, flex: bool):
+QUERIES = 256  # that bfloat16 attention on a CPU takes at a time; with a window half as many
+SUMMED = 512  # terms that a matrix product of bfloat16 on a CPU adds up before it rounds
+LONGEST_PLAIN = 4096  # tokens; beyond, torch's kernel takes less memory
+
+
+def _first(begin: int, end: int) -> int:
+    """Where to begin instead, so that sums over [begin, end) are rounded as those over all from 0 on."""
+    return begin if begin // SUMMED == (end - 1) // SUMMED else begin // SUMMED * SUMMED
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Attention of scaled queries q (B, H, T, D) over keys and values (B, H, S, D), a few queries at a time,
+    whose scores fit a cache. Position i sees at most the keys from i - before to i + after (None: any). Up to
+    1,024 tokens these are the bits of two products over all of T x S.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, before, after):
+        T, S = q.size(2), k.size(2)
+        step = QUERIES if before is None else QUERIES // 2
+        out = torch.empty_like(q)
+        kept, blocks = [], []  # the probabilities of some queries, and which queries and keys these are
+        for begin in range(0, T, step):
+            end = min(begin + step, T)
+            last = S if after is None else min(math.ceil((end + after) / step) * step, S)
+            first = 0 if before is None else _first(max(begin - before, 0) // step * step, last)
+            scores = q[:, :, begin:end] @ k[:, :, first:last].mT
+            seen = None if mask is None else mask[..., begin:end, first:last]
+            if mask is None and after == 0:
+                seen = q.new_ones(end - begin, last - first, dtype=torch.bool).tril(begin - first)
+            if seen is not None:
+                scores = scores + torch.where(seen, 0.0, -torch.inf).to(scores.dtype)
+            kept.append(scores.softmax(dim=-1))
+            blocks.append((begin, end, first, last))
+            out[:, :, begin:end] = kept[-1] @ v[:, :, first:last]
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.blocks, ctx.step = blocks, step
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, *kept = ctx.saved_tensors
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        grads = []  # of the scores
+        for (begin, end, first, last), p in zip(ctx.blocks, kept):
+            grad_p = grad[:, :, begin:end] @ v[:, :, first:last].mT
+            grads.append(torch._softmax_backward_data(grad_p, p, -1, p.dtype))
+            grad_q[:, :, begin:end] = grads[-1] @ k[:, :, first:last]
+        for begin in range(0, k.size(2), ctx.step):
+            keys = slice(begin, min(begin + ctx.step, k.size(2)))
+            seeing = [block for block in ctx.blocks if block[2] <= begin < block[3]]
+            rows = slice(_first(seeing[0][0], seeing[-1][1]), seeing[-1][1])
+            grad_v[:, :, keys] = _columns(kept, ctx.blocks, rows, keys).mT @ grad[:, :, rows]
+            grad_k[:, :, keys] = (q[:, :, rows].mT @ _columns(grads, ctx.blocks, rows, keys)).mT
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+def _columns(parts: list[Tensor], blocks: list[tuple], rows: slice, keys: slice) -> Tensor:
+    """Some queries and keys, (B, H, rows, keys), of `parts` (B, H, block of queries, keys that they see)."""
+    found = []
+    for (begin, _, first, last), part in zip(blocks, parts):
+        if rows.start <= begin < rows.stop:
+            if not first <= keys.start < last:  # all of these see none of the keys
+                part, first = torch.zeros_like(part[..., :1]).expand(*part.shape[:3], keys.stop), 0
+            found.append(part[..., keys.start - first:keys.stop - first])
+    return torch.cat(found, dim=2)
+
+
+def mask_of(sees: Callable, idx: Tensor, flex: bool, before: int | None = None, after: int | None = None):
     """The mask for tokens idx (B, T) in which position i of row b sees position j if sees(b, 0, i, j): a
-    BlockMask for FlexAttention, otherwise boolean (B, 1, T, T).
+    BlockMask for FlexAttention, otherwise boolean (B, 1, T, T). `before` and `after` say how far it sees at
+    most (None: everywhere), which saves work.
     """
     B, T = idx.shape
     if flex:
@@ -147,7 +216,9 @@ def mask_of(sees: Callable, idx: Tensor, flex: bool):
         return compiled_once(create_block_mask)(sees, B, None, T, T, device=idx.device)
     t = torch.arange(T, device=idx.device)
     b = torch.arange(B, device=idx.device)[:, None, None, None]
-    return sees(b, 0, t[:, None], t)
+    mask = sees(b, 0, t[:, None], t)
+    mask.reach = before, after
+    return mask
 
 
 class Block(nn.Module):
@@ -175,17 +246,22 @@ class Block(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
         """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, or boolean with True where attention is
         allowed; without one attention is causal. torch's CPU kernel computes bfloat16 in float32 unless the
-        CPU has AMX. Up to a few thousand tokens, two bfloat16 products with the scores (B, H, T, T) in
-        between are faster.
+        CPU has AMX. Products of bfloat16 with some of the scores (B, H, T, T) in between are faster, but keep
+        these for the backward pass.
         """
         is_causal = mask is None and q.size(2) > 1
         dropout = self.dropout if self.drops_attention and self.training else 0.0
         if mask is not None and not isinstance(mask, Tensor):
             return self.flex_attention(q, k, v, block_mask=mask)
-        if not self.plain_attention or q.dtype != torch.bfloat16 or dropout:
+        long = k.size(2) > LONGEST_PLAIN
+        if not self.plain_attention or q.dtype != torch.bfloat16 or dropout or long:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
                                                   is_causal=is_causal)
-        scores = q * q.size(-1) ** -0.5 @ k.mT
+        before, after = (None, 0) if is_causal else getattr(mask, "reach", (None, None))
+        q = q * q.size(-1) ** -0.5
+        if q.size(2) > QUERIES and (before, after) != (None, None):  # in blocks, there is less to do
+            return _BlockAttention.apply(q, k, v, mask, before, after)
+        scores = q @ k.mT
         if is_causal:
             mask = scores.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril()
         if mask is not None:
@@ -506,7 +582,8 @@ class CausalLM(LanguageModel):
         def sees(b, h, i, j):
             return (number[b, i] == number[b, j]) & ((j <= i) | (j <= last[b, j]))
 
-        return mask_of(sees, idx, flex and cache is None and c.uses_flex(idx.device))
+        after = None if c.attention == "prefix" else 0
+        return mask_of(sees, idx, flex and cache is None and c.uses_flex(idx.device), after=after)
 
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """For states (B, T, C) and targets (B, T), returns the objective and detached sums. Targets below 0
@@ -1004,7 +1081,8 @@ class MLM(LanguageModel):
             return together(b, h, i, j) & ((i - j).abs() <= c.window // 2)
 
         flex = c.uses_flex(idx.device)
-        return [mask_of(together, idx, flex), mask_of(nearby, idx, flex)]
+        half = c.window // 2
+        return [mask_of(together, idx, flex), mask_of(nearby, idx, flex, half, half)]
 
     def example(self, batch: int, device, mask_rate: float = 0.3) -> dict[str, Any]:
         """Arguments of `forward` for a batch in which every parameter gets a gradient."""

@@ -21,6 +21,7 @@ from conftest import ROOT, Finished, finish, run, start
 from states import train_state
 
 import ddp_utils
+import model as model_module
 import test_ddp
 from data import UserError
 from ddp_utils import (
@@ -434,7 +435,9 @@ def test_world_describes_a_single_process(world):
 
 @pytest.mark.parametrize("model_class, example", ((HRM, {"bp_steps": 3}), (GPT2, {}), (MLM, {})))
 @pytest.mark.parametrize("mode", ("none", "block", "selective"))
-def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode):
+@pytest.mark.parametrize("queries", (32, 256))  # attention in blocks, and at once
+def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode, queries, monkeypatch):
+    monkeypatch.setattr(model_module, "QUERIES", queries)
     config = model_class.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
     model = model_class(config)
     inputs = model.example(4, "cpu", **example)

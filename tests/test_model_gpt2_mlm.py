@@ -202,6 +202,53 @@ def test_control_random_state_not_preserved(build, monkeypatch):
     assert differing(expected, step(build("block", dropout=0.1)))
 
 
+def masks_of(kind: str, T: int):
+    """Whole masks (2, 1, T, T) as the models make them, or None; and how far they let a position see."""
+    idx = torch.randint(1, VOCAB, (2, T), generator=torch.Generator().manual_seed(T))
+    idx[:, ::90] = 0  # starts of documents
+    idx[:, 40::90] = 1  # responses
+    if kind in ("global", "window"):
+        return mlm(eot=0, window=64).masks(idx)[kind == "window"]
+    return gpt2(attention=kind, start=0, response=1).mask(idx, None)
+
+
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="others round elsewhere")
+@pytest.mark.parametrize("kind", ["causal", "isolated", "prefix", "global", "window"])
+@pytest.mark.parametrize("T", [256, 257, 513, 700, 1024])
+def test_attention_in_blocks_has_the_bits_of_whole_products(kind, T, monkeypatch):
+    """Also its gradients; with bfloat16 on a CPU."""
+    block = gpt2().transformer["blocks"][0]
+    block.plain_attention = True
+    mask = masks_of(kind, T)
+    assert getattr(mask, "reach", "none") == {
+        "causal": "none", "isolated": (None, 0), "window": (32, 32)}.get(kind, (None, None))
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 2, T, 2 * 16, generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(2, 2, T, 16, generator=generator).bfloat16()
+    found = []
+    for queries in (model.QUERIES, 10**6):  # the second: all at once
+        monkeypatch.setattr(model, "QUERIES", queries)
+        y = block.attend(*qkv.unflatten(-1, (2, 16)).transpose(2, 3).unbind(), mask)
+        found.append([y, *torch.autograd.grad(y, qkv, grad)])
+    assert all(map(torch.equal, *found))
+
+
+@each_model
+def test_checkpointing_changes_no_bit_of_attention_in_blocks(build, monkeypatch):
+    monkeypatch.setattr(model, "QUERIES", 4)
+    calls = []
+    plain = model._BlockAttention.apply
+    monkeypatch.setattr(model._BlockAttention, "apply", lambda *args: calls.append(1) or plain(*args))
+    found = []
+    for mode in ("none", "selective", "block"):
+        each = build(mode, dtype=torch.bfloat16)
+        for block in model.blocks_of(each):
+            block.plain_attention = True
+        found.append(step(each))
+    assert calls
+    assert differing(found[0], found[1]) == differing(found[0], found[2]) == []
+
+
 def test_attention_that_draws_random_numbers_is_not_kept():
     """Only kernels of GPUs draw; kept, they would leave the random state where the recomputation began."""
     for op, at in model._ATTENTION.items():
