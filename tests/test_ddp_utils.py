@@ -223,7 +223,7 @@ def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monk
         lock = ddp_utils.RunLock(tmp_path)
         checkpoints = Checkpoints(tmp_path, world, 3, said.append, lock.lost)
         checkpoints.save(1, make_state(world), META)
-        checkpoints.mark_best(1, 2.5)
+        checkpoints.mark_best(1, {"val_loss": 2.5})
         raise ZeroDivisionError
 
     monkeypatch.setattr(Checkpoints, "_write", write)
@@ -582,7 +582,7 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     said, train = [], SimpleNamespace(rows=60, num_tokens=480)
     settings = {"size": "tiny", "precision": "float32", "checkpoint_activations": "none", "strategy": "ddp",
                 "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto",
-                "eval_batches": 0, "eval_batch": 16}
+                "eval_batches": 0, "eval_batch": 16, "warmup": 30}
     dataset = SimpleNamespace(train=train, val={}, too_short="", name="mine", loss=loss)
     log = SimpleNamespace(say=said.append, facts={"val_tokens": 0, "entropy": 3.0})
     run = SimpleNamespace(world=world, dataset=dataset, log=log, steps=300, global_batch=16, batch=8,
