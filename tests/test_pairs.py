@@ -548,7 +548,8 @@ def test_steps_without_labels_move_no_weight_and_no_moment(tmp_path, pairs, chan
     """More of them than the ten updates in a row that may be skipped because a gradient is not finite."""
     script = tmp_path / "without.py"
     script.write_text(LABELS_IN_THE_FIRST_STEP)
-    gpt2 = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=2, eval_every=100, warmup=0)
+    gpt2 = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=2, eval_every=100, warmup=0,
+                   schedule="constant")
     for steps in (1, 14):
         flags = gpt2.flags(pairs, tmp_path / str(steps), steps=steps, **changes)
         done = fork(2, script, ROOT / "train_gpt2.py", *flags)

@@ -232,8 +232,8 @@ MISTAKES = {
     "train_gpt2.py --size tiny --init-from run-gpt2 --seq-len 64": "run-gpt2 & positions & 32 & --seq-len",
     "train_gpt2.py --size tiny --init-from run-gpt2 --data other-text":
         "run-gpt2 & tokenizer & bytes & bpe:300 & tokenizer.json",
-    "train_gpt2.py --size tiny --init-from hf:hf-pickle": "hf-pickle & config.json & *.safetensors",
-    "train_gpt2.py --size tiny --init-from hf:hf-json": "hf-json & config.json & *.safetensors",
+    "train_gpt2.py --size tiny --init-from hf:hf-pickle": "hf-pickle & config.json & model.safetensors",
+    "train_gpt2.py --size tiny --init-from hf:hf-json": "hf-json & config.json & model.safetensors",
     "train_gpt2.py --size tiny --init-from hf:hf-type": "hf-type & llama & gpt2",
     "train_gpt2.py --size tiny --init-from hf:hf-lacks": "hf-lacks & config.json & n_embd",
     "train_gpt2.py --size tiny --init-from hf:hf-values": "hf-values & config.json & model",
@@ -501,7 +501,7 @@ def test_a_mistake_under_torchrun(scene, before):
 def test_the_scene_is_wrong_in_nothing_else(scene):
     """Shows that the commands above fail for the reason they are meant to."""
     for command in ("data.py prepare", "data.py info ready", "data.py verify ready", "data.py peek ready",
-                    "data.py info nomanifest --tokenizer bytes", "data.py info first",
+                    "data.py info nomanifest --tokenizer bytes",
                     "data.py verify unfinished", "train_hrm.py",
                     *(f"{script} --out run-{script[6:-3]}" for script in TRAINERS),
                     "train_mlm.py --out run-mlm --fill a[MASK]b"):
