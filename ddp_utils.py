@@ -991,7 +991,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
         defaults["epochs"] = None
     # open_run computes the batches, from these two and from what is given
     defaults["wanted_batch"] = defaults.pop("global_batch")
-    defaults.setdefault("eval_batch", defaults["wanted_batch"])  # sequences in one of --eval-batches
+    defaults.setdefault("eval_batch", defaults["wanted_batch"])  # in older runs
     defaults.setdefault("largest_batch", defaults.pop("batch"))
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
@@ -1029,11 +1029,13 @@ def check_row(parser: ArgumentParser, name: str, row: dict):
 def recipe(sizes: dict[str, dict], given: Namespace, record: dict) -> dict:
     """The defaults of a new run: the row of its size, gentler if it continues from trained weights."""
     size = given.size or nearest_size(sizes, record)
-    row = sizes[size] | {"size": size}
+    usual = sizes[size]["global_batch"]
+    row = sizes[size] | {"size": size, "eval_batch": usual}  # sequences in one of --eval-batches
     if given.init_from:
+        batch = min(32, usual)
         row |= {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-                "global_batch": min(32, row["global_batch"]), "schedule": "cosine",
-                "ema": min(0.999, row.get("ema", 0.0))}
+                "global_batch": batch, "eval_batches": math.ceil(row["eval_batches"] * batch / usual),
+                "schedule": "cosine", "ema": min(0.999, row.get("ema", 0.0))}
     return row
 
 

@@ -45,7 +45,8 @@ def trained(tmp_path_factory, shards) -> Path:
 
 
 def train(ranks: int, shards: Path, out: Path, **changes):
-    trainer = Trainer("train_gpt2.py", steps=8, save_every=4, eval_every=4, log_every=1, max_new_tokens=5, warmup=1)
+    trainer = Trainer("train_gpt2.py", steps=8, save_every=4, eval_every=4, log_every=1, max_new_tokens=5,
+                      warmup=1)
     return (trainer.fork if ranks else trainer.train)(ranks, shards, out, **changes)
 
 
