@@ -1,6 +1,7 @@
 """Training speed of one model, ours against a peer: in turn, on the same batches, from the same weights.
 
     python bench/train.py gpt2 --peer hf                                      # GPT2LMHeadModel, a plain loop
+    python bench/train.py gpt2 --batch 4 --peer trainer                       # transformers' own Trainer
     python bench/train.py gpt2 --peer nanogpt --peer-source DIR               # where nanoGPT's model.py lies
     python bench/train.py hrm --size 25m --peer hf                            # HrmTextForCausalLM
     python bench/train.py mlm --size 17m --peer hf                            # ModernBertForMaskedLM
@@ -151,11 +152,10 @@ def autocast(args, device):
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def hf(args, row, device):
-    """The class of transformers in a plain loop."""
+def class_of_transformers(args, row, device):
+    """The same model in the class of transformers, in training."""
     import tempfile
 
-    import torch
     import transformers
 
     from data import load_tokenizer
@@ -168,7 +168,13 @@ def hf(args, row, device):
         model = getattr(transformers, names[args.model]).from_pretrained(
             directory, attn_implementation="sdpa", **options[args.model])
     del made
-    model.to(device).train()
+    return model.to(device).train()
+
+
+def hf(args, row, device):
+    """The class of transformers in a plain loop."""
+    import torch
+    model = class_of_transformers(args, row, device)
     if args.checkpoint_activations != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
@@ -188,6 +194,52 @@ def hf(args, row, device):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    return step, {"precision": args.peer_precision}
+
+
+def trainer(args, row, device):
+    """transformers' own Trainer, with what people leave as it is. Its loop runs in a thread and waits before
+    each step until one is asked for.
+    """
+    import tempfile
+    import threading
+
+    import torch
+    import transformers
+    model = class_of_transformers(args, row, device)
+    batches = stage(args, row, torch.device("cpu"), dense_labels=True)
+    asked, done, losses = threading.Semaphore(0), threading.Semaphore(0), []
+
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                for x, y in batches:  # a causal model shifts its labels itself
+                    for ids, labels in zip(x, y if args.model == "mlm" else x):
+                        yield {"input_ids": ids, "labels": labels}
+
+    class Waiting(transformers.Trainer):
+        def training_step(self, *inputs, **more):
+            asked.acquire()
+            losses.append(super().training_step(*inputs, **more))
+            return losses[-1]
+
+    class Say(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            done.release()
+
+    given = transformers.TrainingArguments(
+        tempfile.mkdtemp(), max_steps=10**6, per_device_train_batch_size=row["batch"], learning_rate=LR,
+        lr_scheduler_type="constant", weight_decay=DECAY, bf16=args.peer_precision == "bf16",
+        use_cpu=device.type == "cpu", optim="adamw_torch_fused", torch_compile=args.compile,
+        save_strategy="no", report_to=[], disable_tqdm=True)
+    waiting = Waiting(model, given, train_dataset=Rows(), callbacks=[Say()])
+    threading.Thread(target=waiting.train, daemon=True).start()
+
+    def step(i):
+        asked.release()
+        done.acquire()
+        return losses[-1].detach()
 
     return step, {"precision": args.peer_precision}
 
@@ -303,7 +355,7 @@ def contestant(args) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
-        step, facts = {"ours": ours, "hf": hf, "nanogpt": nanogpt}[args.contestant](
+        step, facts = {"ours": ours, "hf": hf, "trainer": trainer, "nanogpt": nanogpt}[args.contestant](
             args, settings(args), device)
         first = step(0).item()
         facts |= {"first_step": time.time() - args.started, "peak_flops": monitor.peak_flops(device)}
@@ -436,7 +488,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("model", choices=TRAINERS)
     parser.add_argument("--size", help="of the trainer's presets, or baby: nanoGPT's for a CPU "
                         "(gpt2, 25m, 17m)")
-    parser.add_argument("--peer", choices=("hf", "nanogpt"))
+    parser.add_argument("--peer", choices=("hf", "trainer", "nanogpt"))
     parser.add_argument("--also", action="append", default=[], metavar="FLAGS", help="ours once more, with "
                         "flags such as --also=--fast or --also='--checkpoint-activations block'")
     parser.add_argument("--peer-source", metavar="DIR", help="where nanoGPT's model.py lies")
