@@ -135,7 +135,7 @@ def kept(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-QUERIES = 256  # that bfloat16 attention on a CPU takes at a time; with a window half as many
+QUERIES = 256  # that bfloat16 attention on a CPU takes at a time; with a window a quarter of them
 SUMMED = 512  # terms that a matrix product of bfloat16 on a CPU adds up before it rounds
 LONGEST_PLAIN = 4096  # tokens; beyond, torch's kernel takes less memory
 
@@ -154,7 +154,7 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, before, after):
         T, S = q.size(2), k.size(2)
-        step = QUERIES if before is None else QUERIES // 2
+        step = QUERIES if before is None else QUERIES // 4
         out = torch.empty_like(q)
         kept, blocks = [], []  # the probabilities of some queries, and which queries and keys these are
         for begin in range(0, T, step):
@@ -259,7 +259,7 @@ class Block(nn.Module):
                                                   is_causal=is_causal)
         before, after = (None, 0) if is_causal else getattr(mask, "reach", (None, None))
         q = q * q.size(-1) ** -0.5
-        if q.size(2) > QUERIES and (before, after) != (None, None):  # in blocks, there is less to do
+        if q.size(2) > QUERIES:
             return _BlockAttention.apply(q, k, v, mask, before, after)
         scores = q @ k.mT
         if is_causal:

@@ -17,8 +17,8 @@ GPU how long Python takes to launch a step. nanoGPT's source is fetched by whoev
 How each trains: ours as its trainer does, with Loader left out (batches lie on the device, for all alike);
 nanoGPT as its train.py does, which reads the loss every tenth step, in its precision (float32 on a CPU, where
 its autocast is off) or with --peer-precision bf16 under autocast; the Hugging Face classes in a plain loop
-with autocast, SDPA, fused AdamW, and ModernBERT with sparse_prediction. On GPUs all are compiled. All clip
-gradients to 1.0.
+with autocast, SDPA, fused AdamW, and ModernBERT with sparse_prediction; transformers' Trainer with its own
+defaults and those of the classes. On GPUs all are compiled. All clip gradients to 1.0.
 
 --json gets a line after each round, with the medians so far, and one at the end, so that a run that is cut
 short leaves its numbers too.
@@ -152,7 +152,7 @@ def autocast(args, device):
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def class_of_transformers(args, row, device):
+def class_of_transformers(args, row, device, **options):
     """The same model in the class of transformers, in training."""
     import tempfile
 
@@ -162,11 +162,12 @@ def class_of_transformers(args, row, device):
     from model import to_hf
     made = make_model(args, row, device)
     names = {"gpt2": "GPT2LMHeadModel", "hrm": "HrmTextForCausalLM", "mlm": "ModernBertForMaskedLM"}
-    options = {"mlm": {"sparse_prediction": True}, "hrm": {"L_bp_cycles": [0, BP_STEPS - 2]}, "gpt2": {}}
+    if args.model == "hrm":
+        options |= {"L_bp_cycles": [0, BP_STEPS - 2]}
     with tempfile.TemporaryDirectory() as directory:
         to_hf(made, directory, load_tokenizer("bytes"))
         model = getattr(transformers, names[args.model]).from_pretrained(
-            directory, attn_implementation="sdpa", **options[args.model])
+            directory, attn_implementation="sdpa", **options)
     del made
     return model.to(device).train()
 
@@ -174,7 +175,8 @@ def class_of_transformers(args, row, device):
 def hf(args, row, device):
     """The class of transformers in a plain loop."""
     import torch
-    model = class_of_transformers(args, row, device)
+    sparse = {"sparse_prediction": True} if args.model == "mlm" else {}
+    model = class_of_transformers(args, row, device, **sparse)
     if args.checkpoint_activations != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]

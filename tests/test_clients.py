@@ -126,7 +126,7 @@ def test_a_chat_has_the_ids_that_were_trained(condition, tmp_path):
 @pytest.mark.full
 def test_the_export_comes_back(chat, tmp_path):
     trainer, run, shards = chat
-    done = trainer.train(0, shards, tmp_path / "back", init_from=f"hf:{run / 'hf'}", lr=0, steps=1,
+    done = trainer.train(0, shards, tmp_path / "back", init_from=f"hf:{run / 'hf'}", lr=0, steps=1, warmup=0,
                          eval_every=1, attention="isolated", d_model=None, n_head=None, n_layer=None)
     assert done.code == 0 and "WARNING" not in done.out, done.out
     before, after = (evaluations_of(out)[-1]["val_loss"] for out in (run, tmp_path / "back"))
