@@ -226,6 +226,7 @@ def launch(main):
         heartbeat.stop(reason)
     # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
     futures.wait(unwritten, timeout=15)
+    monitor.WandbRun.finish_all(code)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
         dist.destroy_process_group()
     with suppress(OSError):  # the terminal may be gone
@@ -251,6 +252,7 @@ def with_cleanup(main):
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
                 RunLock.release()
+                monitor.WandbRun.finish_all(int(failed))
                 gc.unfreeze()
                 if dist.is_initialized() and not joined_before:
                     if heartbeat:
@@ -936,6 +938,8 @@ def add_running_flags(parser: ArgumentParser):
          "an --out without checkpoints; or the path of a checkpoint or of a run directory", "auto")
     flag("--init-from", str, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
          "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
+    flag("--wandb", BooleanOptionalAction, "also log to Weights & Biases (pip install wandb); with "
+         "WANDB_MODE=offline into wandb/ of the run, for wandb sync")
     flag("--eval-only", bool, "evaluate the newest checkpoint, or that of --resume, on the validation "
          "sets of --data (default: of the run), and do nothing else: prints a line and a JSON object, and "
          "leaves the run as it is")
@@ -1355,6 +1359,8 @@ def open_run(run: Run):
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
+    if args.wandb:
+        run.log.sinks.append(monitor.WandbRun(run.out, run.log.say))
     run.checkpoints = Checkpoints(run.out, world, args.keep_last, run.log.say, lock.lost)
     run.saved = saved = run.checkpoints.load(args.resume, run.saved)
     wanted = args.wanted_batch
