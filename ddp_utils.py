@@ -56,7 +56,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -924,7 +930,8 @@ def add_running_flags(parser: ArgumentParser):
     flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
-    flag("--comm", ("fp32", "bf16"), "type of the sent gradients, with --strategy ddp", "fp32")
+    flag("--comm", ("fp32", "bf16"), "type of what is sent: with --strategy ddp gradients, with shards and "
+         "bf16 activations the parameters and gradients of blocks", "fp32")
     flag = flag_group(parser, "output")
     flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA); if it holds one, that is "
          "resumed or used as it was, but for the flags that are given")
@@ -1354,8 +1361,13 @@ def open_run(run: Run):
     if args.strategy in SHARDED and args.optimizer == "muon":
         raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
                         "run with --optimizer adamw.")
-    if args.comm != "fp32" and args.strategy != "ddp":
-        raise UserError(f"--comm {args.comm} needs --strategy ddp: give that, or --comm fp32.")
+    if args.comm == "bf16" and args.strategy != "ddp":
+        if args.strategy == "zero1":
+            raise UserError("--comm bf16 is for --strategy ddp, zero2 and zero3: give one of them, or --comm "
+                            "fp32.")
+        if compute_dtype(args.precision, world.device) != torch.bfloat16:
+            raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
+                            "--comm fp32.")
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
@@ -1408,11 +1420,11 @@ def new_model(run: Run, **config) -> nn.Module:
     changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-        model = build_model(model_class, config, world, args.strategy)
+        model = build_model(model_class, config, world, args.strategy, args.comm)
     elif args.init_from:
         model = trained_model(run, asdict(config), changes)
     else:
-        model = build_model(model_class, config, world, args.strategy)
+        model = build_model(model_class, config, world, args.strategy, args.comm)
         say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
@@ -1468,7 +1480,8 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
         for name in VOCAB_TENSORS & weights.keys():
             mean = weights[name][:most].mean(0, keepdim=True)
             weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
-    model = build_model(model_class, model_class.Config(**config | known | changes), world, args.strategy)
+    config = model_class.Config(**config | known | changes)
+    model = build_model(model_class, config, world, args.strategy, args.comm)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def complete() -> list[str]:
@@ -1551,10 +1564,15 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
 # Models on ranks, replicated or sharded
 
 
-def build_model(model_class: type, config, world: World, strategy: str = "ddp") -> nn.Module:
+def build_model(model_class: type, config, world: World, strategy: str = "ddp",
+                comm: str = "fp32") -> nn.Module:
     """Builds a model on this process's device, sharded if `strategy` says so, with uninitialized parameters.
     Parameters are created without memory, so that only rank 0, which has the weights, ever holds all of them
     in host memory. Buffers keep their initial values. Raises UserError if a model cannot be built this way.
+
+    With `comm` bf16, shards of blocks are gathered in bfloat16, to which their layers would cast them anyway,
+    and their gradients are summed in it, over the uses of a weight and over ranks. What is outside of blocks
+    is used in float32, too, and sent so.
     """
     def on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:
         return p if p.is_meta else nn.Parameter(p.to("meta"), p.requires_grad)
@@ -1575,8 +1593,12 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp") 
                    "reshard_after_forward": strategy != "zero2"}  # zero2 keeps gathered parameters
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-        for module in [*blocks_of(model), model]:
-            fully_shard(module, **options)
+        sent = {}
+        if comm == "bf16":
+            sent["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        for block in blocks_of(model):
+            fully_shard(block, **options, **sent)
+        fully_shard(model, **options)
         if strategy == "zero2":  # HRM calls blocks repeatedly; free_gathered_params reshards once a step
             model.set_reshard_after_backward(False)
         if hasattr(model, "decode"):
@@ -2895,7 +2917,7 @@ def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
     assert_context(model_class, found, run.args.seq_len)
     longer = {"seq_len": max(run.args.seq_len, found["seq_len"])}
     config = model_class.Config(**found["model_config"] | longer)
-    model = build_model(model_class, config, run.world, run.args.strategy)
+    model = build_model(model_class, config, run.world, run.args.strategy, run.args.comm)
     odd = found["left_over"] + on_rank0(lambda: sorted(model.state_dict().keys() ^ found["weights"].keys()))
     if odd:
         raise UserError(f"{found['path']} is of another model than {model_class.__name__} (only one of them "

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from unittest import mock
 
 import torch
 from states import train_state
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
 import ddp_utils
@@ -246,6 +248,47 @@ def check_gathering(world: World) -> None:
             events = {event.key: event.count for event in profile.key_averages()}
             found[strategy] = events["c10d::_allgather_base_"]
     assert found["zero2"] == 3 < found["zero3"], found  # a block of H, one of L, and what is outside
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes of whole parameters, gathered or reduced, by their type."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            largest = max((t for t in args if isinstance(t, torch.Tensor)), key=lambda t: t.nbytes)
+            self.found[function.name()[6:12], largest.dtype] += largest.nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def check_bf16_shards(world: World) -> None:
+    """Blocks travel in bfloat16: the same bits forward, half the bytes, gradients rounded and no more."""
+    for changes in ({}, {"halt": True, "bp_cycles": 2, "inject_input": True}):
+        found = {}
+        for strategy, comm in (("zero3", "fp32"), ("zero3", "bf16"), ("zero2", "bf16")):
+            whole = make(**changes)
+            model = ddp_utils.build_model(HRM, whole.config, world, strategy, comm)
+            ddp_utils.copy_weights(model, whole.state_dict(), world)
+            ddp_utils.use_device(model, world.device, torch.bfloat16)
+            with Sent() as sent:
+                objective = model(*batch(world.rank), bp_steps=5)[0]
+                objective.backward()
+            free_gathered_params(model)
+            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            found[strategy, comm] = objective.item(), gradients, sent.found
+        (loss, exact, all_fp32), *others = found.values()
+        for other, gradients, _ in others:
+            assert other == loss
+            off = [(gradients[name] - exact[name]).norm() / exact[name].norm() for name in exact]
+            assert 1e-4 < max(off) < 1e-2, off
+            assert any(torch.equal(gradients[name], exact[name]) for name in exact)  # outside of blocks
+        for kind in ("_allga", "_reduc"):
+            sent = found["zero3", "bf16"][2]
+            blocks = all_fp32[kind, torch.float32] - sent[kind, torch.float32]
+            assert 2 * sent[kind, torch.bfloat16] == blocks > 0, (kind, sent, all_fp32)
 
 
 def check_owners(world: World) -> None:

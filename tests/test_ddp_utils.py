@@ -36,7 +36,7 @@ from ddp_utils import (
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "fp16_shards",
-          "bf16_gradients", "memory", "gathering", "owners",
+          "bf16_gradients", "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
           "who_writes_samples", "stop"]
 

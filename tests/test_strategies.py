@@ -139,6 +139,28 @@ def test_gradients_sent_as_bf16_resume_bit_for_bit(tmp_path, shards):
         assert_same_run(tmp_path / "whole", tmp_path / "fp32")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("model", TRAINERS)
+def test_shards_sent_as_bf16(tmp_path, shards, model):
+    """They resume bit for bit, from and to any other, and differ from ddp by no more than rounding."""
+    sent = {"precision": "bf16", "comm": "bf16", "strategy": "zero3"}
+    alone = {"precision": "bf16"}
+    run_all(2, shards, tmp_path, [(model, "whole", sent), (model, "ddp", alone),
+                                  (model, "fp32", sent | {"comm": "fp32"})], timeout=240)
+    assert_close_runs(tmp_path / "ddp", tmp_path / "whole", bound=3e-3)
+    with pytest.raises(AssertionError):  # gradients are rounded
+        assert_same_run(tmp_path / "fp32", tmp_path / "whole")
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "again")
+    first = {name: first_checkpoint(tmp_path / name) for name in ("whole", "ddp")}
+    to_ddp = alone | {"resume": first["whole"]}
+    to_zero2 = sent | {"strategy": "zero2", "resume": first["ddp"]}
+    runs = [(model, "again", sent), (model, "to-ddp", to_ddp), (model, "zero2", to_zero2)]
+    run_all(2, shards, tmp_path, runs, timeout=240)
+    assert_same_run(tmp_path / "whole", tmp_path / "again")
+    assert_resumes_alike(tmp_path / "whole", tmp_path / "to-ddp", bound=3e-3)
+    assert_resumes_alike(tmp_path / "ddp", tmp_path / "zero2", bound=3e-3)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", (2, 3))
 @pytest.mark.parametrize("model", TRAINERS)
@@ -170,8 +192,8 @@ def test_samples_after_a_resume_under_zero3(tmp_path, shards):
 
 @pytest.mark.parametrize("flags, sentence", (
     ({"strategy": "zero2", "optimizer": "muon"}, "full matrices"),
-    ({"strategy": "zero1", "comm": "bf16"}, "--comm bf16 needs --strategy ddp"),
-    ({"strategy": "zero2", "comm": "bf16"}, "--comm bf16 needs --strategy ddp"),
+    ({"strategy": "zero1", "comm": "bf16"}, "--comm bf16 is for --strategy ddp, zero2 and zero3"),
+    ({"strategy": "zero2", "comm": "bf16"}, "--comm bf16 with shards needs bfloat16 activations"),
     ({"comm": "powersgd:2"}, "invalid choice: 'powersgd:2'")))
 @pytest.mark.parametrize("model", TRAINERS)
 def test_combinations_that_are_refused(tmp_path, shards, model, flags, sentence):
