@@ -1480,8 +1480,8 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
         for name in VOCAB_TENSORS & weights.keys():
             mean = weights[name][:most].mean(0, keepdim=True)
             weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
-    config = model_class.Config(**config | known | changes)
-    model = build_model(model_class, config, world, args.strategy, args.comm)
+    whole = model_class.Config(**config | known | changes)
+    model = build_model(model_class, whole, world, args.strategy, args.comm)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def complete() -> list[str]:

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, finish, start
+from conftest import ROOT, Finished, finish, start
+from processes import fork
 from runs import Trainer
 
 import monitor
@@ -16,6 +17,11 @@ import monitor
 TIMES = ("_runtime", "_timestamp", "_step", "System")
 FLAGS = {"steps": 12, "save_every": 4, "eval_every": 6, "max_new_tokens": 2}
 TRAINER = Trainer("train_gpt2.py", **FLAGS)
+
+
+def forked(trainer: Trainer, shards, out, **changes) -> Finished:
+    """A run in a process of its own, forked from one that may be older than WANDB_MODE here."""
+    return fork(0, trainer.script, *trainer.flags(shards, out, **changes), WANDB_MODE="offline")
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +85,7 @@ def logged(out: Path) -> dict[int, dict]:
 
 
 def test_each_record_arrives_once_with_its_step_and_the_settings(wandb, shards, tmp_path):
-    done = TRAINER.fork(0, shards, tmp_path / "run", wandb=True)
+    done = forked(TRAINER, shards, tmp_path / "run", wandb=True)
     assert done.code == 0, done.out
     (name, settings, rows, ended), = sent(tmp_path / "run")
     assert rows == logged(tmp_path / "run") and rows.keys() == {*range(1, 13)} and ended
@@ -95,7 +101,7 @@ def test_a_killed_run_goes_on_under_its_id_and_sends_all_again(ranks, wandb, sha
     assert done.code == 0, done.out
     *killed, (name, _, rows, ended) = sent(out)
     assert ended and rows == logged(out) and rows.keys() == {*range(1, 13)}
-    more = TRAINER.fork(0, shards, out, steps=14)
+    more = forked(TRAINER, shards, out, steps=14)
     assert more.code == 0, more.out
     *_, (same, _, longer, ended) = sent(out)
     assert ended and same == name and longer == logged(out) and longer.keys() == {*range(1, 15)}
@@ -106,7 +112,7 @@ def test_a_killed_run_goes_on_under_its_id_and_sends_all_again(ranks, wandb, sha
         for step, row in before.items():
             ours = {k: v for k, v in rows[step].items() if k not in timed}
             assert {k: v for k, v in row.items() if k not in timed}.items() <= ours.items(), step
-    off = TRAINER.fork(0, shards, out, no_wandb=True, steps=16)
+    off = forked(TRAINER, shards, out, no_wandb=True, steps=16)
     assert off.code == 0 and len(sent(out)) == len(killed) + 2, off.out
 
 
@@ -124,7 +130,7 @@ def test_ctrl_c_and_an_error_leave_a_run_that_has_ended(wandb, shards, tmp_path)
     path = tmp_path / "train_broken.py"
     text = (ROOT / "train_gpt2.py").read_text()
     path.write_text(text.replace("        lr = learning", "        assert step < 7\n        lr = learning"))
-    broken = Trainer(str(path), **FLAGS).fork(0, shards, tmp_path / "broken", wandb=True)
+    broken = forked(Trainer(str(path), **FLAGS), shards, tmp_path / "broken", wandb=True)
     assert broken.code == 1 and "AssertionError" in broken.out, broken.out
     (_, _, rows, ended), = sent(tmp_path / "broken")
     assert ended and rows == logged(tmp_path / "broken") and rows.keys() == {*range(1, 8)}

@@ -204,7 +204,7 @@ MISTAKES = {
     "train_hrm.py --strategy zero9": "--strategy & zero9 & zero2",
     "train_hrm.py --strategy zero3 --optimizer muon": "--optimizer muon & matrices & zero1",
     "train_hrm.py --strategy zero1 --comm bf16": "--comm & --strategy ddp",
-    "train_hrm.py --strategy zero2 --comm bf16": "--comm & --strategy ddp",
+    "train_hrm.py --strategy zero2 --precision fp32 --comm bf16": "--comm & --precision bf16",
     "train_hrm.py --prompt x --out nowhere/run": "nowhere/run & hf:nowhere/run",
     "train_hrm.py --prompt x --out new": "new & hf:new",
     "train_hrm.py --prompt x --out run-gpt2": "run-gpt2 & family & GPT2 & HRM & trainer",
