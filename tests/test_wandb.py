@@ -19,9 +19,9 @@ FLAGS = {"steps": 12, "save_every": 4, "eval_every": 6, "max_new_tokens": 2}
 TRAINER = Trainer("train_gpt2.py", **FLAGS)
 
 
-def forked(trainer: Trainer, shards, out, **changes) -> Finished:
-    """A run in a process of its own, forked from one that may be older than WANDB_MODE here."""
-    return fork(0, trainer.script, *trainer.flags(shards, out, **changes), WANDB_MODE="offline")
+def forked(trainer: Trainer, shards, out, ranks: int = 0, **changes) -> Finished:
+    """A run in processes of its own, forked from one that may be older than WANDB_MODE here."""
+    return fork(ranks, trainer.script, *trainer.flags(shards, out, **changes), WANDB_MODE="offline")
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_a_killed_run_goes_on_under_its_id_and_sends_all_again(ranks, wandb, sha
     assert off.code == 0 and len(sent(out)) == len(killed) + 2, off.out
 
 
-def test_ctrl_c_and_an_error_leave_a_run_that_has_ended(wandb, shards, tmp_path):
+def test_ctrl_c_leaves_a_run_that_has_ended(wandb, shards, tmp_path):
     out = tmp_path / "stopped"
     flags = TRAINER.flags(shards, out, steps=4000, save_every=1000, eval_every=1000)
     living = start([sys.executable, "train_gpt2.py", *flags, "--wandb"], cwd=ROOT)
@@ -127,10 +127,14 @@ def test_ctrl_c_and_an_error_leave_a_run_that_has_ended(wandb, shards, tmp_path)
     assert finish(living, 120).code == 0
     (_, _, rows, ended), = sent(out)
     assert ended and rows == logged(out)
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_an_error_leaves_a_run_that_has_ended(ranks, wandb, shards, tmp_path):
     path = tmp_path / "train_broken.py"
     text = (ROOT / "train_gpt2.py").read_text()
     path.write_text(text.replace("        lr = learning", "        assert step < 7\n        lr = learning"))
-    broken = forked(Trainer(str(path), **FLAGS), shards, tmp_path / "broken", wandb=True)
+    broken = forked(Trainer(str(path), **FLAGS), shards, tmp_path / "broken", ranks, wandb=True)
     assert broken.code == 1 and "AssertionError" in broken.out, broken.out
     (_, _, rows, ended), = sent(tmp_path / "broken")
     assert ended and rows == logged(tmp_path / "broken") and rows.keys() == {*range(1, 8)}
