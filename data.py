@@ -949,7 +949,7 @@ def map_file(file) -> mmap.mmap | bytes:
     try:
         return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)  # fewer can map it as shared
     except OSError as error:
-        if error.errno == errno.EMFILE:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
         return file.read()
 
@@ -1820,7 +1820,10 @@ class Dataset:
         if short:
             listed = " and ".join(f"{name} ({n} tokens)" for name, n in short.items())
             self.too_short = (f"an evaluation leaves out the validation set {listed}, which fills no row of "
-                              f"{seq_len}; --seq-len {max(min(short.values()) - 1, 1)} would hold it")
+                              f"{seq_len}")
+            if min(short.values()) > 1:
+                self.too_short += (f"; --seq-len {min(short.values()) - 1} would hold it, in a new run or "
+                                   "with --eval-only")
         ids = self.tokenizer.to_json(), self.roles
         for shards in (self.train, *self.val.values()):
             shards.ids = ids

@@ -102,6 +102,7 @@ from model import (
     MLM,
     VOCAB_TENSORS,
     CausalConfig,
+    ModelConfig,
     blocks_of,
     config_from_hf,
     continue_text,
@@ -120,6 +121,7 @@ TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 # flags of a model that a resumed run may change
 CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
+READING = ("attention", "eot", "start", "response", "end")  # fields that say which tokens see which
 FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
 # flags of one command or one machine, which a resumed run does not keep
 ASKED_ANEW = ("out", "resume", "tokenizer", "device", "backend", "timeout", "compile")
@@ -129,6 +131,7 @@ STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
             "MV2_COMM_WORLD_SIZE": "mpirun_rsh", "PALS_LOCAL_SIZE": "mpiexec", "JSM_NAMESPACE_SIZE": "jsrun",
             "FLUX_JOB_SIZE": "flux run"}
 HOST = os.uname().nodename  # the name of this machine
+OF_EVALUATION = {"samples", "exact", "correct", "criterion"}  # no names for a metric
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HAS_CLUSTER = Path(__file__).with_name("cluster").is_dir()  # not where the trainers alone were copied
@@ -905,7 +908,8 @@ def add_training_flags(parser: ArgumentParser):
     flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
     flag("--lr", number(0), "peak learning rate")
-    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: the rate falls in the last fifth only", "cosine")
+    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: the rate falls in the last fifth only; both end "
+         "at a tenth of --lr, also in a run of one step", "cosine")
     flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run "
          "(default: see below; in proportion where a run has fewer steps than its size)")
     flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
@@ -1177,6 +1181,7 @@ class Run:
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
     frozen: dict[str, int | None] | None = None  # the steps of models that load_frozen has loaded
     initial: dict[str, int] | None = None  # bit sums of the shards of new_model
+    config: ModelConfig | None = None  # of new_model
     described: bool = False  # whether identity_of has been called
     # set by find_run
     command: str = ""  # of this start
@@ -1416,8 +1421,7 @@ def new_model(run: Run, **config) -> nn.Module:
                         "--prompt-field and --response-field.")
     if vars(config).get("response", -1) >= 0:
         sample_prompt(args, dataset)
-    names = (*CHANGEABLE, "eot", "attention", "start", "response", "end")
-    changes = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    changes = {name: getattr(config, name) for name in (*CHANGEABLE, *READING) if hasattr(config, name)}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
@@ -1431,6 +1435,7 @@ def new_model(run: Run, **config) -> nn.Module:
     if args.strategy in SHARDED:
         run.initial = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
     torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
+    run.config = model.config
     return model
 
 
@@ -2033,7 +2038,8 @@ class TrainState:
                 if (p := parameters.get(owner)) in optimizer.state:
                     optimizer.state[p][key] = value
         if self.ema:
-            self.ema.updates = saved["step"]  # one in each step
+            # of older runs, and of those that had none, one in each step
+            self.ema.updates = saved.get("ema_updates") or saved["step"]
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
@@ -2183,6 +2189,7 @@ class Checkpoints:
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
         self._best = math.inf  # the criterion of best.pt
+        self._own_criterion = False  # whether a trainer has set that
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
 
@@ -2233,8 +2240,10 @@ class Checkpoints:
                 if marked > step:
                     best.unlink()
         with suppress(FileNotFoundError):
-            losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
-            left = {at: loss for at, loss in losses.items() if at <= step and at in files}
+            records = monitor.read_metrics(self.run_directory)
+            self._own_criterion = monitor.has_own_criterion(records)
+            losses = monitor.evaluations_of(records)
+            left = {at: loss for at, loss in losses.items() if at <= step and at in files and loss < math.inf}
             self._best = min(left.values(), default=math.inf)
             lowest = min(left, key=left.get, default=marked)
             if lowest != marked and (marked in left or not best.exists()):
@@ -2273,7 +2282,8 @@ class Checkpoints:
             return
         world.synchronize()  # copies to pinned memory may still be under way
         content = {"format": 1, "step": step, "torch": str(torch.__version__),
-                   "scaler": state.scaler.state_dict(), "plain": plain}
+                   "scaler": state.scaler.state_dict(), "plain": plain,
+                   "ema_updates": state.ema.updates if state.ema else 0}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
         name = f"step_{step:08d}_loss{meta['loss']:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
         self._newest = self.directory / name
@@ -2285,7 +2295,7 @@ class Checkpoints:
         """
         if self.world.is_rank0 and self.saved_step == step:  # not if the update was skipped
             self._submit(self._link_best, self.directory / "best.pt", self._newest,
-                         monitor.criterion_of(found))
+                         monitor.criterion_of(found), "criterion" in found)
 
     def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -2325,10 +2335,12 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link_best(self, path: Path, newest: Path, loss: float):
-        if loss < self._best and newest.exists():  # else its save failed, and said so
+    def _link_best(self, path: Path, newest: Path, criterion: float, own: bool):
+        if own != self._own_criterion:  # numbers of two kinds cannot be compared
+            self._best, self._own_criterion = math.inf, own
+        if criterion < self._best and newest.exists():  # else its save failed, and said so
             self._link(newest)
-            self._best = loss
+            self._best = criterion
 
     def _link(self, source: Path):
         """Makes best.pt a link to a checkpoint."""
@@ -2444,6 +2456,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     facts["flops_per_token"] = lambda record: run.flops_factor * statistics.fmean(
         count(**kw) for kw in examples(record))
     evaluations = on_rank0(lambda: log.read_back(step))
+    facts["own_criterion"] = on_rank0(lambda: monitor.has_own_criterion(log.records))
 
     def begin():
         files = run_files(run, identity) if world.is_rank0 else {}
@@ -2691,14 +2704,16 @@ class Metrics:
         self._say = run.log.say
         # since this start: the labels that the model got on this rank, and those that counted on all ranks
         self._given, self._counted = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self._warned = False
+        self._got_labels = self._warned = False
+        self._signature = inspect.signature(model.forward)
         model.register_forward_pre_hook(self._count_labels, with_kwargs=True)
 
     def _count_labels(self, model: nn.Module, args: tuple, kwargs: dict):
-        named = kwargs.get("targets", kwargs.get("labels"))
-        labels = args[-1] if named is None and len(args) > 1 else named
-        own = kwargs.get("per_token")  # then the trainer makes the objective, and counts what it likes
-        if model.training and isinstance(labels, Tensor) and not own:
+        given = self._signature.bind(*args, **kwargs).arguments
+        labels = given.get("targets", given.get("labels"))
+        own = given.get("per_token")  # then the trainer makes the objective, and counts what it likes
+        if model.training and labels is not None and not own:
+            self._got_labels = True
             self._given += (labels >= 0).sum()
 
     def add(self, sums: dict[str, Tensor]):
@@ -2730,7 +2745,9 @@ class Metrics:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
         *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, self._given], self.world)
         counted = self._counted.item()
-        if given % max(counted, 1) and not self._warned:  # a model may be called several times in a step
+        # a model may be called several times in a step
+        unlike = given % max(counted, 1) or self._got_labels and given < counted
+        if unlike and not self._warned:
             self._warned = True
             self._say(f"WARNING: the model got {given:,.0f} labels, but its losses are divided by "
                       f"{counted:,.0f}: if the trainer masks or cuts labels in its loop, let it count them "
@@ -2778,11 +2795,14 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, found = model(*micro_batch)
                 own = run.metric(model, *micro_batch) if run.metric else {}
-                monitor.refuse_taken([*found, *own])
+                monitor.refuse_taken([*found, *own, *OF_EVALUATION - found.keys()])
                 for key, value in own.items():
                     if not isinstance(value, tuple) or len(value) != 2:
                         raise UserError(f"the metric {key} is no sum with the count that divides it: return "
                                         f'{{"{key}": (sum, count)}}.')
+                    if "/" in key or key.endswith(" (count)"):
+                        raise UserError(f"a metric cannot be called {key}: choose a name without / and "
+                                        "(count).")
                     found |= {key: value[0], f"{key} (count)": value[1]}
                 labels = micro_batch[-1]
                 found["labels"] = (labels >= 0).sum()
@@ -2906,17 +2926,29 @@ def load_model(model_class: type, saved: dict, world: World, strategy: str = "dd
 def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
     """A model beside the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a checkpoint
     or a run directory: with averaged weights if there are any, frozen, in the modes and shards of the run.
-    Every rank calls this, before identity_of, by which config.json has its path and step, and a resume says
-    if they have changed. Raises UserError on all ranks.
+    The weights of --init-from get the attention of the model in training; others keep theirs, and a warning
+    says if that is another. Every rank calls this, after new_model and before identity_of, by which
+    config.json has its path and step, and a resume says if they have changed. Raises UserError on all ranks.
     """
-    if run.described:
-        raise UserError("load_frozen comes before identity_of, so that config.json names the model.")
+    if run.described or not run.config:
+        raise UserError("load_frozen comes after new_model and before identity_of, so that config.json names "
+                        "the model.")
     found = weights_of(model_class, source)
+    known = found["model_config"]
+    more = known["vocab_size"] < run.config.vocab_size and run.dataset.roles["response"] >= 0
+    way_out = "pairs add ids to that, so train it on them first" if more else (
+        "prepare the data with its tokenizer.json")
     if found["tokenizer"]:
-        assert_tokenizer(found, run.dataset.tokenizer, "prepare the data with its tokenizer.json")
+        assert_tokenizer(found, run.dataset.tokenizer, way_out)
     assert_context(model_class, found, run.args.seq_len)
-    longer = {"seq_len": max(run.args.seq_len, found["seq_len"])}
-    config = model_class.Config(**found["model_config"] | longer)
+    trained = asdict(run.config)
+    ours = {name: trained[name] for name in READING if name in known and name in trained}
+    if source == run.args.init_from:
+        known |= ours
+    elif known.get("attention") != ours.get("attention"):
+        run.log.say(f"WARNING: {found['path']} has {known['attention']} attention, the model in training "
+                    f"{ours['attention']}")
+    config = model_class.Config(**known | {"seq_len": max(run.args.seq_len, found["seq_len"])})
     model = build_model(model_class, config, run.world, run.args.strategy, run.args.comm)
     odd = found["left_over"] + on_rank0(lambda: sorted(model.state_dict().keys() ^ found["weights"].keys()))
     if odd:

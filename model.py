@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -124,7 +125,7 @@ _ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
               torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5}
 
 
-def kept(context, op, *args, **kwargs) -> CheckpointPolicy:
+def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     """Whether selective checkpointing keeps the result of op(*args). With dropout, attention draws random
     numbers. If its result were kept, recomputation would not draw them again, and what draws next would draw
     otherwise than in the forward pass.
@@ -156,7 +157,7 @@ class _BlockAttention(torch.autograd.Function):
         T, S = q.size(2), k.size(2)
         step = QUERIES if before is None else QUERIES // 4
         out = torch.empty_like(q)
-        kept, blocks = [], []  # the probabilities of some queries, and which queries and keys these are
+        weights, blocks = [], []  # of some queries, and which queries and keys these are
         for begin in range(0, T, step):
             end = min(begin + step, T)
             last = S if after is None else min(math.ceil((end + after) / step) * step, S)
@@ -167,19 +168,20 @@ class _BlockAttention(torch.autograd.Function):
                 seen = q.new_ones(end - begin, last - first, dtype=torch.bool).tril(begin - first)
             if seen is not None:
                 scores = scores + torch.where(seen, 0.0, -torch.inf).to(scores.dtype)
-            kept.append(scores.softmax(dim=-1))
+            weights.append(scores.softmax(dim=-1))
             blocks.append((begin, end, first, last))
-            out[:, :, begin:end] = kept[-1] @ v[:, :, first:last]
-        ctx.save_for_backward(q, k, v, *kept)
+            out[:, :, begin:end] = weights[-1] @ v[:, :, first:last]
+        ctx.save_for_backward(q, k, v, *weights)
         ctx.blocks, ctx.step = blocks, step
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *weights = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grads = []  # of the scores
-        for (begin, end, first, last), p in zip(ctx.blocks, kept):
+        for (begin, end, first, last), p in zip(ctx.blocks, weights):
             grad_p = grad[:, :, begin:end] @ v[:, :, first:last].mT
             grads.append(torch._softmax_backward_data(grad_p, p, -1, p.dtype))
             grad_q[:, :, begin:end] = grads[-1] @ k[:, :, first:last]
@@ -187,7 +189,7 @@ class _BlockAttention(torch.autograd.Function):
             keys = slice(begin, min(begin + ctx.step, k.size(2)))
             seeing = [block for block in ctx.blocks if block[2] <= begin < block[3]]
             rows = slice(_first(seeing[0][0], seeing[-1][1]), seeing[-1][1])
-            grad_v[:, :, keys] = _columns(kept, ctx.blocks, rows, keys).mT @ grad[:, :, rows]
+            grad_v[:, :, keys] = _columns(weights, ctx.blocks, rows, keys).mT @ grad[:, :, rows]
             grad_k[:, :, keys] = (q[:, :, rows].mT @ _columns(grads, ctx.blocks, rows, keys)).mT
         return grad_q, grad_k, grad_v, None, None, None
 
@@ -273,7 +275,8 @@ class Block(nn.Module):
             return self.block(x, *args)
         selective = {}
         if self.checkpointing == "selective":
-            selective["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+            selective["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, checkpoint_policy)
         block = updating_once(self) if [*self.buffers()] else self.block  # ours have none
         return checkpoint(block, x, *args, use_reentrant=False, **selective)
 
@@ -387,6 +390,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return objective, total, correct
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, *_):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         # in float32, because bfloat16 cannot represent 1 / labels exactly

@@ -239,9 +239,16 @@ def criterion_of(record: dict) -> float | None:
     return record.get("criterion", record.get("val_loss"))
 
 
+def has_own_criterion(records: list[dict]) -> bool:
+    """Whether a trainer has set the criterion of the last evaluation."""
+    return "criterion" in ([{}] + [r for r in records if "val_loss" in r])[-1]
+
+
 def evaluations_of(records: list[dict]) -> dict[int, float]:
-    """The criteria of evaluations by step."""
-    return {r["step"]: criterion_of(r) for r in records if criterion_of(r) is not None}
+    """The criteria of evaluations by step; infinite where it is another number than that of the last one."""
+    own = has_own_criterion(records)
+    return {r["step"]: criterion_of(r) if ("criterion" in r) == own else math.inf
+            for r in records if criterion_of(r) is not None}
 
 
 def without_nan(record: dict) -> dict:
@@ -336,7 +343,7 @@ class TrainLog:
                 elif on_screen:
                     say(text)
             with suppress(OSError, UserError):  # a full disk must not stop the training
-                if not os.fstat(self._file.fileno()).st_nlink and not self._lost():
+                if not self._path.exists() and not self._lost():
                     self.open()
                     self._file.write("WARNING: train.log was removed, and begins anew here\n")
                 self._file.write(text + "\n")
@@ -619,7 +626,10 @@ class RunLog:
         """Records and prints the results of an evaluation."""
         ours = ("val_accuracy", "val_bits_per_byte")
         refuse_taken([name.removeprefix("val_") for name in found if name not in ours] + ["lr", "bp_steps"])
-        criterion = criterion_of(found)
+        criterion, own = criterion_of(found), "criterion" in found
+        if own != self.facts.get("own_criterion", own):  # numbers of two kinds cannot be compared
+            self.evaluations = dict.fromkeys(self.evaluations, math.inf)
+        self.facts["own_criterion"] = own
         best = criterion < min(self.evaluations.values(), default=-math.inf)
         if math.isfinite(criterion):  # otherwise it is repeated on resume
             self.evaluations[step] = criterion
@@ -696,7 +706,7 @@ class RunLog:
         best = ""
         if self.evaluations:
             at = min(self.evaluations, key=self.evaluations.get)
-            kind = "criterion" if any("criterion" in record for record in self.records) else "validation loss"
+            kind = "criterion" if self.facts.get("own_criterion") else "validation loss"
             best = f"; best {kind} {self.evaluations[at]:.4f} at step {at}"
         self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()

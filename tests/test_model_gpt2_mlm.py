@@ -251,13 +251,14 @@ def test_checkpointing_changes_no_bit_of_attention_in_blocks(build, monkeypatch)
 
 def test_attention_that_draws_random_numbers_is_not_kept():
     """Only kernels of GPUs draw; kept, they would leave the random state where the recomputation began."""
+    policy = model.checkpoint_policy
     for op, at in model._ATTENTION.items():
         assert op._schema.arguments[at].name == "dropout_p"
         before = [torch.zeros(1)] * at
-        answers = [model.kept(None, op, *before, *rest) for rest in ((), (0.0, True), (0.1, True))]
+        answers = [policy(None, op, *before, *rest) for rest in ((), (0.0, True), (0.1, True))]
         assert [answer.name for answer in answers] == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE"]
-    assert model.kept(None, torch.ops.aten.mm.default).name == "MUST_SAVE"
-    assert model.kept(None, torch.ops.aten.mul.Tensor).name == "PREFER_RECOMPUTE"
+    assert policy(None, torch.ops.aten.mm.default).name == "MUST_SAVE"
+    assert policy(None, torch.ops.aten.mul.Tensor).name == "PREFER_RECOMPUTE"
 
 
 @each_model

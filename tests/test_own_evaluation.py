@@ -4,8 +4,11 @@ model that draws while it is evaluated, a teacher, losses per token, labels and 
 
 import functools
 import json
+import math
 import re
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from runs import (
 )
 from states import run_of
 from test_evaluate import result
+from test_pairs import pairs  # noqa: F401 (a fixture)
 from torch import nn
 
 import data
@@ -114,11 +118,14 @@ def test_a_metric_is_in_the_log_the_picture_and_eval_only(ranks, strategy, shard
     assert result(only)["val_spaces"] == pytest.approx(record["val_spaces"], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "accuracy"])
+@pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "accuracy", "correct", "exact",
+                                  "samples", "criterion", "x/y", "x (count)"])
 def test_a_metric_cannot_have_a_name_that_results_have(name, shards, tmp_path):
-    trainer = changed(tmp_path / f"train_metric_{name}.py", (METRIC.replace('"spaces":', f'"{name}":'), USE))
+    file = re.sub(r"\W", "_", name)
+    trainer = changed(tmp_path / f"train_metric_{file}.py", (METRIC.replace('"spaces":', f'"{name}":'), USE))
     done = trainer.train(0, shards, tmp_path / "run")
-    assert done.code == 2 and f"error: a number called {name} cannot be logged" in done.out, done.out
+    assert done.code == 2 and re.search(
+        rf"error: a (number|metric) (called|cannot be called) {re.escape(name)}", done.out), done.out
 
 
 def test_a_metric_that_is_no_sum_with_a_count_is_refused(shards, tmp_path):
@@ -163,10 +170,30 @@ def test_best_is_chosen_by_the_criterion_in_a_resumed_run_too(criterion, best, s
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
-def test_records_of_before_have_the_loss_as_criterion():
+def test_numbers_of_two_kinds_are_not_compared():
     records = [{"step": 4, "val_loss": 2.0}, {"step": 8, "val_loss": 1.0, "criterion": 3.0},
                {"step": 8, "loss": 1.0}, {"step": 12, "val_loss": 0.5, "criterion": None}]
-    assert monitor.evaluations_of(records) == {4: 2.0, 8: 3.0}
+    assert monitor.evaluations_of(records) == {4: math.inf, 8: 3.0}
+    assert monitor.evaluations_of(records[:1]) == {4: 2.0}
+    assert monitor.evaluations_of([*records, {"step": 16, "val_loss": 1.5}]) == {4: 2.0, 8: math.inf, 16: 1.5}
+
+
+@pytest.mark.parametrize("before, after", [("", RISING), (RISING, "")])
+def test_a_criterion_that_comes_or_goes_begins_anew(before, after, shards, tmp_path):
+    """Of a run whose trainer has changed; the numbers of the other kind count no more, also on a resume."""
+    for number, (text, steps, best) in enumerate([(before, 8, None), (after, 16, None), (after, 24, None)]):
+        trainer = changed(tmp_path / f"train_kind_{bool(before)}_{number}.py", (text, MARK))
+        (tmp_path / str(number)).mkdir()
+        path = tmp_path / str(number) / "train_kind.py"
+        path.write_text(Path(trainer.script).read_text())
+        flags = FLAGS | {"steps": steps, "lr": 1e-2, "keep_last": 9}
+        done = Trainer(str(path), **flags).fork(0, shards, tmp_path / "run")
+        assert done.code == 0, done.out
+        records = evaluations_of(tmp_path / "run")
+        kind = [r for r in records if ("criterion" in r) == bool(text)]
+        best = min(kind, key=monitor.criterion_of)["step"]
+        assert read_checkpoint(tmp_path / "run" / "checkpoints" / "best.pt")["step"] == best, done.out
+        assert f"at step {best}; peak" in done.out, done.out
 
 
 # ------------------------------------------------------------------------------- the rows of an evaluation
@@ -288,7 +315,7 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     load = load.replace("TEACHER", repr(str(own)))
     late = changed(tmp_path / "train_late.py", (load, "step, samples = check"))
     late = late.train(0, shards, tmp_path / "late")
-    assert late.code == 2 and "error: load_frozen comes before identity_of" in late.out, late.out
+    assert late.code == 2 and "and before identity_of, so that" in late.out, late.out
     gone = distilling(tmp_path / "train_gone.py", tmp_path / "none").train(0, shards, tmp_path / "gone")
     assert gone.code == 2 and "none does not exist: train first" in gone.out, gone.out
 
@@ -300,6 +327,7 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     assert trainer.fork(0, shards, tmp_path / "run").code == 0
     run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none", seq_len=32)
     run.dataset, run.frozen, run.described = data.Dataset([shards], 32), None, False
+    run.config = ddp_utils.load_run(GPT2, tmp_path / "run")[0].config
     reference = ddp_utils.load_frozen(run, GPT2, str(tmp_path / "run"))
     assert run.frozen == {str(tmp_path / "run"): 2} and not reference.training
     assert not any(p.requires_grad for p in reference.parameters())
@@ -417,7 +445,60 @@ def test_training_on_losses_of_tokens_is_the_usual_training(script, strategy, sh
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("source, attention, warned", [
+    ("run", "isolated", False), ("run", None, False), ("other", "isolated", True)])
+def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(
+        source, attention, warned, teacher, shards, tmp_path):
+    """Weights of --init-from that get another --attention; the same weights as a teacher are warned of."""
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    load = "reference = ddp.load_frozen(run, GPT2, SOURCE)".replace(
+        "SOURCE", "args.init_from" if source == "run" else repr(str(other)))
+    same = "log.say(f'the same: {torch.equal(model.eval()(z), reference(z))}')"
+    draw = "z = torch.randint(0, 257, (2, 32), generator=ddp.generator(0, 0))\nz[:, 9] = 256"
+    path = tmp_path / f"train_reads_{source}_{attention}.py"
+    trainer = changed(path, (HEAD, "import data"), (f"{load}\n{draw}\n{same}\nmodel.train()", "identity = "))
+    flags = {"n_layer": None, "attention": attention, "init_from": teacher, "steps": 1}
+    done = trainer.train(0, shards, tmp_path / "run", **flags)
+    assert done.code == 0 and f"the same: {not warned}" in done.out, done.out
+    assert ("causal attention, the model in training isolated" in done.out) == warned, done.out
+
+
+def test_a_reference_without_the_ids_of_pairs_is_named(pairs, shards, tmp_path):
+    base = tmp_path / "base"
+    assert Trainer("train_gpt2.py", **FLAGS | {"steps": 1}).train(0, shards, base, seq_len=128).code == 0
+    load = "reference = ddp.load_frozen(run, GPT2, args.init_from)"
+    trainer = changed(tmp_path / "train_pairs.py", (load, "identity = "))
+    done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
+    assert done.code == 2 and "pairs add ids to that, so train it on them first." in done.out, done.out
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_averages_resume_exactly_after_several_updates_in_a_step(ranks, shards, tmp_path):
+    again = ("for x, y in batches:\n    with state.no_sync(False):\n"
+             "        state.wrapped(x, y)[0].backward()\n"
+             "state.optimizer_step(lr, state.clip_gradients(args.grad_clip))")
+    trainer = changed(tmp_path / "train_twice_a_step.py", (again, "count, batches = "))
+    path = tmp_path / "train_twice_a_step.py"
+    text = path.read_text()
+    line = "        count, batches = loader.step(run.grad_accum)\n"
+    at = text.index("        for x, y in batches:")
+    path.write_text(text[:at] + line + text[at:].replace(line, "", 1))
+    assert ranks_of(trainer, ranks)(shards, tmp_path / "whole", ema=0.99).code == 0
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "resumed")
+    done = ranks_of(trainer, ranks)(shards, tmp_path / "resumed", ema=0.99)
+    assert done.code == 0, done.out
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
+    newest = read_checkpoint(list_checkpoints(tmp_path / "resumed")[0])
+    assert newest["ema_updates"] == 2 * newest["step"] == 16
+
+
 MASKED = "y = y.masked_fill(torch.arange(args.seq_len) % 2 == 0, -1)"
+WEIGHTS = """class GPT2(GPT2):
+    def forward(self, idx, targets=None, weights=None, per_token=False):
+        return super().forward(idx, targets, per_token)
+
+"""
 COUNTED = "count = sum(int((y >= 0).sum()) for _, y in batches)"
 
 
@@ -427,10 +508,16 @@ def test_labels_that_are_masked_without_a_count_are_warned_of_once(ranks, shards
     done = ranks_of(masked, ranks)(shards, tmp_path / "masked")
     said = "WARNING: the model got 192 labels, but its losses are divided by 384"
     assert done.code == 0 and done.out.count(said) == done.out.count("the model got") == 1, done.out
+    nothing = changed(tmp_path / "train_nothing.py", ("y = y - y - 1", "with state.no_sync"))
+    done = nothing.train(ranks, shards, tmp_path / "nothing")
+    assert done.code == 0 and done.out.count("WARNING: the model got 0 labels") == 1, done.out
     mask = f"batches = [(x, {MASKED.removeprefix('y = ')}) for x, y in batches]\n{COUNTED}"
     counted = changed(tmp_path / "train_counted.py", (HEAD, "import data"), (mask, "labels = ddp.begin_sum"))
+    weighted = changed(tmp_path / "train_weighted.py", (WEIGHTS, "WEB = "), (
+        "=objective, sums = state.wrapped(x, y, torch.ones(y.shape))", "objective, sums = "),
+        (HEAD, "import data"))
     twice = changed(tmp_path / "train_twice.py", ("state.wrapped(x, y)[0].backward()", "objective, sums = "))
-    for trainer in (counted, twice, Trainer("train_gpt2.py", **FLAGS)):
+    for trainer in (counted, twice, weighted, Trainer("train_gpt2.py", **FLAGS)):
         done = ranks_of(trainer, ranks)(shards, tmp_path / f"run-{trainer.script.split('/')[-1]}")
         assert done.code == 0 and "WARNING: the model got" not in done.out, done.out
 

@@ -56,7 +56,8 @@ def sent(out: Path) -> list[tuple[str, dict, dict[int, dict], bool]]:
     """Of each start: the id of its run, its settings, the values by step, and whether it has ended."""
     from wandb.proto.wandb_internal_pb2 import Record
     found = []
-    for path in sorted(out.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
+    # by the time of their start, because wandb's own process outlives a start that was killed
+    for path in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         name, settings, rows, ended = "", {}, {}, False
         for piece in pieces_of(path.read_bytes()):
             record = Record()
