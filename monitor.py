@@ -469,6 +469,8 @@ class WandbRun:
     def open(self, records: list[dict], settings: dict):
         self.close()
         began = str(settings.get("began")).split()[-1]  # tells apart two directories of one name
+        # a service that a parent process started may still hold this run, of a start that was killed
+        os.environ.pop("WANDB_SERVICE", None)
         try:
             import wandb
             self._run = wandb.init(
