@@ -2709,7 +2709,7 @@ class Metrics:
         model.register_forward_pre_hook(self._count_labels, with_kwargs=True)
 
     def _count_labels(self, model: nn.Module, args: tuple, kwargs: dict):
-        given = self._signature.bind(*args, **kwargs).arguments
+        given = self._signature.bind_partial(*args, **kwargs).arguments
         labels = given.get("targets", given.get("labels"))
         own = given.get("per_token")  # then the trainer makes the objective, and counts what it likes
         if model.training and labels is not None and not own:
