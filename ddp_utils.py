@@ -934,8 +934,9 @@ def add_running_flags(parser: ArgumentParser):
     flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
-    flag("--comm", ("fp32", "bf16"), "type of what is sent: with --strategy ddp gradients, with shards and "
-         "bf16 activations the parameters and gradients of blocks", "fp32")
+    flag("--comm", ("fp32", "bf16", "late"), "type of what is sent: with --strategy ddp gradients, with "
+         "shards and bf16 activations the parameters and gradients of blocks; late, for slow links: int8 "
+         "gradients, sent during the next step and applied one step late, best with --optimizer muon", "fp32")
     flag = flag_group(parser, "output")
     flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA); if it holds one, that is "
          "resumed or used as it was, but for the flags that are given")
@@ -1373,6 +1374,8 @@ def open_run(run: Run):
         if compute_dtype(args.precision, world.device) != torch.bfloat16:
             raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
                             "--comm fp32.")
+    if args.comm == "late":
+        on_all("--comm late", lambda: refuse_late(args))
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
@@ -1404,6 +1407,16 @@ def open_run(run: Run):
         wanted, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
         run.log.say(f"warm-up over {args.warmup} of {run.steps} steps, as over {wanted} of {usual}: --warmup "
                     "chooses another number")
+
+
+def refuse_late(args: Namespace):
+    """Raises UserError where --comm late cannot be had."""
+    if not HAS_CLUSTER:
+        raise UserError("--comm late is in cluster/late.py, and there is no folder cluster/ beside "
+                        "ddp_utils.py: copy it there, or give --comm bf16.")
+    if args.strategy != "ddp" or args.precision == "fp16":
+        raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
+                        "--comm fp32.")
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -1727,10 +1740,10 @@ def set_modes(model: nn.Module, run: Run):
 
 
 def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
-    """Wraps the model in DistributedDataParallel, unless there is one process or the model is sharded.
-    Parameters must agree before the first step.
+    """Wraps the model in DistributedDataParallel, unless there is one process, the model is sharded or `comm`
+    is late. Parameters must agree before the first step.
     """
-    if world.world_size == 1 or any(isinstance(p, DTensor) for p in model.parameters()):
+    if world.world_size == 1 or comm == "late" or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
@@ -1849,6 +1862,10 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = EMA(model, args.ema) if args.ema else None
         self.wrapped = wrap(model, world, args.comm)
+        self.late = None
+        if args.comm == "late":
+            from cluster.late import Late
+            self.late = Late(model, self.inner, run)
         self.skipped = 0  # updates in a row whose gradient was not finite
         self._checked = False  # whether checkpoints can hold the optimizers' state
         self.updated = True  # whether the gradient of the last step was finite
@@ -1885,12 +1902,15 @@ class TrainState:
         gc.freeze()
 
     def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> float:
-        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. Here
-        the host waits for the device, once a step, and also reads the vote `stop` of the step before.
+        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
+        --comm late they are first replaced by those of the step before. Here the host waits for the device,
+        once a step, and also reads the vote `stop` of the step before.
         """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
+        if self.late:
+            self.late.exchange()
         norm = clip_gradients(self.model.parameters(), max_norm)
         return stop.read(norm)[0] if stop else norm.item()
 
@@ -1899,6 +1919,8 @@ class TrainState:
         the gradients and updates the average. Raises RunError after MAX_SKIPPED updates in a row whose
         gradient was not finite.
         """
+        if self.late:
+            self.late.leave_out()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("scale", 1.0)
@@ -1946,7 +1968,7 @@ class TrainState:
         """
         held = self.optimizer_tensors()
         groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
-                  "optimizer": {} if self.zero1 else held}
+                  "late": self.late.tensors() if self.late else {}, "optimizer": {} if self.zero1 else held}
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
         if self.zero1:
@@ -2019,9 +2041,12 @@ class TrainState:
         if changed:
             say(f"WARNING: the optimizer begins anew with {listed(sorted(changed))}, of which it had saved "
                 "other state than it makes in a first step")
+        of_late = tensors.get("late", {})
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
+            elif group == "late" and (name not in of_late or of_late[name].shape != tensor.shape):
+                pass  # saved with another --comm, or with other parameters frozen: it begins anew
             elif tensors[group] and name.rpartition("/")[0] not in changed:
                 if owner is None:
                     copy_from_rank0(tensor, tensors[group][name], world)
@@ -2065,7 +2090,7 @@ class TrainState:
 
 
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
-GROUPS = ("model", "ema", "optimizer")  # of tensors in a checkpoint, each a dict by name
+GROUPS = ("model", "ema", "late", "optimizer")  # of tensors in a checkpoint, each a dict by name
 
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:

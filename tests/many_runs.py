@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runs import module_of
 
 import ddp_utils
-from ddp_utils import EMA, local_shard
+from cluster.late import Late
+from ddp_utils import EMA, TrainState, local_shard
 
 
 def clip_alone(parameters, max_norm):
@@ -50,10 +51,34 @@ def inf_at(step, rank=None):
     return clip_gradients
 
 
+def forgetful(name, restore=TrainState.restore):
+    """Like TrainState.restore, but one tensor of --comm late is zero."""
+    def forget(self, saved, say):
+        of_late = saved["tensors"]["late"]
+        of_late = of_late | {name: torch.zeros_like(of_late[name])}
+        restore(self, saved | {"tensors": saved["tensors"] | {"late": of_late}}, say)
+
+    return forget
+
+
+def spoiled(step, rank, exchange=Late.exchange):
+    """Like Late.exchange, but at one step one rank has a gradient that is not finite."""
+    steps = itertools.count(1)
+
+    def spoil(self):
+        if next(steps) == int(step) and dist.get_rank() == int(rank):
+            self.params[-1].grad.view(-1)[-1] = torch.nan
+        return exchange(self)
+
+    return spoil
+
+
 def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
     return {"norm": lambda: mock.patch.object(ddp_utils, "clip_gradients", clip_alone),
             "ema": lambda: mock.patch.object(EMA, "swap", keep_gathered),
+            "forget": lambda: mock.patch.object(TrainState, "restore", forgetful(*numbers)),
+            "nan": lambda: mock.patch.object(Late, "exchange", spoiled(*numbers)),
             "inf": lambda: mock.patch.object(ddp_utils, "clip_gradients", inf_at(*numbers)),
             "": contextlib.nullcontext}[name]()
 

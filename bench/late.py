@@ -1,0 +1,71 @@
+"""What --comm late costs in loss: a trainer in which one process imitates several.
+
+    python bench/late.py 5 train_gpt2.py --modern --optimizer muon --comm late --global-batch 20 --batch 4
+    python train_gpt2.py --modern --optimizer muon --global-batch 20 --batch 4     # the same without
+
+Each micro-batch is that of another process, as the trainers deal them out; so --grad-accum is a multiple of
+the number of processes. Their gradients are packed, added up and applied as `Late` does that with as many
+processes. The results are the same bits (tests/test_late.py), with one thread each.
+"""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import data
+import ddp_utils
+from cluster import late
+
+
+def imitate(processes: int):
+    """From now on, a single process has the gradients that so many processes would have together."""
+    made = []
+    add, start, find_run, loader = ddp_utils.Metrics.add, ddp_utils.start, ddp_utils.find_run, data.Loader
+
+    class Imitated(late.Late):
+        def __init__(self, model, optimizers, run):
+            super().__init__(model, optimizers, run)
+            self.size, self.own, self.micro_steps = processes, [None] * processes, 0
+            made.append(self)
+
+        def keep(self):
+            """Moves the gradient of a micro-batch to the process that it belongs to."""
+            rank = self.micro_steps % processes
+            new, old = [p.grad for p in self.params], self.own[rank]
+            self.own[rank] = [a + b for a, b in zip(old, new)] if old else new
+            self.micro_steps += 1
+            for p in self.params:
+                p.grad = None
+
+        def pack(self, gradients):
+            assert self.micro_steps % processes == 0, f"--grad-accum has to be a multiple of {processes}"
+            packed = torch.stack([super(Imitated, self).pack(own) for own in self.own])
+            self.own = [None] * processes
+            return packed
+
+        def _mean(self, packed):
+            return torch.stack([self.add_up(shares) for shares in packed.unbind(1)])
+
+    def add_and_keep(metrics, sums):  # after each micro-batch
+        add(metrics, sums)
+        made[-1].keep()
+
+    def alone(world):
+        return dataclasses.replace(world, world_size=1)
+
+    # the trainer's own `world` has their number, by which it multiplies the loss; all else sees one process
+    ddp_utils.start = lambda args: dataclasses.replace(start(args), world_size=processes)
+    ddp_utils.find_run = lambda kind, args, world, *rest: find_run(kind, args, alone(world), *rest)
+    data.Loader = lambda shards, batch, world, *rest: loader(shards, batch, alone(world), *rest)
+    late.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
+
+
+if __name__ == "__main__":
+    imitate(int(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    ddp_utils.launch(importlib.import_module(Path(sys.argv[0]).stem).main)

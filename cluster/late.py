@@ -1,0 +1,135 @@
+"""`--comm late` of the trainers, for slow links: gradients are sent as int8 while the next step is computed,
+and applied one step late.
+
+Each update moves the parameters by 2 u(t) - u(t - 1), where u(t) is what the optimizers do with the gradients
+of step t - 1: the move that is still to come is taken to be like the last one, which makes up for the delay
+(arXiv 2606.30634). All ranks always have the same state. TrainState imports this module only when it is asked
+for.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 128  # numbers that share a scale
+
+
+def quantise(values: Tensor) -> Tensor:
+    """Packs float32 (n,), n a multiple of BLOCK, into int8 (n + n / 64,): levels from -127 to 127, then a
+    bfloat16 scale for each block. `dequantise` makes a block with NaN or inf all NaN.
+    """
+    blocks = values.view(-1, BLOCK)
+    scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
+    levels = (blocks / scales.float()).nan_to_num_().round_().clamp_(-127, 127)  # 0 / 0 is 0 here
+    return torch.cat((levels.to(torch.int8).view(-1), scales.view(torch.int8).view(-1)))
+
+
+def dequantise(packed: Tensor) -> Tensor:
+    """The input of `quantise`, rounded."""
+    n = len(packed) // (BLOCK + 2) * BLOCK
+    levels, scales = packed.split([n, len(packed) - n])
+    return (levels.view(-1, BLOCK) * scales.view(torch.bfloat16).float()[:, None]).view(-1)
+
+
+class Late:
+    """Delays the gradients of all parameters by a step, and corrects what the optimizers do with them. The
+    first tenth of a run, in which a delay costs most, waits for its own gradients.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list, run):
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.size = run.world.world_size
+        self._waits = run.steps // 10  # steps
+        if run.saved:
+            self._waits -= run.saved["step"]
+        self.gradient = torch.zeros_like(self._flat())  # to be applied next; 0 if it is that already
+        self.moved = torch.zeros_like(self.gradient)  # u of the step before
+        # of its own, because gloo matches calls by their order
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.args.timeout))
+        self._thread = ThreadPoolExecutor(1, "gradients")
+        # the gradient after that, a Future; from `exchange` to the end of a step that does not wait
+        self._under_way = None
+        self._left_out = []  # what of that comes from parameters without a gradient, by their numbers
+        optimizers[0].register_step_pre_hook(self._before_step)
+        optimizers[-1].register_step_post_hook(self._after_step)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, once it has arrived."""
+        self._wait()
+        return {"gradient": self.gradient, "moved": self.moved}
+
+    def exchange(self):
+        """Starts averaging the gradients over all ranks. Takes those of the step before instead, or its own
+        if the step waits.
+        """
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        packed = self.pack(gradients).cpu()
+        self._wait()
+        self._under_way = self._thread.submit(self._mean, packed)
+        if self._waits > 0 and not self.gradient.any():  # not again in a run that gets longer
+            self._wait()
+        self._waits -= 1
+        self._taken = [part.view_as(p) for p, part in zip(self.params, self._split(self.gradient))]
+        self.gradient = torch.zeros_like(self.gradient)
+        for p, part in zip(self.params, self._taken):
+            p.grad = part
+
+    def leave_out(self):
+        """A gradient that the trainer has set to None since `exchange` is meant to be that of its own step.
+        Gradients of 0 become None as well, lest an optimizer decays what does not learn yet.
+        """
+        for i, (p, part) in enumerate(zip(self.params, self._taken)):
+            if self._under_way and p.grad is None:
+                self._left_out.append(i)
+                p.grad = part
+            if not part.any():
+                p.grad = None
+
+    def pack(self, gradients: list[Tensor]) -> Tensor:
+        """Gradients in int8 (ranks, bytes): for each rank the share that it adds up."""
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        share = -(-len(flat) // (BLOCK * self.size)) * BLOCK
+        shares = F.pad(flat, (0, share * self.size - len(flat))).split(share)
+        return torch.stack([*map(quantise, shares)])
+
+    def add_up(self, received: Tensor) -> Tensor:
+        """The mean of a share as each rank has packed it, in the order of the ranks."""
+        return quantise(sum(map(dequantise, received)) / self.size)
+
+    def _mean(self, packed: Tensor) -> Tensor:
+        """Runs in the thread, which alone uses this process group."""
+        received = torch.empty_like(packed)
+        together = torch.empty_like(packed)
+        dist.all_to_all_single(received, packed, group=self._group)
+        dist.all_gather([*together], self.add_up(received), group=self._group)
+        return together
+
+    def _wait(self):
+        if self._under_way:
+            together = self._under_way.result().to(self.moved.device)  # raises what the thread has raised
+            self._under_way = None
+            self.gradient = torch.cat([*map(dequantise, together)])[:len(self.moved)]
+            for i in self._left_out:
+                self._split(self.gradient)[i].zero_()
+            self._left_out = []
+
+    def _flat(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.params])
+
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return flat.split([p.numel() for p in self.params])
+
+    def _before_step(self, *_):
+        if self._under_way:
+            self._start = self._flat()
+
+    def _after_step(self, *_):
+        if self._under_way:
+            moved = self._flat() - self._start
+            for p, more in zip(self.params, self._split(moved - self.moved)):
+                p.detach().add_(more.view_as(p))
+            self.moved = moved
