@@ -188,7 +188,8 @@ def measure_network(world: World, limit: float):
         if large < 100_000_000:
             print("the network is too slow to send 100 MB in time, so 10 MB were sent")
         say(f"so the gradients of each 100 M parameters take {4e8 * found[large] / large:.3g} s of a step, "
-            "with --comm bf16 half of that; a larger --global-batch sends them less often")
+            "with --comm bf16 half of that, and with --comm late a quarter, during the next step; a larger "
+            "--global-batch sends them less often")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -270,8 +271,9 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
     again = max(largest_one, everything - optimizer)
     gradients = held + (outside + block if sharded else again)
     averaged = (args.ema > 0) * held
-    return {"parameters": held + gathered, "gradients": gradients, "optimizer": optimizer,
-            "other": averaged, "activations": activations}
+    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # the next gradient, the last move
+    return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
+            "other": averaged + late, "activations": activations}  # the first late: copies
 
 
 def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:

@@ -6,8 +6,9 @@ Needs root and iproute2.
 
 Five processes share the few cores of this machine, so how long they compute says nothing about five PCs.
 Instead a step is a pause, as long as the card of a PC would compute; what the trainers send then goes
-over the links of the lab (tests/lab.py), through the same code: DDP and its hook. The table has, for each
-pause,
+over the links of the lab (tests/lab.py), through the same code: DDP and its hook, or `Late`, here with
+numbers that were packed before, because quantising for five processes on these cores would hide all else.
+The table has, for each pause,
 
     free      a step over links without a limit, in ms
     limited   a step over links of --rate
@@ -23,6 +24,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this directory has a lab.py too
@@ -31,7 +33,7 @@ from lab import Lab, Unavailable  # noqa: E402
 
 from data import ArgumentParser, parse_count  # noqa: E402
 
-WAYS = ("fp32", "bf16")
+WAYS = ("fp32", "bf16", "late")
 BLOCKS = 12  # tensors of the model, which DDP puts into buckets
 
 
@@ -40,6 +42,7 @@ def communicate() -> None:
     import torch
 
     import ddp_utils
+    from cluster.late import Late
     comm, compute, steps = json.loads(os.environ["WORK"])
     world = ddp_utils.init("gloo", "cpu", 300)
     n = int(os.environ["PARAMETERS"]) // BLOCKS
@@ -52,16 +55,36 @@ def communicate() -> None:
         def forward(self):
             return sum(p.sum() for p in self.weights)
 
+    class Packed(Late):
+        def pack(self, gradients):
+            share = -(-len(self.moved) // (128 * self.size)) * 128
+            return torch.zeros(self.size, share * 65 // 64, dtype=torch.int8)
+
+        def add_up(self, received):
+            return received[0]
+
+        def _wait(self):
+            if self._under_way:
+                self._under_way.result()
+                self._under_way = None
+
     model = Sum()
     wrapped = ddp_utils.wrap(model, world, comm)
+    run = SimpleNamespace(world=world, steps=0, saved=None, args=SimpleNamespace(timeout=300))
+    late = Packed(model, [torch.optim.SGD(model.parameters())], run) if comm == "late" else None
     times = []
     for _ in range(3 + steps):
         begun = time.perf_counter()
         time.sleep(compute)
-        wrapped().backward()
+        if late:
+            late.exchange()
+        else:
+            wrapped().backward()
         wrapped.zero_grad(set_to_none=True)
         ddp_utils.reduce_sum([0.0], world)  # the vote, and how many labels there are
         times.append(time.perf_counter() - begun)
+    if late:
+        late.tensors()
     if world.is_rank0:
         print(json.dumps(times[3:]), flush=True)
 

@@ -1,6 +1,8 @@
 """What fails while several machines train: a rank, a node, a link, a start. Nobody waits for ever, everybody
 says who it was, and the same command goes on. Needs root and iproute2 for the nodes (see lab.py)."""
 
+import functools
+import itertools
 import json
 import os
 import re
@@ -14,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run, start
+from conftest import ROOT, children, run, start
 from lab import MASTER, PORT, Lab, Unavailable, ip
 from processes import Group, fork
-from runs import Trainer, assert_same_run, log_of, steps_of
+from runs import Trainer, assert_same_run, log_of, steps_of, tensors_of
 from test_monitor import curves
 
 import data
@@ -26,6 +28,7 @@ from ddp_utils import Heartbeat, list_checkpoints
 TIMEOUT = 15  # of the trainers' collectives, in seconds
 SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, on a busy machine
 GPT2 = Trainer("train_gpt2.py", timeout=TIMEOUT, max_new_tokens=5, global_batch=15, steps=60)
+LATE = {"comm": "late", "optimizer": "muon"}
 NO_NODE0 = "node0 can no longer be reached at 192.168.50.20:"
 
 
@@ -113,6 +116,7 @@ def train(lab, ranks, shards, **changes) -> list:
     return lab.torchrun(ranks, "train_gpt2.py", *GPT2.flags(shards, "run", **changes))
 
 
+train_late = functools.partial(train, **LATE)
 LAUNCHER = ROOT / "cluster" / "ddp_launch.sh"
 
 
@@ -185,9 +189,24 @@ def whole(shards, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def whole_late(shards, tmp_path_factory) -> Path:
+    """The same with --comm late; it has the bits of the one process in which losses are measured."""
+    out, one = tmp_path_factory.mktemp("late"), tmp_path_factory.mktemp("one")
+    done = fork(5, "train_gpt2.py", *GPT2.flags(shards, out, **LATE))
+    assert done.code == 0, done.out
+    done = fork(0, "bench/late.py", 5, "train_gpt2.py", *GPT2.flags(shards, one, batch=3, **LATE))
+    assert done.code == 0, done.out
+    ours, theirs = tensors_of(out), tensors_of(one)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return out
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["kill", "power", "cable", "kill node0", "cable of node0"])
-def test_five_nodes_and_one_is_lost(lab, shards, whole, how):
+@pytest.mark.parametrize("comm, how", [
+    *itertools.product(["fp32"], ["kill", "power", "cable", "kill node0", "cable of node0"]),
+    *itertools.product(["late"], ["kill", "cable", "kill node0"])])
+def test_five_nodes_and_one_is_lost(lab, shards, whole, whole_late, comm, how):
     """However it is lost, the run ends as if nothing had happened."""
     def power_off():
         lab.plug(3, False)
@@ -202,8 +221,28 @@ def test_five_nodes_and_one_is_lost(lab, shards, whole, how):
         lost_says = NO_NODE0
     elif how == "cable of node0":  # it hears of none any more, and names those whose silence it notices first
         lost_says = r"rank [1-4] on node[1-4] .* stopped responding"
-    out = check_lost(lab, 5, shards, lose, expected, node, lost_says, lambda: lab.plug(node, True))
-    assert_same_run(whole, out)
+    out = check_lost(lab, 5, shards, lose, expected, node, lost_says, lambda: lab.plug(node, True),
+                     train=train_late if comm == "late" else train)
+    assert_same_run(whole_late if comm == "late" else whole, out)
+
+
+@pytest.mark.full
+def test_a_slow_link_and_a_slow_node_change_nothing_that_comes_late(lab, shards, whole_late):
+    processes = train_late(lab, [1] * 5, shards)
+    wait_for_step(lab, 12, processes)
+    lab.limit(3, "100mbit")
+    wait_for_step(lab, 24, processes)
+    [slow] = children(processes[2].pid)
+    os.kill(slow, signal.SIGSTOP)
+    time.sleep(3)
+    at = log_of(lab.home(0) / "run")[-1]["step"]
+    time.sleep(1)
+    assert log_of(lab.home(0) / "run")[-1]["step"] == at < 60, "nobody waited"
+    os.kill(slow, signal.SIGCONT)
+    for process in processes:
+        code, text = lab.wait(process, 90)
+        assert code == 0, text
+    assert_same_run(whole_late, lab.home(0) / "run")
 
 
 @pytest.mark.long

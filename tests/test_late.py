@@ -172,8 +172,8 @@ def with_own_optimizer(directory) -> Trainer:
                    **TRAINERS["gpt2"].defaults)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2,
-                                   pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", (1, 2, 3))
 def test_resumes_bit_for_bit(tmp_path, shards, ranks):
     """AdamW, Muon and an optimizer of one's own. Each tensor that is saved is needed for that."""
     TRAINERS["own"] = with_own_optimizer(tmp_path)
