@@ -1375,7 +1375,7 @@ def open_run(run: Run):
             raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
                             "--comm fp32.")
     if args.comm == "late":
-        on_all("--comm late", lambda: refuse_late(args))
+        on_all("--comm late", lambda: refuse_late(args, world))
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
@@ -1409,12 +1409,12 @@ def open_run(run: Run):
                     "chooses another number")
 
 
-def refuse_late(args: Namespace):
+def refuse_late(args: Namespace, world: World):
     """Raises UserError where --comm late cannot be had."""
     if not HAS_CLUSTER:
         raise UserError("--comm late is in cluster/late.py, and there is no folder cluster/ beside "
                         "ddp_utils.py: copy it there, or give --comm bf16.")
-    if args.strategy != "ddp" or args.precision == "fp16":
+    if args.strategy != "ddp" or compute_dtype(args.precision, world.device) == torch.float16:
         raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
                         "--comm fp32.")
 

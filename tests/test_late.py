@@ -341,6 +341,17 @@ def test_what_is_refused(tmp_path, shards, flags, sentence):
     assert done.code == 2 and sentence in done.out and not (tmp_path / "out").exists(), done.out
 
 
+def test_a_run_in_fp16_does_not_become_late(tmp_path, shards):
+    """Its checkpoint calls that float16."""
+    gpt2, short = TRAINERS["gpt2"], {"steps": 2, "global_batch": 4, "precision": None}
+    assert gpt2.train(0, shards, tmp_path / "out", **short | {"precision": "fp16"}).code == 0
+    late = short | {"comm": "late", "steps": 4}
+    done = gpt2.train(0, shards, tmp_path / "out", **late)
+    assert done.code == 2 and "error: --comm late needs --strategy ddp, and --precision bf16" in done.out
+    done = gpt2.train(0, shards, tmp_path / "out", **late | {"precision": "bf16"})
+    assert done.code == 0, done.out  # as it says
+
+
 @pytest.mark.full
 def test_without_the_folder_cluster_one_sentence_says_where_it_is(tmp_path, shards):
     for path in ROOT.glob("*.py"):
