@@ -42,7 +42,7 @@ def communicate() -> None:
     import torch
 
     import ddp_utils
-    from cluster.late import Late
+    from cluster.late import BLOCK, Late
     comm, compute, steps = json.loads(os.environ["WORK"])
     world = ddp_utils.init("gloo", "cpu", 300)
     n = int(os.environ["PARAMETERS"]) // BLOCKS
@@ -57,8 +57,8 @@ def communicate() -> None:
 
     class Packed(Late):
         def pack(self, gradients):
-            share = -(-len(self.moved) // (128 * self.size)) * 128
-            return torch.zeros(self.size, share * 65 // 64, dtype=torch.int8)
+            blocks = -(-len(self.moved) // (BLOCK * self.size))
+            return torch.zeros(self.size, blocks, BLOCK + 2, dtype=torch.int8)
 
         def add_up(self, received):
             return received[0]

@@ -19,20 +19,19 @@ BLOCK = 128  # numbers that share a scale
 
 
 def quantise(values: Tensor) -> Tensor:
-    """Packs float32 (n,), n a multiple of BLOCK, into int8 (n + n / 64,): levels from -127 to 127, then a
-    bfloat16 scale for each block. `dequantise` makes a block with NaN or inf all NaN.
+    """Packs float32 (n,), n a multiple of BLOCK, into int8 (n / BLOCK, BLOCK + 2): levels from -127 to 127,
+    then the two bytes of a bfloat16 scale. `dequantise` makes a block with NaN or inf all NaN.
     """
     blocks = values.view(-1, BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
     levels = (blocks / scales.float()).nan_to_num_().round_().clamp_(-127, 127)  # 0 / 0 is 0 here
-    return torch.cat((levels.to(torch.int8).view(-1), scales.view(torch.int8).view(-1)))
+    return torch.cat((levels.to(torch.int8), scales.view(torch.int8)), 1)
 
 
 def dequantise(packed: Tensor) -> Tensor:
-    """The input of `quantise`, rounded."""
-    n = len(packed) // (BLOCK + 2) * BLOCK
-    levels, scales = packed.split([n, len(packed) - n])
-    return (levels.view(-1, BLOCK) * scales.view(torch.bfloat16).float()[:, None]).view(-1)
+    """The input of `quantise`, rounded; for (…, BLOCK + 2)."""
+    levels, scales = packed.split([BLOCK, 2], -1)
+    return (levels * scales.contiguous().view(torch.bfloat16).float()).view(-1)
 
 
 class Late:
@@ -90,11 +89,10 @@ class Late:
                 p.grad = None
 
     def pack(self, gradients: list[Tensor]) -> Tensor:
-        """Gradients in int8 (ranks, bytes): for each rank the share that it adds up."""
+        """Gradients in int8 (ranks, blocks, BLOCK + 2): for each rank the share that it adds up."""
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        share = -(-len(flat) // (BLOCK * self.size)) * BLOCK
-        shares = F.pad(flat, (0, share * self.size - len(flat))).split(share)
-        return torch.stack([*map(quantise, shares)])
+        whole = F.pad(flat, (0, -len(flat) % (BLOCK * self.size)))
+        return quantise(whole).view(self.size, -1, BLOCK + 2)
 
     def add_up(self, received: Tensor) -> Tensor:
         """The mean of a share as each rank has packed it, in the order of the ranks."""
@@ -112,7 +110,7 @@ class Late:
         if self._under_way:
             together = self._under_way.result().to(self.moved.device)  # raises what the thread has raised
             self._under_way = None
-            self.gradient = torch.cat([*map(dequantise, together)])[:len(self.moved)]
+            self.gradient = dequantise(together)[:len(self.moved)]
             for i in self._left_out:
                 self._split(self.gradient)[i].zero_()
             self._left_out = []
