@@ -1,0 +1,122 @@
+"""train_minimal.py, the whole idea on a page, computes the bits of train_gpt2.py: losses, evaluations,
+weights and moments of one and two processes, on text and on pairs (whose steps have unlike numbers of
+labels), whole and resumed. Small changes of it do not.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+from processes import fork
+from runs import Trainer, copy_of_the_first_half, evaluations_of, steps_of, tensors_of
+
+import data
+
+# four micro-batches on one process, two on each of two; seven steps, killed in the fifth
+SHAPE = dict(n_layer=2, n_head=2, d_model=32, seq_len=64)
+GPT2 = Trainer("train_gpt2.py", **SHAPE, batch=3, global_batch=12, steps=7, eval_every=3, save_every=3,
+               lr=3e-3, warmup=2, eval_batches=0, max_new_tokens=5, seed=3)
+CONSTANTS = {
+    "SHAPE = ": f"SHAPE = {SHAPE}",
+    "BATCH, GLOBAL_BATCH = ": "BATCH, GLOBAL_BATCH = 3, 12",
+    "STEPS, EVERY = ": "STEPS, EVERY = 7, 3",
+    "LR, WARMUP, ": "LR, WARMUP, BETAS, WEIGHT_DECAY, CLIP, SEED = 3e-3, 2, (0.9, 0.95), 0.1, 1.0, 3",
+}
+KILL = {"    optimizer.step()": "    os._exit(9) if step == 4 else optimizer.step()"}
+CONTROLS = {
+    "rows in another order": {"        arrays = ": "        arrays = data.read_rows(dataset.train, rows)"},
+    "the mean over this process's labels": {
+        "    labels = ": "    labels = sum((y >= 0).sum() for _, y in batches)"},
+    "no clipping": {"    torch.nn.utils.clip_grad_norm_": "    pass"},
+    "gradients that are never cleared": {"    optimizer.zero_grad()": "    pass"},
+    "a rate that is a step late": {'        group["lr"] = ': '        group["lr"] = learning_rate('
+                                   'max(step - 1, 0), STEPS, LR, WARMUP, "cosine", 0.1)'},
+}
+LOSS = re.compile(r"step (\d+) \| (loss|validation loss) (\S+)")
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """Pairs with responses of many lengths, in rows of the 64 tokens of SHAPE."""
+    directory = tmp_path_factory.mktemp("pairs")
+    lines = (json.dumps({"q": f"{i} times {i}?", "a": "so " * (i % 9) + str(i * i)}) for i in range(600))
+    (directory / "pairs.jsonl").write_text("\n".join(lines))
+    return data.prepare(f"jsonl:{directory}/pairs.jsonl", directory / "bytes", "bytes", workers=1, row=64,
+                        prompt_field="q", response_field="a", val_split="hash:0.2")
+
+
+def minimal(directory, shards, changes: dict):
+    """A copy of train_minimal.py in a directory, with other lines instead of those that begin so."""
+    lines = (ROOT / "tests" / "train_minimal.py").read_text().splitlines()
+    where = {"SHARDS, CHECKPOINT = ": f"SHARDS, CHECKPOINT = Path({str(shards)!r}), Path('run/state.pt')"}
+    for begin, new in (where | CONSTANTS | changes).items():
+        at, = (i for i, line in enumerate(lines) if line.startswith(begin))
+        lines[at] = new
+    directory.mkdir(exist_ok=True)
+    path = directory / "train.py"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run_minimal(directory, shards, ranks, changes=None, code=0) -> tuple[dict, dict]:
+    """Runs a copy. Returns its printed losses, by step and kind, and its last checkpoint."""
+    done = fork(ranks, minimal(directory, shards, changes or {}), cwd=directory)
+    assert done.code == code, done.out
+    printed = {(int(step), kind): float(value) for step, kind, value in LOSS.findall(done.out)}
+    return printed, torch.load(directory / "run" / "state.pt")
+
+
+def assert_same(printed: dict, saved: dict, out) -> None:
+    """Whether these are the losses and the last weights and moments of train_gpt2.py, bit for bit."""
+    theirs = {(record["step"], "loss"): record["loss"] for record in steps_of(out)}
+    theirs |= {(record["step"], "validation loss"): record["val_loss"] for record in evaluations_of(out)}
+    assert printed and printed == {key: theirs[key] for key in printed}
+    tensors = tensors_of(out)
+    groups = saved["optimizer"]["param_groups"]
+    # matrices first, as in the groups of make_optimizers
+    names = sorted(saved["model"], key=lambda name: tensors[f"model/{name}"].ndim < 2)
+    for i, name in zip((i for group in groups for i in group["params"]), names, strict=True):
+        assert torch.equal(saved["model"][name], tensors[f"model/{name}"]), name
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            ours = saved["optimizer"]["state"][i][key]
+            assert torch.equal(ours, tensors[f"optimizer/{name}/{key}"]), (name, key)
+
+
+@pytest.mark.parametrize("ranks, kind", (
+    (0, "shards"), (2, "shards"), (2, "pairs"), pytest.param(0, "pairs", marks=pytest.mark.full)))
+def test_the_same_bits_whole_and_resumed(tmp_path, request, ranks, kind):
+    shards = request.getfixturevalue(kind)
+    done = GPT2.fork(ranks, shards, tmp_path / "gpt2")
+    assert done.code == 0, done.out
+    copy_of_the_first_half(tmp_path / "gpt2", tmp_path / "resumed")
+    again = GPT2.fork(ranks, shards, tmp_path / "resumed")
+    assert again.code == 0 and "resuming after step 3" in again.out, again.out
+
+    whole = run_minimal(tmp_path / "whole", shards, ranks)
+    assert len(whole[0]) == 10  # seven steps and three evaluations
+    assert_same(*whole, tmp_path / "gpt2")
+    first, saved = run_minimal(tmp_path / "killed", shards, ranks, KILL, code=9)
+    assert saved["step"] == 3 and max(first)[0] == 4
+    shutil.copytree(tmp_path / "killed", tmp_path / "without")
+    rest, saved = run_minimal(tmp_path / "killed", shards, ranks)
+    assert min(rest)[0] == 4 and first | rest == whole[0]
+    assert_same(rest, saved, tmp_path / "resumed")
+    forgetful = {"    optimizer.load_state_dict": "    pass"}
+    with pytest.raises(AssertionError):
+        assert_same(*run_minimal(tmp_path / "without", shards, ranks, forgetful), tmp_path / "resumed")
+
+
+def test_it_is_a_page_and_needs_no_library():
+    text = (ROOT / "tests" / "train_minimal.py").read_text()
+    assert text.count("\n") <= 100 and "ddp_utils" not in text
+
+
+def test_the_comparison_sees_small_changes(tmp_path, pairs):
+    assert GPT2.fork(2, pairs, tmp_path / "gpt2").code == 0
+    for name, change in CONTROLS.items():
+        changed = run_minimal(tmp_path / name, pairs, 2, change)
+        with pytest.raises(AssertionError):
+            assert_same(*changed, tmp_path / "gpt2")
