@@ -22,6 +22,7 @@ import bz2
 import codecs
 import contextlib
 import datetime
+import difflib
 import errno
 import fcntl
 import functools
@@ -95,6 +96,20 @@ def names_in(directory: Path) -> list[str]:
     return []
 
 
+# flags of other programs, by ours; those that difflib finds by itself are not here
+OTHER_NAMES = {
+    "--lr": "learning-rate", "--steps": "max-steps max-iters iters", "--epochs": "num-train-epochs",
+    "--schedule": "lr-scheduler-type", "--warmup": "warmup-steps",
+    "--batch": "micro-batch-size per-device-train-batch-size", "--global-batch": "train-batch-size",
+    "--grad-accum": "gradient-accumulation-steps accumulate-grad-batches", "--grad-clip": "max-grad-norm",
+    "--weight-decay": "wd", "--seq-len": "block-size context-length max-length",
+    "--d-model": "n-embd hidden-size", "--precision": "dtype fp16 bf16", "--init-from": "model-name-or-path",
+    "--out": "out-dir output-dir", "--resume": "resume-from-checkpoint",
+    "--log-every": "log-interval logging-steps", "--eval-every": "eval-interval eval-steps",
+    "--checkpoint-activations": "gradient-checkpointing",
+}
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """The parser of all commands. A mistake raises UserError; one process per node prints the help."""
 
@@ -106,6 +121,24 @@ class ArgumentParser(argparse.ArgumentParser):
             stream = getattr(sys, name)
             if hasattr(stream, "reconfigure"):  # a terminal that cannot show every character; a notebook can
                 stream.reconfigure(errors="replace")
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if near := self.nearest_flag(word):
+                self.error(f"unrecognized arguments: {' '.join(unknown)}; the nearest flag to "
+                           f"{word.partition('=')[0]} is {near}")
+        return found, unknown
+
+    def nearest_flag(self, word: str) -> str:
+        """The flag that somebody may have meant who typed `word`, or ""."""
+        name = word.partition("=")[0].replace("_", "-").lstrip("-")
+        for flag, others in OTHER_NAMES.items():
+            if name in others.split() and flag in self._option_string_actions:
+                return flag
+        ours = [flag.removeprefix("--") for flag in self._option_string_actions]
+        near = difflib.get_close_matches(name, ours, 1, 0.65)
+        return f"--{near[0]}" if near and word.startswith("--") else ""
 
     def error(self, message):
         raise UserError(f"{message}; --help lists all flags.")

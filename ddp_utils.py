@@ -877,7 +877,6 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
             text += f" ({field.default})"  # `parse` sets it, because sizes have their own defaults
         flag(f"--{field.name.replace('_', '-')}", field.metadata["type"] or kinds.get(field.type, fraction),
              text)
-    flag("--compile", BooleanOptionalAction, "compile each block (default: on GPUs)")
     add_training_flags(parser)
     add_running_flags(parser)
     if issubclass(config_class, CausalConfig):  # the model writes text
@@ -925,13 +924,9 @@ def add_running_flags(parser: ArgumentParser):
     flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
          "pass, exactly: block keeps only the input of a block, selective the matrix products too; some "
          "sizes have a default for 80 GB", "none")
-    flag("--fast", BooleanOptionalAction, "on GPUs, allow non-deterministic kernels: the last bits then "
-         "change when a run resumes, and in compiled blocks with other --checkpoint-activations")
     flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
          "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
-    flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
-    flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
                         help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
     flag("--comm", ("fp32", "bf16", "late"), "type of what is sent: with --strategy ddp gradients, with "
@@ -960,6 +955,15 @@ def add_running_flags(parser: ArgumentParser):
                         "newest checkpoint, without training")
 
 
+def add_rare_flags(parser: ArgumentParser):
+    flag = flag_group(parser, "rarely needed")
+    flag("--compile", BooleanOptionalAction, "compile each block (default: on GPUs)")
+    flag("--fast", BooleanOptionalAction, "on GPUs, allow non-deterministic kernels: the last bits then "
+         "change when a run resumes, and in compiled blocks with other --checkpoint-activations")
+    flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
+    flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
+
+
 def add_text_flags(parser: ArgumentParser):
     flag = flag_group(parser, "prompts and responses")
     flag("--loss", ("response", "all"), "tokens to learn (default: response with pairs, else all)")
@@ -986,6 +990,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     run as in `weights`, what is known of those of --init-from, the row of the size, the model's configuration
     and the parser. Raises UserError for flags that exclude each other or contradict a record.
     """
+    add_rare_flags(parser)  # after those of the trainer, so that --help ends with them
     unset = {action.dest: None for action in parser._actions if action.default is not SUPPRESS}
     given = parser.parse_args(argv, Namespace(**unset))
     if given.steps and given.epochs:

@@ -1165,6 +1165,17 @@ def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):
         parser.parse_args(["--flag"])
 
 
+@pytest.mark.parametrize("command, near", [
+    ("prepare --tokeniser=x --dataset stdlib", "to --tokeniser is --tokenizer"),
+    ("info a --tokenzer x", "is --tokenizer"),
+    ("prepare --batch-size 3 --dataset stdlib", ""), ("info a --max-tokens 3", ""), ("info a b", "")])
+def test_a_command_names_the_nearest_of_its_own_flags(command, near, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["data.py", *command.split()])
+    with pytest.raises(data.UserError) as caught:
+        data.main()
+    assert near in str(caught.value) and ("nearest" in str(caught.value)) == bool(near)
+
+
 @pytest.mark.parametrize("path, name", [
     ("runs/x/tokenizer.json", "x"), ("runs/x/hf/tokenizer.json", "x"), ("runs/x/english.json", "english")])
 def test_shards_are_named_after_the_owner_of_a_tokenizer_json(tmp_path, monkeypatch, path, name):

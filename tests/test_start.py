@@ -169,6 +169,51 @@ def test_epochs_are_counted_in_rows(tmp_path, shards, trainer):
 
 # --------------------------------------------------------------------------------------------- rows and flags
 
+OURS = {
+    "steps": "max-steps max_steps max-iters num-steps iters step",
+    "epochs": "num-epochs num-train-epochs epoch",
+    "batch": "batch-size per_device_train_batch_size",
+    "global-batch": "train-batch-size global-batch-size",
+    "lr": "learning-rate learning_rate",
+    "schedule": "lr-scheduler lr-scheduler-type",
+    "out": "output-dir out_dir",
+    "grad-accum": "gradient-accumulation-steps",
+    "warmup": "warmup-steps lr-warmup",
+    "seq-len": "block_size max-seq-len",
+    "grad-clip": "max-grad-norm gradient-clip",
+    "precision": "dtype mixed-precision bf16",
+    "weight-decay": "wd",
+    "d-model": "n_embd hidden-size",
+    "n-head": "num-heads",
+    "n-layer": "num-layers",
+    "data": "dataset",
+    "eval-every": "eval-interval",
+    "log-every": "logging-steps",
+    "init-from": "model-name-or-path",
+}
+
+
+@pytest.mark.parametrize("module", [train_gpt2, train_hrm, train_mlm])
+def test_spellings_of_other_programs_lead_to_our_flags(module):
+    for ours, others in OURS.items():
+        for other in others.split():
+            with pytest.raises(UserError, match=f"the nearest flag to --{other} is --{ours};"):
+                module.parse_args(["--lr", "1", f"--{other}=3"])
+    for far in ("--zebra", "two", "-x"):
+        with pytest.raises(UserError, match=f"unrecognized arguments: {far}; --help"):
+            module.parse_args([far])
+
+
+@pytest.mark.parametrize("module", [train_gpt2, train_hrm, train_mlm])
+def test_flags_for_few_are_the_last_group_of_the_help(module, capsys):
+    with pytest.raises(SystemExit):
+        module.parse_args(["--help"])
+    text = capsys.readouterr().out
+    few, _, sizes = text.partition("rarely needed:\n")[2].partition("defaults of each size:")
+    assert sizes and set(re.findall(r"^  (--[\w-]+)", few, re.M)) == {
+        "--compile", "--fast", "--backend", "--timeout"}
+
+
 @pytest.mark.parametrize("module", [train_gpt2, train_hrm, train_mlm])
 def test_a_row_with_an_unknown_key_is_refused_by_name(module, monkeypatch):
     monkeypatch.setitem(module.SIZES, "mine", module.SIZES["tiny"] | {"grad_clipp": 1.0})
