@@ -1026,6 +1026,8 @@ def read_manifest(directory: Path) -> dict | None:
         if "roles" in manifest:
             check_types(manifest, row=int, roles=dict)
             check_types(manifest["roles"], start=int, response=int, end=int)
+        if "lowest_hash" in manifest:
+            check_types(manifest, lowest_hash=int)
         if manifest["format"] != 1:
             raise ValueError("another format")
         for shard in manifest["shards"]:
@@ -1191,6 +1193,7 @@ class ShardWriter:
         self.packers: dict[str, Packer] = {}
         self.writing = self.thread.submit(lambda: None)  # the last write, a Future
         self.lost = Counter(self.manifest.get("lost"))
+        self.lowest = self.manifest.get("lowest_hash", 2**64)  # of the documents, until one is held out
         self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
             self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
@@ -1234,6 +1237,10 @@ class ShardWriter:
             return  # all pairs so far were dropped; only a shard records the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
+        if self.splits == {"train"}:
+            self.manifest["lowest_hash"] = self.lowest
+        else:
+            self.manifest.pop("lowest_hash", None)
         if self.lost["lost"]:
             self.manifest["lost"] = dict(self.lost)
         self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
@@ -1307,12 +1314,12 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     if val_split is None:
         # each text file is one document, so a few of them cannot be split by a hash
         few = prefix == "text" and not split_on and len(find_files(dataset[5:])) < 100
-        val_split = "tail:0.1" if few else f"hash:{UNTRAINED}" if prefix == "task" else "hash:0.01"
-    if val_split.startswith("tail:") and (max_tokens or max_samples):
-        limit = "--max-tokens" if max_tokens else "--max-samples"
-        raise UserError(f"{limit} does not go with --val-split tail:F, also the default for a few text "
-                        "files, which reads the text to its end: name fewer files, or use data.py prepare "
-                        "with --val-split hash:0.1.")
+        small = (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
+        fraction = UNTRAINED if prefix == "task" else 0.1 if small else 0.01
+        val_split = "tail:0.1" if few else f"hash:{fraction}"
+    if val_split.startswith("tail:") and max_samples:
+        raise UserError("--max-samples does not go with --val-split tail:F, also the default for a few text "
+                        "files, which reads the text to its end: use --max-tokens, or name fewer files.")
     if split_on and prefix != "text":
         raise UserError(f"--split-on is for text: sources, and {dataset} needs none: leave it out.")
     if not 1 <= shard_tokens < 2**30:
@@ -1442,26 +1449,41 @@ def first_texts(source: Source, settings: dict, budget: int = BPE_TRAIN_CHARS, s
 
 
 def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
-    """Encodes the source from the writer's position to its end or to max_tokens."""
+    """Encodes the source from the writer's position to its end or to max_tokens. The last text is cut there,
+    but no pair. With tail:F, what is held out follows.
+    """
     from tqdm import tqdm  # comes with datasets
     settings = writer.manifest["settings"]
     counts = writer.counts
     marks = 0
     without = 0
     limit = settings["max_tokens"]
+    tail = settings["val_split"].startswith("tail:")
+    full = bool(limit) and counts["read"] >= limit
     source.done = 0  # beginnings may have been read
-    batches = in_batches(read_pieces(source, settings, writer.position, counts["documents"]))
+    found = read_pieces(source, settings, writer.position, counts["documents"])
+    batches = in_batches(item for item in found if not full or item[2] != "train")
     lines = not sys.stderr.isatty() or bool(os.environ.get("TQDM_DISABLE"))
     said = time.monotonic()
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
               mininterval=0.5) as bar:
         for batch, (arrays, lost) in in_order(batches, workers, encode_and_count, source, tokenizer):
             for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
-                if not limit or counts["read"] < limit:
-                    if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
-                        marks += str(text).count(EOT)  # of a text or of a pair
-                    writer.lost += counted
-                    writer.add(document, piece, split, tokens)
+                if full and (split == "train" or not tail):
+                    continue
+                if limit and split == "train":
+                    left = limit - counts["read"]
+                    full = len(tokens) >= left
+                    if source.pairs and len(tokens) > left:
+                        continue
+                    tokens = tokens[:left]
+                if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
+                    marks += str(text).count(EOT)  # of a text or of a pair
+                if piece == 0 and writer.splits <= {"train"}:
+                    writer.lowest = min(writer.lowest, hash64(text[0] if source.pairs else text))
+                writer.lost += counted
+                writer.add(document, piece, split, tokens)
+                if not full:
                     without = document + 1 - counts["documents"]
             if writer.lost["all"] > BLOCK:  # up to there start_manifest has looked
                 check_loss(tokenizer.name, writer.lost)
@@ -1471,9 +1493,9 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                 say(f"{counts['read'] / 1e6:.1f}M tokens so far")
             done = min(counts["read"], limit) if limit else source.done
             bar.update(done - bar.n)
-            if limit and counts["read"] >= limit:
+            if full and not tail:
                 break
-        else:
+        if not full:
             without = source.seen - counts["documents"]
     warning = check_loss(tokenizer.name, writer.lost)
     if warning and writer.lost["all"] > BLOCK:
@@ -1589,6 +1611,15 @@ def encode_and_count(items, source: Source, tokenizer) -> tuple[list[np.ndarray]
     return arrays, [tokenizer.lost_in(text, tokens) for text, tokens in zip(texts, arrays)]
 
 
+def would_split(manifest: dict) -> str:
+    """A --val-split with which there would be a validation set, if there is none."""
+    if "lowest_hash" not in manifest:
+        return "hash:0.1 or a larger fraction"
+    if sum(shard["documents"] for shard in manifest["shards"]) == 1:
+        return "tail:0.1"
+    return f"hash:{max(100 * manifest['lowest_hash'] // 2**64 + 1, 10) / 100:g}"  # holds out that document
+
+
 def describe(manifest: dict) -> str:
     shards = manifest["shards"]
     train = sum(s["tokens"] for s in shards if s["split"] == "train")
@@ -1597,8 +1628,8 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{documents:,} documents")
     if not val:
-        text += (" (nothing to evaluate: prepare with --val-split hash:0.1 or a larger fraction, or a single "
-                 "document with tail:0.1, in another directory)")
+        text += (f" (nothing to evaluate: prepare with --val-split {would_split(manifest)} in another "
+                 "directory)")
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
         shown = sorted(counts.keys() - {"read", "documents", "tokens"})
@@ -1849,6 +1880,7 @@ class Dataset:
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
         short = {name or "val": max(map(len, shards.tokens)) for name, shards in sets.items()
                  if not shards.rows}
+        self.would_split = would_split(manifest)
         self.too_short = ""  # a sentence about validation sets that fill no row
         if short:
             listed = " and ".join(f"{name} ({n} tokens)" for name, n in short.items())
@@ -2182,14 +2214,15 @@ def main():
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
     flag = flag_group(p, "settings")
     flag("--max-samples", parse_count, "stop after this many documents: 500k, 2M")
-    flag("--max-tokens", parse_count, "stop after about this many training tokens")
+    flag("--max-tokens", parse_count, "take at most this many training tokens, of pairs before they are "
+         "packed")
     flag("--min-words", int, "skip documents with fewer words", 0)
     flag("--text-field", str, "field or column that holds the text", "text")
     flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>', or "
          "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
     flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
          "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
-         "hash:0.01, for task:addition 0.05)")
+         "hash:0.01, for less than 10M tokens or 10k documents 0.1, for task:addition 0.05)")
     flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
          "16 (default: none; for task:addition the level)")
     flag("--shard-tokens", parse_count, "tokens per shard", "100M")

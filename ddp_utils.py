@@ -2612,7 +2612,7 @@ def say_plan(run: Run, state: TrainState, identity: dict):
         log.say(f"WARNING: {dataset.too_short}")
     elif not dataset.val:
         log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                "them with --val-split hash:0.1 or a larger fraction in another directory")
+                f"them with --val-split {dataset.would_split} in another directory")
 
 
 @dataclass
@@ -3078,7 +3078,7 @@ def evaluate_only(model: nn.Module, run: Run):
     dataset = run.dataset = load_data(run)
     assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
     if not dataset.val:
-        lacks = f"{dataset.name} has no validation set: prepare it with --val-split hash:0.1"
+        lacks = f"{dataset.name} has no validation set: prepare it with --val-split {dataset.would_split}"
         raise UserError(f"{dataset.too_short or lacks}.")
     masker = None
     if isinstance(model, MLM):

@@ -8,6 +8,7 @@ broken version is not.
 """
 
 import argparse
+import contextlib
 import copy
 import gzip
 import importlib
@@ -253,7 +254,8 @@ def few(tmp_path, monkeypatch) -> Path:
 
 
 def prepare_few(few: Path, out: Path, **limits) -> None:
-    data.prepare(f"jsonl:{few}", out, "bytes", val_split="hash:0.3", shard_tokens=500, workers=1, **limits)
+    settings = {"val_split": "hash:0.3", "shard_tokens": 500, "workers": 1} | limits
+    data.prepare(f"jsonl:{few}", out, "bytes", **settings)
 
 
 def stopped_at_rename(number: int, after: bool, few: Path, out: Path, **limits) -> bool:
@@ -278,7 +280,8 @@ def stopped_at_rename(number: int, after: bool, few: Path, out: Path, **limits) 
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("limits", [{"max_samples": 15}, {"max_tokens": 1700}])
+@pytest.mark.parametrize("limits", [
+    {"max_samples": 15}, {"max_tokens": 1700}, {"val_split": "hash:0.000001"}])
 def test_killed_at_every_rename(few, tmp_path, after, limits):
     """Every file appears by a rename, so these are all the states that a kill can leave behind."""
     prepare_few(few, tmp_path / "undisturbed", **limits)
@@ -290,6 +293,83 @@ def test_killed_at_every_rename(few, tmp_path, after, limits):
         prepare_few(few, out, **limits)
         assert tree(out) == expected, f"killed at rename {number}"
     assert number >= 10
+
+
+def counts_of(out: Path) -> dict[str, int]:
+    tokens = Counter()
+    for shard in data.read_manifest(out)["shards"]:
+        tokens[shard["split"]] += shard["tokens"]
+    return dict(tokens)
+
+
+def test_a_limited_text_is_cut_and_its_end_is_held_out(tmp_path):
+    """Also in the middle of a piece, with several workers, and killed at every rename."""
+    for i in range(2):
+        words = random.Random(i).choices(["the", "sea", "ships", "whales"], k=300_000)
+        (tmp_path / f"{i}.txt").write_text(" ".join(words))
+    source = f"text:{tmp_path}/?.txt"
+    ends = [(tmp_path / f"{i}.txt").stat().st_size for i in range(2)]
+    for limit in (1000, data.BLOCK + 1000, ends[0] + 1000):
+        out = data.prepare(source, tmp_path / f"{limit}", "bytes", workers=1, max_tokens=limit)
+        assert counts_of(out) == {"train": limit, "val": sum(ends) - int(sum(ends) * 0.9) + 1}
+        tokens = np.concatenate([data.open_shard(path) for path in sorted(out.glob("train_*.bin"))])
+        whole = data.prepare(source, tmp_path / "whole", "bytes", workers=1)
+        assert (tokens == data.open_shard(whole / "train_000000.bin")[:limit]).all()
+        assert (out / "val_000000.bin").read_bytes() == (whole / "val_000000.bin").read_bytes()
+    small = {"max_tokens": 700_000, "shard_tokens": 200_000, "workers": 1}
+    data.prepare(source, tmp_path / "undisturbed", "bytes", **small)
+    data.prepare(source, tmp_path / "workers", "bytes", **small | {"workers": 3})
+    expected = tree(tmp_path / "undisturbed")
+    assert tree(tmp_path / "workers") == expected
+    for number in itertools.count():
+        out = tmp_path / f"killed-{number}"
+        rename, count = os.replace, itertools.count()
+
+        def replace(source, target, number=number, rename=rename, count=count):
+            rename(source, target)
+            if next(count) == number:
+                raise Killed
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(os, "replace", replace)
+            data.prepare(source, out, "bytes", **small)
+            break
+        data.prepare(source, out, "bytes", **small)
+        assert tree(out) == expected, f"killed at rename {number}"
+    assert number >= 4
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 3000}, {"max_samples": 12}, {}])
+def test_a_limited_set_has_a_validation_split_or_names_one(tmp_path, limits):
+    """The --val-split that is named is given literally."""
+    without = set()
+    for i in range(12):
+        path = tmp_path / f"{i}.jsonl"
+        texts = (random.Random(i * 1000 + j).choices("abcdefgh ", k=400) for j in range(12))
+        path.write_text("\n".join(json.dumps({"text": "".join(text)}) for text in texts))
+        out = data.prepare(f"jsonl:{path}", tmp_path / f"{i}", "bytes", workers=1, **limits)
+        assert data.read_manifest(out)["settings"]["val_split"] == ("hash:0.1" if limits else "hash:0.01")
+        tokens = counts_of(out)
+        assert tokens["train"] <= limits.get("max_tokens", 10_000)
+        if "val" not in tokens:
+            without.add(i)
+            named = re.search(r"--val-split (\S+) in", data.describe(data.read_manifest(out)))[1]
+            assert data.Dataset([out], 8).would_split == named
+            again = data.prepare(f"jsonl:{path}", tmp_path / f"{i}-again", "bytes", workers=1,
+                                 val_split=data.parse_val_split(named), **limits)
+            assert counts_of(again).keys() == {"train", "val"}, named
+    assert without and (len(without) < 12 or not limits)
+
+
+def test_a_limit_leaves_out_the_pair_that_exceeds_it(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"q": str(i), "a": "x" * 20}) for i in range(40)))
+    each = 3 + 20  # tokens of each of the first ten: the start, a digit, the marker and the response
+    for limit, samples in ((4 * each + 5, 4), (5 * each - 1, 4), (5 * each, 5), (10_000, 40)):
+        out = data.prepare(f"jsonl:{path}", tmp_path / f"{limit}", "bytes", workers=1, prompt_field="q",
+                           response_field="a", max_tokens=limit, val_split="hash:0.000001")
+        counts = data.read_manifest(out)["pairs"]
+        assert counts["samples"] == samples and counts["read"] <= limit
 
 
 def test_a_wrong_position_in_the_manifest_gives_other_bytes(few, tmp_path):

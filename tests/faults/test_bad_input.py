@@ -74,7 +74,7 @@ MISTAKES = {
     "data.py prepare --max-samples 0 --val-split hash": "--max-samples & 1",
     "data.py prepare --shard-tokens 0": "--shard-tokens & 1B",
     "data.py prepare --workers 0": "--workers & 1",
-    "data.py prepare --max-tokens 5": "--max-tokens & tail:F & hash:0.1",
+    "data.py prepare --max-samples 5": "--max-samples & tail:F & --max-tokens",
     "data.py prepare --dataset jsonl:bad.jsonl --val-split tail:0.1": "--val-split & tail:F & text: & hash:F",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q": "--prompt-field & --response-field",
     "data.py prepare --dataset jsonl:pairs.jsonl --prompt-field q --response-field answer":
@@ -160,8 +160,8 @@ MISTAKES = {
     "train_hrm.py --max-tokens 500": "ready & max_tokens & None & 500",
     "train_hrm.py --max-samples 5": "ready & max_samples & None & 5",
     "train_hrm.py --max-tokens many": "--max-tokens & many & 500k",
-    "train_hrm.py --max-tokens 500 --data text:good.txt --tokenizer bytes":
-        "--max-tokens & tail:F & hash:0.1",
+    "train_hrm.py --max-samples 5 --data text:good.txt --tokenizer bytes":
+        "--max-samples & tail:F & --max-tokens",
     "train_hrm.py --out ready/manifest.json": "ready/manifest.json & Not a directory & --out",
     "train_hrm.py --out ready/manifest.json/run": "ready/manifest.json/run & Not a directory & --out",
     "train_hrm.py --out run-hrm --d-model 64": "run-hrm & d_model & 32 & 64",
