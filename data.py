@@ -1817,10 +1817,12 @@ class Shards:
 
 def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
     """Entropy in nats of the labels' frequencies, in the first `limit` of them: the loss of the best model
-    that ignores all context.
+    that ignores all context. For text it does not depend on the length of rows.
     """
     found = []
     for shards in sets:
+        if not shards.learned:
+            shards = Shards(shards.paths, 1, tokenizer=shards.tokenizer)
         _, y = read_rows(shards, np.arange(min(limit // len(sets) // shards.seq_len + 1, shards.rows)))
         found.append(y[y >= 0])
     counts = np.bincount(np.concatenate(found))

@@ -1141,13 +1141,13 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
                     "left_over": sorted(found["model_config"].keys() - ours)}
 
 
-def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
+def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> dict | None:
     """The checkpoint that --resume names, or with `auto` the newest of a run directory; None if a run begins.
     Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
     nodes are numbered anew.
     """
     if args.resume not in ("auto", "none"):
-        return load_checkpoint(args.resume, print)
+        return load_checkpoint(args.resume, print, family=family)
     newest = on_all("checkpoints", lambda: max(map(step_of, list_checkpoints(out)), default=0))
     found = from_all((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
@@ -1159,7 +1159,7 @@ def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
         return None
     if world.is_rank0 and first:
         say(f"reading the checkpoint of step {first} in {out}")  # which can take a while
-    return load_checkpoint(out, print)
+    return load_checkpoint(out, print, family=family)
 
 
 def run_directory(args: Namespace, trainer: str) -> Path:
@@ -1236,7 +1236,7 @@ def find_run(model_class: type, args: Namespace, world: World, names: dict,
         else:
             args = parse_args(argv, weights=weights)
     run.out = run_directory(args, run.trainer.stem)
-    run.saved = find_checkpoint(run.out, args, world)
+    run.saved = find_checkpoint(run.out, args, world, model_class.__name__)
     if run.saved:
         assert_family(run.saved, model_class)
     elif missing:
@@ -2147,7 +2147,14 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def load_checkpoint(where: str | Path, say, checked: bool = True) -> dict:
+def family_of(run_directory: Path) -> str:
+    """The class of a run's model, "" if config.json does not say."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads((run_directory / "config.json").read_text(encoding="utf-8"))["family"]
+    return ""
+
+
+def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "") -> dict:
     """Loads a checkpoint file, or the newest intact one of a run directory. Adds its path, the paths of newer
     ones that are damaged, and the tokenizer.json of its run.
 
@@ -2162,7 +2169,8 @@ def load_checkpoint(where: str | Path, say, checked: bool = True) -> dict:
         if not candidates:
             fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
             checkpoints = Path(where).parent.glob("*/checkpoints/step_*.pt")
-            runs = sorted({str(path.parents[1]) for path in checkpoints})
+            runs = sorted({path.parents[1] for path in checkpoints})
+            runs = [str(run) for run in runs if not family or family_of(run) in ("", family)]
             such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}, "
                             f"or a model of Hugging Face as hf:{where}.")
@@ -2555,11 +2563,15 @@ def say_plan(run: Run, state: TrainState, identity: dict):
     model = state.model
     c = model.config
     blocks = blocks_of(model)
-    shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items() if value is not None]
+    rows = run.names.get("RECIPES") or run.names.get("SIZES", {})
+    row = rows.get(settings["size"], {})
+    usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
+    shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items()
+             if value != getattr(usual, name)]
     parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
                   f"{len(blocks)} blocks")
     ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"
-    log.say(f"{identity['family']} {settings['size']}: {parameters}; {', '.join(shape)}; {ids}")
+    log.say("; ".join([f"{identity['family']} {settings['size']}: {parameters}", *shape, ids]))
     trained = []
     for inner, optimizer in zip(state.inner, state.optimizers):
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -2585,7 +2597,8 @@ def say_plan(run: Run, state: TrainState, identity: dict):
     rows = dataset.train.rows
     read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
             f"{dataset.loss}")
-    validation = "{val_tokens:,} validation tokens of unigram entropy {entropy:.4f}".format(**log.facts)
+    validation = ("{val_tokens:,} validation tokens of unigram entropy {entropy:.4f} (losses are in nats per "
+                  "token; a model without any context reaches none below that)").format(**log.facts)
     held_out = [shards.rows for shards in dataset.val.values()]
     limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)
     evaluated = sum(min(limit, rows) for rows in held_out)

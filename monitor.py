@@ -641,10 +641,17 @@ class RunLog:
                   "time": round(time.time(), 3)}
         parts = [*results(found), f"unigram entropy {self.facts['entropy']:.4f}"]
         self.write(record, " | ".join(parts + ["best so far"] * best))
+        self._warn_of_loss(step, found["val_loss"])
         self.save_history()
         trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
         if ends_epoch and trained:
             self._epoch_line(trained[0], found["val_loss"])
+
+    def _warn_of_loss(self, step: int, loss: float | None):
+        entropy = self.facts["entropy"]
+        if 10 * step > self.settings["steps"] and (loss is None or not loss <= entropy):
+            self.say(f"WARNING: after {step} steps the loss is above {entropy:.4f}, which a model without "
+                     "any context would reach: try a lower --lr or more steps")
 
     def _epoch_line(self, record: dict, val_loss: float):
         number = record["tokens"] // (self.facts["rows"] * self.settings["seq_len"])
@@ -710,6 +717,8 @@ class RunLog:
             at = min(self.evaluations, key=self.evaluations.get)
             kind = "criterion" if self.facts.get("own_criterion") else "validation loss"
             best = f"; best {kind} {self.evaluations[at]:.4f} at step {at}"
+        if self.records and not self.facts["val_tokens"]:
+            self._warn_of_loss(step, self.records[-1].get("loss"))
         self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()
         self.say(ending)

@@ -585,11 +585,11 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
                 "eval_batches": 0, "eval_batch": 16, "warmup": 30}
     dataset = SimpleNamespace(train=train, val={}, too_short="", would_split="", name="mine", loss=loss)
     log = SimpleNamespace(say=said.append, facts={"val_tokens": 0, "entropy": 3.0})
-    run = SimpleNamespace(world=world, dataset=dataset, log=log, steps=300, global_batch=16, batch=8,
-                          grad_accum=2)
+    run = SimpleNamespace(world=world, dataset=dataset, log=log, names={}, steps=300,
+                          global_batch=16, batch=8, grad_accum=2)
     ddp_utils.say_plan(run, make_state(world), {"family": "HRM", "settings": settings})
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
-    assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16, ")
+    assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16; ")
     assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "
                        "3.8 an epoch")
 

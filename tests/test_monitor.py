@@ -472,20 +472,20 @@ def test_each_record_goes_to_all_sinks_by_one_call(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("found, line", [
-    ({"val_accuracy": None}, "step 9 | validation loss 4.6251 | unigram entropy 2.8986\n"),
-    ({"val_accuracy": 0.1234, "val_bits_per_byte": 1.5}, "step 9 | validation loss 4.6251 | accuracy 12.3% | "
+    ({"val_accuracy": None}, "step 9 | validation loss 2.6251 | unigram entropy 2.8986\n"),
+    ({"val_accuracy": 0.1234, "val_bits_per_byte": 1.5}, "step 9 | validation loss 2.6251 | accuracy 12.3% | "
      "1.5000 bits per byte | unigram entropy 2.8986\n")], ids=["GPT2", "MLM"])
 def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
     log = begun(tmp_path, seq_len=8)
     capsys.readouterr()
-    log.evaluation(9, 1, {"val_loss": 4.62509, **found}, False)
+    log.evaluation(9, 1, {"val_loss": 2.62509, **found}, False)
     assert capsys.readouterr().out == line and (tmp_path / "train.log").read_text().endswith(line)
 
 
-@pytest.mark.parametrize("loss, best", [(3.9, True), (4.1, False)])
+@pytest.mark.parametrize("loss, best", [(1.9, True), (2.1, False)])
 def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best):
     log = begun(tmp_path, seq_len=8)
-    log.evaluations = {1: 4.0}
+    log.evaluations = {1: 2.0}
     log.evaluation(3, 1, {"val_loss": loss}, False)
     assert capsys.readouterr().out.endswith("| best so far\n") == best
 

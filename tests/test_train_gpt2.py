@@ -3,11 +3,13 @@
 import argparse
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import run
 from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of, steps_of
 
@@ -57,7 +59,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     out = tmp_path / "run"
     done = GPT2.train(0, shards, out, steps=20, sample_every=1, eval_every=10, sample_prompt="def ñ")
     assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
-    shape = r"GPT2 tiny: [\d,]+ parameters, .* blocks; seq_len 32, .*n_layer 1, n_head 2, d_model 32"
+    shape = r"GPT2 tiny: [\d,]+ parameters, .* blocks; seq_len 32; n_layer 1; d_model 32; \d+ ids in"
     assert re.search(shape, done.out), done.out
     used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
                      "--temperature", "0")
@@ -86,6 +88,46 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     assert named.code == 0, named.out  # the same tokenizer under another name
     longer = GPT2.train(0, shards, tmp_path / "long", size="tiny", init_from=out, seq_len=64, steps=4)
     assert longer.code == 2 and "learned positions" in longer.out
+
+
+def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shards):
+    """After a tenth of its steps, at each evaluation and, where there is none, at its end."""
+    warning = re.compile(r"WARNING: after (\d+) steps the loss is above (\d\.\d{4}), which")
+    flags = {"steps": 21, "eval_every": 2, "eval_batches": 1, "seq_len": 16}
+    wild = GPT2.train(0, shards, tmp_path / "wild", lr=1e-9, **flags)
+    assert wild.code == 0, wild.out
+    assert [int(step) for step, _ in warning.findall(wild.out)] == [4, 6, 8, 10, 12, 14, 16, 18, 20, 21]
+    info = run(0, "data.py", "info", shards).out
+    entropies = dict(re.findall(r"(train|val): .* unigram entropy (\d\.\d{4}) nats", info))
+    assert {entropy for _, entropy in warning.findall(wild.out)} == {entropies["val"]}
+    assert f"unigram entropy {entropies['val']} (losses are in nats per token" in wild.out
+    enough = {"steps": 200, "eval_every": 200, "save_every": 200, "lr": 1e-2, "seq_len": 32}
+    tame = GPT2.train(0, shards, tmp_path / "tame", **flags | enough)
+    assert tame.code == 0 and not warning.search(tame.out), tame.out
+    shutil.copytree(shards, tmp_path / "alone")
+    manifest = data.read_manifest(tmp_path / "alone")
+    manifest["shards"] = [shard for shard in manifest["shards"] if shard["split"] == "train"]
+    data.write_manifest(tmp_path / "alone", manifest)
+    alone = GPT2.train(0, tmp_path / "alone", tmp_path / "without", lr=1e-9, **flags)
+    assert alone.code == 0, alone.out
+    assert warning.findall(alone.out) == [("21", entropies["train"])]
+
+
+def test_the_plan_names_what_differs_from_the_size(tmp_path, shards):
+    flags = {"n_layer": None, "n_head": None, "d_model": None, "seq_len": None, "steps": 1, "eval_batches": 1}
+    plain = GPT2.train(0, shards, tmp_path / "plain", **flags)
+    assert re.search(r"GPT2 tiny: [\d,]+ parameters, .* in 4 blocks; \d+ ids", plain.out), plain.out
+    other = GPT2.train(0, shards, tmp_path / "other", **flags | {"n_layer": 1, "attention": "isolated"})
+    assert re.search(r"in 1 blocks; attention isolated; n_layer 1; \d+ ids in", other.out), other.out
+
+
+def test_a_prompt_without_a_run_names_runs_of_its_own_family(tmp_path, shards):
+    for name, trainer in (("ours", GPT2), ("theirs", Trainer("train_hrm.py", max_new_tokens=5, ff=64))):
+        done = trainer.fork(0, shards, tmp_path / "runs" / name, steps=1, eval_batches=1)
+        assert done.code == 0, done.out
+    for flags in (("--prompt", "hi"), ("--prompt", "hi", "--resume", "runs/none")):
+        refused = fork(0, "train_gpt2.py", *flags, "--data", shards, cwd=tmp_path)
+        assert refused.code == 2 and "such as runs/ours, or a model" in refused.out, refused.out
 
 
 def found(world, *flags: str) -> argparse.Namespace:
