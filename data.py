@@ -847,7 +847,7 @@ def text_of(value, where: str) -> str:
     if not isinstance(value, numbers.Number | datetime.date | datetime.time):
         raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
                         'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field '
-                        "prompt --response-field response (cluster/README.md, Chats).")
+                        "prompt --response-field response (cluster/RUNS.md, Chats).")
     return str(value)
 
 
@@ -1210,8 +1210,8 @@ class ShardWriter:
         arrays = [tokens]
         self.splits.add(split)
         if len(self.splits - {"train"}) > self.MOST_SETS:
-            raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, of "
-                            "which each is a validation set: name another field, or leave it out.")
+            raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, and "
+                            "each would be a validation set: name another field, or leave it out.")
         if roles := self.manifest.get("roles"):
             if split not in self.packers:
                 truncate = settings["long"] == "truncate"

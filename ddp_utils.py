@@ -863,8 +863,9 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         default = getattr(config_class, key, "")
         table.append([key, *(str(row.get(key, default)) for row in sizes.values())])
     widths = [max(map(len, column)) for column in zip(*table)]
-    parser = ArgumentParser(description=description, epilog="defaults of each size:\n" + "\n".join(
-        "  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]",
+                            epilog="\n".join(["defaults of each size:", *lines]))
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:
@@ -922,8 +923,8 @@ def add_running_flags(parser: ArgumentParser):
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations (parameters: fp32); "
          "auto: bf16 where the hardware has it", "auto")
     flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
-         "pass, exactly: block keeps only the input of a block, selective the matrix products too; some "
-         "sizes have a default for 80 GB", "none")
+         "pass, exactly: block keeps only the input of a block, selective the matrix products too; large "
+         "sizes of the HRM have a default, for 80 GB", "none")
     flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
          "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
@@ -2044,8 +2045,8 @@ class TrainState:
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
         changed -= self.groups.keys()  # whose values come from the checkpoint in any case
         if changed:
-            say(f"WARNING: the optimizer begins anew with {listed(sorted(changed))}, of which it had saved "
-                "other state than it makes in a first step")
+            say(f"WARNING: the optimizer starts from scratch with {listed(sorted(changed))}, because "
+                "what it had saved there is not what it makes in a first step")
         of_late = tensors.get("late", {})
         for group, name, tensor, owner in self.tensors():
             if group == "ema" and not tensors["ema"]:
@@ -2533,8 +2534,8 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
     if commands[:-1] and not run.saved and commands[-2] != run.command:
-        run.log.say("WARNING: there is no checkpoint here, so the run begins anew, with the flags of this "
-                    f"command and not of the last one: {commands[-2]}")
+        run.log.say("WARNING: there is no checkpoint here, so the run starts from scratch, with the flags of "
+                    f"this command and not of the last one: {commands[-2]}")
     config = json.dumps(identity | {"commands": commands}, indent=2, ensure_ascii=False)
     files = {"config.json": without_surrogates(config),
              "tokenizer.json": run.dataset.tokenizer.to_json()}

@@ -14,7 +14,7 @@ import test_ddp
 from ddp_utils import STRATEGIES, run_directory
 from model import GPT2, HRM, MLM, num_params
 
-DOCUMENTS = [ROOT / folder / "README.md" for folder in (".", "cluster", "tests")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "cluster/README.md", "cluster/RUNS.md", "tests/README.md")]
 
 
 def prose(path) -> str:
@@ -45,7 +45,7 @@ def test_files_that_are_named_exist():
 
 
 def test_readme_is_one_page_and_has_the_line_that_ci_runs(tmp_path):
-    assert len(DOCUMENTS[0].read_text().splitlines()) <= 280
+    assert len(DOCUMENTS[0].read_text().splitlines()) <= 200
     pattern, = re.findall(r"sed -n '(/.*/p)' README.md", (ROOT / ".ci" / "run").read_text())
     if shutil.which("sed"):
         done = subprocess.run(["sed", "-n", pattern, ROOT / "README.md"], capture_output=True, text=True)
@@ -110,4 +110,4 @@ def test_the_directory_of_a_fine_tuned_hrm(tmp_path, monkeypatch):
     file.parent.mkdir(parents=True)
     file.touch()
     args = SimpleNamespace(size="tiny", data="text:books/*.txt", out=None, tokenizer=str(file))
-    assert f"`{run_directory(args, 'train_hrm')}`" in DOCUMENTS[0].read_text()
+    assert f"`{run_directory(args, 'train_hrm')}`" in (ROOT / "cluster" / "RUNS.md").read_text()

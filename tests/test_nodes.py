@@ -165,7 +165,7 @@ def test_torchrun_where_the_own_name_leads_nowhere(shards, tmp_path):
     """With what README says; without it torchrun of some versions hangs."""
     if subprocess.run(["unshare", "-ru", "true"], capture_output=True).returncode:
         pytest.skip("needs unshare -ru")
-    assert "Give torchrun `--local-addr 127.0.0.1`" in (ROOT / "README.md").read_text()
+    assert "Give torchrun `--local-addr 127.0.0.1`" in (ROOT / "cluster" / "RUNS.md").read_text()
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1",
                           "--nproc_per_node=2", str(ROOT / GPT2.script),
                           *GPT2.flags(shards, tmp_path / "run", steps=1, global_batch=2)])

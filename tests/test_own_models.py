@@ -298,7 +298,7 @@ def test_state_that_is_made_late_begins_anew_with_a_warning(world, tmp_path):
     assert not said
     go_on(state, range(2, 4))
     begin(world, Late).restore(saved_as(state, world, tmp_path / "late"), said.append)
-    assert len(said) == 1 and "WARNING: the optimizer begins anew with embed.weight, " in said[0]
+    assert len(said) == 1 and "WARNING: the optimizer starts from scratch with embed.weight, " in said[0]
 
 
 BUFFERS = '''

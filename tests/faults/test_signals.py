@@ -29,7 +29,7 @@ from ddp_utils import list_checkpoints, read_checkpoint
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-GUIDE = (ROOT / "cluster" / "README.md").read_text()
+GUIDE = (ROOT / "cluster" / "RUNS.md").read_text()
 
 
 def wait_for(condition, seconds: float = 30) -> None:
@@ -301,7 +301,7 @@ def test_signal_to_torchrun(tmp_path, shards, number):
 @pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGKILL, marks=pytest.mark.full),
                                     pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_torchrun_is_killed(tmp_path, shards, number):
-    """Without --signals-to-handle SIGUSR1 kills torchrun, and SIGHUP with that of the README but without
+    """Without --signals-to-handle SIGUSR1 kills torchrun, and SIGHUP with that of the guide but without
     nohup. Its workers notice, save, end and free the lock. Nothing that they say is an error."""
     out = tmp_path / "run"
     more = ["--signals-to-handle", "SIGTERM,SIGINT"] * (number == signal.SIGHUP)
@@ -349,10 +349,10 @@ def test_torchrun_restarts(tmp_path, shards):
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_the_readme_names_what_is_tested_here():
-    readme = "".join((ROOT / folder / "README.md").read_text() for folder in (".", "cluster", "tests"))
+def test_the_guides_name_what_is_tested_here():
+    text = GUIDE + (ROOT / "cluster" / "README.md").read_text()
     for name in ("--signals-to-handle SIGTERM,SIGINT,SIGUSR1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        assert name in readme
+        assert name in text
 
 
 @pytest.mark.full
@@ -372,11 +372,11 @@ def test_a_snapshot_is_written_though_another_process_dies(tmp_path, shards):
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_nohup(tmp_path, shards, ranks):
     """A run that was started with SIGHUP ignored, as nohup does, outlives its terminal; torchrun needs a
-    flag, which the README has."""
+    flag, which the guide has."""
     command = ["nohup", *torchrun(ranks, GPT2.script, *GPT2.flags(shards, tmp_path / "run", **ENDLESS))]
     if ranks:
         command[4:4] = ["--signals-to-handle", "SIGTERM,SIGINT"]
-        assert "nohup torchrun --signals-to-handle SIGTERM,SIGINT" in (ROOT / "README.md").read_text()
+        assert "nohup torchrun --signals-to-handle SIGTERM,SIGINT" in GUIDE
     process = start(command)
     wait_for(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > 3)
     process.send_signal(signal.SIGHUP)
