@@ -2571,7 +2571,7 @@ def say_plan(run: Run, state: TrainState, identity: dict):
              if value != getattr(usual, name)]
     parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
                   f"{len(blocks)} blocks")
-    ids = f"{c.vocab_size} ids in {c.padded_vocab} rows"
+    ids = f"vocabulary {c.vocab_size:,}, padded to {c.padded_vocab:,}"
     log.say("; ".join([f"{identity['family']} {settings['size']}: {parameters}", *shape, ids]))
     trained = []
     for inner, optimizer in zip(state.inner, state.optimizers):

@@ -59,7 +59,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     out = tmp_path / "run"
     done = GPT2.train(0, shards, out, steps=20, sample_every=1, eval_every=10, sample_prompt="def ñ")
     assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
-    shape = r"GPT2 tiny: [\d,]+ parameters, .* blocks; seq_len 32; n_layer 1; d_model 32; \d+ ids in"
+    shape = r"GPT2 tiny: [\d,]+ parameters, .* blocks; seq_len 32; n_layer 1; d_model 32; vocabulary [\d,]+, padded"
     assert re.search(shape, done.out), done.out
     used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
                      "--temperature", "0")
@@ -116,9 +116,9 @@ def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shard
 def test_the_plan_names_what_differs_from_the_size(tmp_path, shards):
     flags = {"n_layer": None, "n_head": None, "d_model": None, "seq_len": None, "steps": 1, "eval_batches": 1}
     plain = GPT2.train(0, shards, tmp_path / "plain", **flags)
-    assert re.search(r"GPT2 tiny: [\d,]+ parameters, .* in 4 blocks; \d+ ids", plain.out), plain.out
+    assert re.search(r"GPT2 tiny: [\d,]+ parameters, .* in 4 blocks; vocabulary", plain.out), plain.out
     other = GPT2.train(0, shards, tmp_path / "other", **flags | {"n_layer": 1, "attention": "isolated"})
-    assert re.search(r"in 1 blocks; attention isolated; n_layer 1; \d+ ids in", other.out), other.out
+    assert re.search(r"in 1 blocks; attention isolated; n_layer 1; vocabulary", other.out), other.out
 
 
 def test_a_prompt_without_a_run_names_runs_of_its_own_family(tmp_path, shards):
