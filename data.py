@@ -1790,10 +1790,6 @@ class Shards:
             rows = tokens[:n * seq_len].reshape(n, seq_len)
             self.grids.append((end - n, rows, tokens[seq_len::seq_len][:n]))
 
-    def order(self, position: int, count: int, seed: int) -> np.ndarray:
-        """Rows (count,), int64, of the samples [position, position + count) in endless shuffled epochs."""
-        return shuffled(np.arange(position, position + count), self.rows, seed)
-
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray | None = None):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         begin = 0
@@ -2044,8 +2040,9 @@ class Loader:
         import torch
         batches = []
         for _ in range(micro_batches):
-            epochs = np.arange(position, position + self.batch) // self.shards.rows
-            rows = self.shards.order(position, self.batch, self.seed)
+            samples = np.arange(position, position + self.batch)
+            epochs = samples // self.shards.rows
+            rows = shuffled(samples, self.shards.rows, self.seed)
             order = np.argsort(rows)
             batches.append(read_rows(self.shards, rows[order], epochs[order], self.masker))
             position += self.stride
@@ -2201,7 +2198,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     if split not in splits:
         raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
     shards = splits[split]
-    picked = np.sort(shards.order(0, min(rows, shards.rows), seed))
+    picked = np.sort(shuffled(np.arange(min(rows, shards.rows)), shards.rows, seed))
     for row, tokens in zip(picked, read_rows(shards, picked)[0]):
         print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
 

@@ -893,7 +893,7 @@ def test_batches_are_the_rows_of_the_order(dataset):
     shards = dataset.train
     (tokens,) = [mapped.tolist() for mapped in shards.tokens]  # one shard: row r begins at token r · 64
     for step, found in enumerate(global_batches(shards, 2, 8, 1, 4)):
-        rows = shards.order(step * 16, 16, 7)
+        rows = data.shuffled(step * 16 + np.arange(16), shards.rows, 7)
         expected = [[tokens[r * 64:r * 64 + 64], tokens[r * 64 + 1:r * 64 + 65]] for r in rows.tolist()]
         assert found == sorted(expected)
 
@@ -910,7 +910,7 @@ def test_rows_of_many_shards(undisturbed):
     y = np.empty(x.shape, np.int32)
     shards.take(np.arange(len(expected)), x, y)
     assert np.stack([x, y], 1).tolist() == expected
-    some = np.sort(shards.order(0, 500, 1))
+    some = np.sort(data.shuffled(np.arange(500), shards.rows, 1))
     shards.take(some, x[:500], y[:500])
     assert np.stack([x, y], 1)[:500].tolist() == [expected[row] for row in some]
 
@@ -968,7 +968,7 @@ def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
         seconds.append(time.perf_counter() - begin)
         loader.close()
     assert min(seconds) < 0.05
-    rows = np.sort(shards.order(10**6 * 512 + 3 * 64, 64, 1))
+    rows = np.sort(data.shuffled(10**6 * 512 + 3 * 64 + np.arange(64), shards.rows, 1))
     expected = np.empty((64, 64), shards.dtype)
     shards.take(rows, expected)
     assert x.tolist() == expected.tolist() and count == x.numel()
