@@ -1790,7 +1790,7 @@ class Shards:
             rows = tokens[:n * seq_len].reshape(n, seq_len)
             self.grids.append((end - n, rows, tokens[seq_len::seq_len][:n]))
 
-    def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray | None = None):
+    def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         begin = 0
         ends = rows.searchsorted(self.ends).tolist()
@@ -1799,16 +1799,14 @@ class Shards:
                 local = rows[begin:end] - first
                 grid.take(local, 0, x[begin:end], "clip")  # "raise", the default mode, would buffer x
                 check_ids(path, x[begin:end], self.tokenizer)
-                if y is not None:
-                    check_ids(path, following[local], self.tokenizer)
-                    y[begin:end, -1] = following[local]
+                check_ids(path, following[local], self.tokenizer)
+                y[begin:end, -1] = following[local]
                 begin = end
         if begin < len(rows):
             raise IndexError(f"row {rows[-1]} of {self.rows}")
-        if y is not None:
-            y[:, :-1] = x[:, 1:]
-            if self.learned:
-                y[~self.learned(x)] = -1
+        y[:, :-1] = x[:, 1:]
+        if self.learned:
+            y[~self.learned(x)] = -1
 
 
 def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
@@ -1990,12 +1988,9 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None
     (B, K), which also depend on the epochs (B,).
     """
     x = np.empty((len(rows), shards.seq_len), shards.dtype)
-    if masker:
-        shards.take(rows, x)
-        return [x, *masker(x, rows, epochs)]
     y = np.empty(x.shape, np.int32)
     shards.take(rows, x, y)
-    return [x, y]
+    return [x, *masker(x, rows, epochs)] if masker else [x, y]
 
 
 class Loader:

@@ -49,10 +49,9 @@ if "infinite" in changes:
     ddp_utils.clip_gradients = infinite
 if "control" in changes:
     take, mask = data.Shards.take, data.Masker.__call__
-    def shifted(self, rows, x, y=None):
+    def shifted(self, rows, x, y):
         take(self, rows, x, y)
-        if y is not None:
-            y[:] = np.roll(y, 1, axis=0)
+        y[:] = np.roll(y, 1, axis=0)
     def shifted_labels(*arguments):
         positions, labels = mask(*arguments)
         return positions, np.roll(labels, 1, axis=0)
