@@ -1250,15 +1250,14 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     decay applies to matrices only; an HRM without `halt` has no other parameters. `scale` multiplies a
     group's learning rate: vocab_lr for embedding table and head. Raises UserError if Muon gets no matrices.
     """
-    named = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
     hidden = dict.fromkeys(hidden_matrices(model)) if name == "muon" else {}
     if name == "muon" and not hidden:
         raise UserError("--optimizer muon is for the matrices of blocks, and no layer of "
                         f"{type(model).__name__} inherits Block of model.py: let its layers do so, or use "
                         "--optimizer adamw.")
     groups = {}
-    for key, p in named:
-        if p not in hidden:
+    for key, p in model.named_parameters():
+        if p.requires_grad and p not in hidden:
             decay = weight_decay if p.ndim >= 2 else 0.0
             scale = vocab_lr if key in VOCAB_TENSORS else 1.0
             group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
