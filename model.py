@@ -102,9 +102,9 @@ class KVCache:
         if self.slot == len(self.memory):
             self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
         stored, end = self.memory[self.slot], self.length + k.size(2)
-        stored[0, :, :, self.length:end], stored[1, :, :, self.length:end] = k, v
+        stored[..., self.length:end, :] = torch.stack((k, v))
         self.slot += 1
-        return stored[0, :, :, :end], stored[1, :, :, :end]
+        return stored[..., :end, :].unbind()
 
 
 @functools.cache
