@@ -594,7 +594,7 @@ class CausalLM(LanguageModel):
         do not count. The sums are `loss` in nats and, when evaluating pairs, the number of `samples` and how
         many of them are `exact`: all their targets have the largest logit.
         """
-        c, B = self.config, len(idx)
+        c = self.config
         hits = c.response >= 0 and not self.training
         objective, loss, correct = linear_cross_entropy(
             hidden, self.head_weight, targets, c.vocab_size, z_loss=self.z_loss, hits=hits,
@@ -602,16 +602,11 @@ class CausalLM(LanguageModel):
         sums = {"loss": loss}
         if hits:
             number, _, _ = documents(idx, c.start, c.response)
-            most = idx.size(1) + 1  # documents in a row
-            sample = number + torch.arange(B, device=idx.device)[:, None] * most
-
-            def in_each_sample(these: Tensor) -> Tensor:
-                counts = torch.zeros(B * most, device=idx.device)
-                return counts.index_add_(0, sample.flatten(), these.flatten().float())
-
+            wrong = ((targets >= 0) & ~correct).float()
+            # of each document in a row, of which there are at most T + 1
+            mistakes = wrong.new_zeros(len(idx), idx.size(1) + 1).scatter_add_(1, number, wrong)
             samples = (targets >= 0) & (idx == c.response)  # one position for each
-            all_right = in_each_sample(targets >= 0) == in_each_sample(correct)
-            exact = samples & all_right[sample]
+            exact = samples & (mistakes.gather(1, number) == 0)
             sums |= {"samples": samples.sum(), "exact": exact.sum()}
         return objective, sums
 
