@@ -1077,7 +1077,7 @@ class MLM(LanguageModel):
             return document[b, i] == document[b, j]
 
         def nearby(b, h, i, j):
-            return together(b, h, i, j) & ((i - j).abs() <= c.window // 2)
+            return together(b, h, i, j) & ((i - j).abs() <= half)
 
         flex = c.uses_flex(idx.device)
         half = c.window // 2
