@@ -302,16 +302,15 @@ class Tokenizer(Vocabulary):
         """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
-    def to_json(self, with_mask: bool = True) -> str:
+    def to_json(self) -> str:
         """A Hugging Face `tokenizer.json` that encodes and decodes like this tokenizer."""
         tokens = sorted(self.ranks, key=self.ranks.get)
         merges = [[*map(spelled, last_merge(t, self.ranks))] for t in tokens if len(t) > 1]
         model = {"type": "BPE", "vocab": {spelled(t): self.ranks[t] for t in tokens}, "merges": merges}
         added = []
         for text, i in sorted(self.specials.items(), key=lambda item: item[1]):
-            if with_mask or text != MASK or self.roles:  # ids after [MASK] must not move
-                added.append({"id": i, "content": text, "single_word": False, "lstrip": text == MASK,
-                              "rstrip": False, "normalized": False, "special": True})
+            added.append({"id": i, "content": text, "single_word": False, "lstrip": text == MASK,
+                          "rstrip": False, "normalized": False, "special": True})
         stage = BYTE_LEVEL
         if self.pattern is not None:
             cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated",
@@ -382,7 +381,7 @@ class HuggingFaceTokenizer(Vocabulary):
     def decode(self, ids) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def to_json(self, with_mask: bool = True) -> str:
+    def to_json(self) -> str:
         return self._tokenizer.to_str()
 
 

@@ -1564,7 +1564,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.mask_token,
                                  "lstrip": tokenizer.takes_blank, "rstrip": False, "normalized": False,
                                  "single_word": False, "special": True}
-    words = json.loads(tokenizer.to_json(with_mask=masked))
+    words = json.loads(tokenizer.to_json())
     if not masked:  # [MASK] may be the only id beyond the table
         words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < c.vocab_size]
     for token in words["added_tokens"]:
