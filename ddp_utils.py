@@ -662,10 +662,8 @@ class Heartbeat:
 
     def _beat(self):
         self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")
-        if self._own_cause:
-            self.store.compare_set("cause", "", self._own_cause)
-        if self.store.check(["cause"]):
-            self.cause = self.store.get("cause").decode()
+        if cause := self.store.compare_set("cause", "", self._own_cause):  # the first one stays
+            self.cause = cause.decode()
 
     def _names(self, beats: list[bytes]) -> str:
         return listed([beat.decode().partition("|")[0] for beat in beats])
