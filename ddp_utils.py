@@ -329,11 +329,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
     rank, world_size, store = join(timeout) if launched else (0, 1, dist.HashStore())
     local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-    where, backend = on_all("device", lambda: choose_device(backend, device, local_world_size))
+    where, backend = on_all(lambda: choose_device(backend, device, local_world_size))
     if compare:
         compare(where, backend)
     if heartbeat:
-        on_all("backend", lambda: heartbeat.add(backend, 1))
+        on_all(lambda: heartbeat.add(backend, 1))
         if (same := heartbeat.add(backend, 0)) < world_size:  # ranks with different backends would hang
             raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
@@ -697,13 +697,13 @@ class Heartbeat:
 _waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
 
 
-def on_all(what: str, function):
+def on_all(function):
     """Runs function() on every rank, however long it takes. If it raises on one rank, on_all raises a
     UserError with the same exit code on the others, so that none waits for the failed rank.
     """
     if not heartbeat:
         return function()
-    what = f"{what} {next(_waits)}"
+    what = f"wait {next(_waits)}"
     store = heartbeat.store
     try:
         result = function()
@@ -714,8 +714,9 @@ def on_all(what: str, function):
         raise
     heartbeat.add(what, 1)
     while heartbeat.add(what, 0) < heartbeat.world_size:
-        if heartbeat.call(lambda: store.check([f"{what} failed"])):
-            code, _, reason = heartbeat.call(lambda: store.get(f"{what} failed")).decode().partition(" ")
+        # "" where none has failed
+        if failed := heartbeat.call(lambda: store.compare_set(f"{what} failed", "", "")):
+            code, _, reason = failed.decode().partition(" ")
             raise (UserError if code == "2" else NotNow)(reason)
         heartbeat.raise_if_lost()
         time.sleep(0.05)
@@ -724,7 +725,7 @@ def on_all(what: str, function):
 
 def on_rank0(function):
     """Runs function() on rank 0; returns its result on all ranks. Its error is a UserError on the others."""
-    answer = [on_all("rank 0", lambda: function() if dist.get_rank() == 0 else None)]
+    answer = [on_all(lambda: function() if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
@@ -1147,7 +1148,7 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     """
     if args.resume not in ("auto", "none"):
         return load_checkpoint(args.resume, print, family=family)
-    newest = on_all("checkpoints", lambda: max(map(step_of, list_checkpoints(out)), default=0))
+    newest = on_all(lambda: max(map(step_of, list_checkpoints(out)), default=0))
     found = from_all((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
     latest, where = max(found)
@@ -1304,7 +1305,7 @@ def load_data(run: Run) -> Dataset:
                        for source in sources_of(args.data)]
         return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
 
-    dataset = on_all("data", read)
+    dataset = on_all(read)
     assert_same("the data", dataset.fingerprint,
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
@@ -1379,7 +1380,7 @@ def open_run(run: Run):
             raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
                             "--comm fp32.")
     if args.comm == "late":
-        on_all("--comm late", lambda: refuse_late(args, world))
+        on_all(lambda: refuse_late(args, world))
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
@@ -2499,7 +2500,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
         files = run_files(run, identity) if world.is_rank0 else {}
         log.begin(step, settings, facts, files, evaluations)
 
-    on_all("log", begin)
+    on_all(begin)
     say_plan(run, state, identity)
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
@@ -2907,10 +2908,7 @@ def sample(state: TrainState, run: Run, step: int):
         return "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
 
     with state.averaged_weights():
-        if args.strategy in SHARDED:
-            text = write()
-        else:
-            text = on_all("sample", write if state.world.is_rank0 else str)
+        text = on_all(write if args.strategy in SHARDED or state.world.is_rank0 else str)
     if dataset.roles["response"] < 0:
         return log.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
@@ -2943,7 +2941,7 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
     # torchrun whose processes have ended waits for the others only for a while.
     try:
-        on_all("end", finish)
+        on_all(finish)
     except RunError:  # without torchrun there may be no store in which to wait, and all has been said
         if not (finished and stop.is_orphan()):
             raise

@@ -114,7 +114,7 @@ def compare(report: dict):
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
         own = keys[heartbeat.rank], json.dumps(report)
-        on_all("reporting", lambda: heartbeat.call(lambda: heartbeat.store.set(*own)))
+        on_all(lambda: heartbeat.call(lambda: heartbeat.store.set(*own)))
         reports = [json.loads(text) for text in heartbeat.call(lambda: heartbeat.store.multi_get(keys))]
     if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
@@ -380,7 +380,7 @@ def main():
                            "its memory, its network card, or peer-to-peer access of GPUs (try "
                            "NCCL_P2P_DISABLE=1).")
 
-    on_all("collectives", judge)
+    on_all(judge)
     if world.is_rank0:
         say("collectives are right")
     step("the measurement of the network", measure_network, world, args.timeout / 2)

@@ -191,7 +191,7 @@ def main() -> None:
         ddp_utils.reduce_sum([step], world)
         labels.wait()
         if step == 5:
-            ddp_utils.on_all("a long wait", happen) if what == "on_all" else happen()
+            ddp_utils.on_all(happen) if what == "on_all" else happen()
 
 
 if __name__ == "__main__":
