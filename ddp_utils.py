@@ -307,11 +307,11 @@ class World:
 def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
     world = init(args.backend, args.device, args.timeout)
-    flags = [json.dumps([name, value], default=str) for name, value in vars(args).items()]
+    flags = [*vars(args).items()]
 
     def compare():
-        if odd := find_mismatch(flags):
-            name = json.loads(flags[odd[0]])[0].replace("_", "-")
+        if odd := find_mismatch([*map(str, flags)]):
+            name = flags[odd[0]][0].replace("_", "-")
             raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: start every node with "
                             "the same flags; prepared pairs need the same files everywhere.")
 
