@@ -1647,27 +1647,22 @@ def free_gathered_params(model: nn.Module):
             module.reshard()
 
 
+def broadcast(value: Tensor | None, like: Tensor, source: int, world: World) -> Tensor:
+    """`value`, which rank `source` has, on all ranks: unsharded, of the type and shape of `like`."""
+    full = torch.empty(like.shape, dtype=like.dtype, device=world.device)
+    if world.rank == source:
+        full.copy_(value)
+    dist.broadcast(full, src=source)
+    return full
+
+
 @torch.no_grad()
 def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World):
     """Copies `source`, an unsharded tensor on rank 0, into `tensor`, sharded or not, on all ranks."""
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-    if world.is_rank0:
-        full.copy_(source)
-    dist.broadcast(full, src=0)
+    full = broadcast(source, tensor, 0, world)
     if isinstance(tensor, DTensor):
         full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
     local_shard(tensor).copy_(local_shard(full))
-
-
-def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
-    """Returns the tensor of rank `source` on rank `target`, which passes one of its shape; None elsewhere."""
-    device = "cpu" if world.backend == "gloo" else world.device  # gloo cannot send from a GPU
-    if world.rank == source != target:
-        dist.send(tensor.to(device), target)
-    if world.rank == target != source:
-        tensor = torch.empty_like(tensor, device=device)
-        dist.recv(tensor, source)
-    return tensor if world.rank == target else None
 
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
@@ -2047,16 +2042,13 @@ class TrainState:
             say(f"WARNING: the optimizer starts from scratch with {listed(sorted(changed))}, because "
                 "what it had saved there is not what it makes in a first step")
         of_late = tensors.get("late", {})
-        for group, name, tensor, owner in self.tensors():
+        for group, name, tensor, _ in self.tensors():
             if group == "ema" and not tensors["ema"]:
                 tensor.copy_(parameters[name])
             elif group == "late" and (name not in of_late or of_late[name].shape != tensor.shape):
                 pass  # saved with another --comm, or with other parameters frozen: it begins anew
             elif tensors[group] and name.rpartition("/")[0] not in changed:
-                if owner is None:
-                    copy_from_rank0(tensor, tensors[group][name], world)
-                elif (received := transfer(tensors[group][name], 0, owner, world)) is not None:
-                    tensor.copy_(received)
+                copy_from_rank0(tensor, tensors[group][name], world)  # a meta tensor stays one
         for optimizer in self.inner:
             for name in changed:
                 optimizer.state.pop(parameters.get(name), None)
@@ -2306,7 +2298,7 @@ class Checkpoints:
             raise UserError(on_rank0(lambda: lost))
         for group, name, tensor, owner in state.tensors():
             if owner is not None:
-                tensor = transfer(tensor, owner, 0, world)
+                tensor = broadcast(tensor, tensor, owner, world)
             elif isinstance(tensor, DTensor):
                 tensor = tensor.to(world.device).full_tensor()
             if world.is_rank0:
