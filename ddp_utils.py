@@ -504,15 +504,12 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
                             "on every node before torchrun, and start again; a run resumes from its newest "
                             "checkpoint.")
         several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE", 1))
-        own = ""
-        if several_nodes and HAS_CLUSTER:
-            own = address_towards(env["MASTER_ADDR"])
-        if own:
-            store.compare_set("a node's address", "", own)
+        own = address_towards(env["MASTER_ADDR"]) if several_nodes and HAS_CLUSTER else ""
+        store.compare_set("a node's address", "", own)
         heartbeat = Heartbeat(store, rank, world_size, where, timeout, hosts_store)
         heartbeat.wait_for_all()
         if several_nodes and HAS_CLUSTER:
-            choose_interface(own, store)
+            choose_interface(own, store.get("a node's address").decode())
     return rank, world_size, store
 
 
@@ -525,14 +522,13 @@ def address_towards(address: str) -> str:
     return "" if own.startswith("127.") else own
 
 
-def choose_interface(own: str, store: dist.Store):
-    """Makes gloo use the network interface of the address `own`. By default it takes that of this machine's
-    name, which is 127.0.1.1 on Debian and Ubuntu.
+def choose_interface(own: str, other: str):
+    """Makes gloo use the network interface of the address `own`, or that on the way to another node. By
+    default it takes that of this machine's name, which is 127.0.1.1 on Debian and Ubuntu.
     """
     from cluster import roll_call
-    if not own and store.check(["a node's address"]):  # here MASTER_ADDR is this machine's name
-        own = address_towards(store.get("a node's address").decode())
-    if interface := own and roll_call.interface_of(own):
+    own = own or address_towards(other)  # where MASTER_ADDR is this machine's name
+    if interface := roll_call.interface_of(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
