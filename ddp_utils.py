@@ -506,7 +506,8 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
         several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE", 1))
         own = address_towards(env["MASTER_ADDR"]) if several_nodes and HAS_CLUSTER else ""
         store.compare_set("a node's address", "", own)
-        heartbeat = Heartbeat(store, rank, world_size, where, timeout, hosts_store)
+        leaves_last = hosts_store or several_nodes and env.get("GROUP_RANK", "0") == "0"
+        heartbeat = Heartbeat(store, rank, world_size, where, timeout, leaves_last)
         heartbeat.wait_for_all()
         if several_nodes and HAS_CLUSTER:
             choose_interface(own, store.get("a node's address").decode())
@@ -555,7 +556,7 @@ class Heartbeat:
     world_size: int
     where: str
     timeout: float
-    hosts_store: bool
+    leaves_last: bool  # because this process or machine hosts the store
 
     def __post_init__(self):
         self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
@@ -563,8 +564,6 @@ class Heartbeat:
         self.name = f"rank {self.rank} on node{node} ({HOST})"
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
-        several_nodes = self.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self._leaves_last = self.hosts_store or several_nodes and node == "0"
         self._state = ""
         self._seen = {}
         self.stood = 0.0  # the longest time, in seconds, in which this process did not run
@@ -640,7 +639,7 @@ class Heartbeat:
             self.call(self._beat, 2 * self.BEAT)
         deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
         with suppress(RunError):  # it hosts the store of those that still wait in `on_all`
-            while self._leaves_last and time.monotonic() < deadline and not self._all_ended():
+            while self.leaves_last and time.monotonic() < deadline and not self._all_ended():
                 time.sleep(self.BEAT / 20)
 
     def _all_ended(self) -> bool:
