@@ -2421,20 +2421,17 @@ class RunLock:
 
     def lost(self) -> str:
         """Why this run may no longer write into its directory, or "". One that was removed is made again."""
+        if not self._file:  # rank 0 has it
+            return ""
         with self._mutex:
-            held = None
-            if self._file:
-                with suppress(ValueError, OSError):  # closed, perhaps this moment: it is given back
-                    held = os.fstat(self._file.fileno())
-            if not held:
-                return ""
             path = self.out / ".lock"
             try:
+                held = os.fstat(self._file.fileno())
                 owner, same = path.read_text(), os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 return self._find(held)
-            except OSError:  # the disk is away; a save fails as well, and is tried again
-                return ""
+            except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
+                return ""  # fails as well, and is tried again
             # some file systems number a file anew; on a full disk the owner was not written
             if owner == self._owner or same and not owner:
                 return ""
