@@ -2159,8 +2159,8 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
             runs = sorted({path.parents[1] for path in checkpoints})
             runs = [str(run) for run in runs if not family or family_of(run) in ("", family)]
             such_as = f", such as {listed(runs)}" if runs else ""
-            raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}, "
-                            f"or a model of Hugging Face as hf:{where}.")
+            raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
+                            "--init-from and load_frozen also take hf:DIR_OR_ID.")
         damaged = []
         for path in candidates:
             try:

@@ -127,7 +127,7 @@ def test_a_prompt_without_a_run_names_runs_of_its_own_family(tmp_path, shards):
         assert done.code == 0, done.out
     for flags in (("--prompt", "hi"), ("--prompt", "hi", "--resume", "runs/none")):
         refused = fork(0, "train_gpt2.py", *flags, "--data", shards, cwd=tmp_path)
-        assert refused.code == 2 and "such as runs/ours, or a model" in refused.out, refused.out
+        assert refused.code == 2 and "such as runs/ours; --init-from" in refused.out, refused.out
 
 
 def found(world, *flags: str) -> argparse.Namespace:
