@@ -1781,19 +1781,19 @@ class Shards:
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
             raise UserError(f"{paths[0].parent} mixes 16-bit and 32-bit shards: prepare it again.")
         self.num_tokens = sum(map(len, self.tokens))
-        counts = [max(len(tokens) - 1, 0) // seq_len for tokens in self.tokens]
-        self.ends = np.cumsum(counts)  # the first row after each file
-        self.rows = int(self.ends[-1])
+        self.rows = 0
         self.grids = []  # per file: its first row, its rows (n, T), and the token after each row (n,)
-        for tokens, n, end in zip(self.tokens, counts, self.ends.tolist()):
+        for tokens in self.tokens:
+            n = max(len(tokens) - 1, 0) // seq_len
             rows = tokens[:n * seq_len].reshape(n, seq_len)
-            self.grids.append((end - n, rows, tokens[seq_len::seq_len][:n]))
+            self.grids.append((self.rows, rows, tokens[seq_len::seq_len][:n]))
+            self.rows += n
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         begin = 0
-        ends = rows.searchsorted(self.ends).tolist()
-        for path, (first, grid, following), end in zip(self.paths, self.grids, ends):
+        for path, (first, grid, following) in zip(self.paths, self.grids):
+            end = rows.searchsorted(first + len(grid))
             if begin < end:
                 local = rows[begin:end] - first
                 grid.take(local, 0, x[begin:end], "clip")  # "raise", the default mode, would buffer x
