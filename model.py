@@ -472,7 +472,7 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Channels per head in a model with attention. Raises UserError if the number is not even."""
-        if self.d_model % self.n_head or (self.d_model // self.n_head) % 2:
+        if self.d_model % (2 * self.n_head):
             raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
         return self.d_model // self.n_head
 
