@@ -1157,20 +1157,22 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
     context), temperature, top_k, seed and condition. Raises UserError immediately.
     """
     c = model.config
-    most = sampling.max_new_tokens or (c.seq_len if stop and c.response >= 0 else 200)
-    isolated = getattr(c, "attention", "causal") != "causal"
-    end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
-    ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
-    if c.response < 0 and len(ids) > c.seq_len:
-        print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
-              file=sys.stderr)
-        ids = ids[-c.seq_len:]
-    if c.response >= 0:
-        ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
+    answers = c.response >= 0
+    most = sampling.max_new_tokens or (c.seq_len if stop and answers else 200)
+    if answers:
         end = c.end if c.end >= 0 else c.start
+        ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
         if len(ids) >= c.seq_len:
             raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
                             "shorten it.")
+    else:
+        isolated = getattr(c, "attention", "causal") != "causal"
+        end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
+        ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
+        if len(ids) > c.seq_len:
+            print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
+                  file=sys.stderr)
+            ids = ids[-c.seq_len:]
     new = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
                    sampling.seed, end if stop else None)
     new = map(int, new if stop else list(new))  # in training, all ranks generate the same number of ids
@@ -1180,7 +1182,7 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
             if i == end:
                 return
             yield i
-        if stop and c.response >= 0:
+        if stop and answers:
             print("\nnote: the answer is cut: --max-new-tokens and the context of the model are its limits",
                   file=sys.stderr)
 
