@@ -407,7 +407,6 @@ class EventFile:
         """Writes these records into a new file, then empties that of the start before, which may hold points
         after the resumed step, and removes older ones. Raises whatever tensorboard does, and UserError.
         """
-        self._writer = None
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -426,7 +425,6 @@ class EventFile:
         self._add(Event(wall_time=began, summary=text_pb("settings", text)))
         for record in records:
             self.write(record)
-        self._writer = None
         write_atomically(path, content.getvalue())
         earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}"))[:-1]
         for old in (*earlier[:-1], *self._directory.glob(".tmp-*")):  # the latter after a kill
