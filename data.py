@@ -915,6 +915,7 @@ def pieces(blocks):
 
 # -----------------------------------------------------------------------------------------------------------
 # Shards: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens; as in llm.c.
+# Each machine that torch has a build for is little-endian.
 
 HEADER_BYTES = 1024
 FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
@@ -970,9 +971,9 @@ def write_atomically(path: Path, *chunks):
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
     """Writes the arrays as one shard. Returns its sha256."""
-    header = np.zeros(256, dtype="<i4")
+    header = np.zeros(256, dtype="int32")
     header[:3] = *FORMATS[dtype], sum(map(len, arrays))
-    write_atomically(path, header, *(a.astype(np.dtype(dtype).newbyteorder("<"), copy=False) for a in arrays))
+    write_atomically(path, header, *(a.astype(dtype, copy=False) for a in arrays))
     return sha256_of(path)
 
 
@@ -991,7 +992,7 @@ def open_shard(path: Path) -> np.ndarray:
     try:
         with access(path), open(path, "rb") as file:
             content = map_file(file)
-        header = np.frombuffer(content[:HEADER_BYTES], dtype="<i4")
+        header = np.frombuffer(content[:HEADER_BYTES], dtype="int32")
         size = len(content)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', 'too short')}.")
@@ -1004,7 +1005,7 @@ def open_shard(path: Path) -> np.ndarray:
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
         raise UserError(f"{path} has {size} bytes instead of {expected}: copy it or prepare the data again.")
-    return np.frombuffer(content, np.dtype(dtype).newbyteorder("<"), offset=HEADER_BYTES)
+    return np.frombuffer(content, dtype, offset=HEADER_BYTES)
 
 
 def check_types(part: dict, **types: type):
