@@ -1018,8 +1018,7 @@ def read_manifest(directory: Path) -> dict | None:
     """The manifest of a prepared directory, None if it has none. Raises UserError if it is malformed."""
     path = directory / "manifest.json"
     try:
-        with access(path):
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         check_types(manifest, dataset=str, settings=dict, complete=bool, dtype=str, tokenizer=dict,
                     shards=list)
         check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
@@ -1052,6 +1051,12 @@ def manifest_digest(manifest: dict) -> str:
 def write_manifest(directory: Path, manifest: dict):
     manifest["checksum"] = manifest_digest(manifest)
     write_atomically(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
+
+
+def read_json(path: Path):
+    """The content of a JSON file, see `access`. Raises ValueError if it is no JSON."""
+    with access(path):
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def sha256_of(path: Path) -> str:

@@ -43,6 +43,7 @@ from data import (
     documents,
     names_in,
     prompt_ids,
+    read_json,
     stream_text,
 )
 
@@ -1631,11 +1632,9 @@ def config_from_hf(model_class: type, source: str):
     files = [directory / name for name in names_in(directory) if name == "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     try:
-        with access(directory / "config.json"):
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_json(directory / "config.json")
         if not files and index.exists():  # as transformers does; other files may be left over
-            with access(index):
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            names = read_json(index)["weight_map"].values()
             files = [directory / Path(name).name for name in sorted({*names})]  # none elsewhere
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         config = None
