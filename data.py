@@ -1253,7 +1253,7 @@ class ShardWriter:
 
     def _write(self, arrays: dict, documents: Counter, position: list, complete: bool):
         shards = self.manifest["shards"]
-        number = 1 + max((int(s["file"][-10:-4]) for s in shards), default=-1)
+        number = int(shards[-1]["file"][-10:-4]) + 1 if shards else 0
         for split in sorted(arrays):
             if arrays[split]:
                 file = f"{split}_{number:06d}.bin"
