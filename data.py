@@ -1169,12 +1169,11 @@ class Packer:
 
     def close(self, count: int) -> list[np.ndarray]:
         """Closes the `count` fullest open rows and returns them."""
-        closed = self.open[:count]
-        self.open = self.open[count:]
         rows = []
-        for _, _, samples in closed:
+        for _, _, samples in self.open[:count]:
             used = np.concatenate(samples)
             rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.roles["start"]))
+        del self.open[:count]
         return rows
 
 
