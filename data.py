@@ -1495,8 +1495,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
             if lines and time.monotonic() > said + LINE_EVERY:
                 said = time.monotonic()
                 say(f"{counts['read'] / 1e6:.1f}M tokens so far")
-            done = min(counts["read"], limit) if limit else source.done
-            bar.update(done - bar.n)
+            bar.update((counts["read"] if limit else source.done) - bar.n)
             if full and not tail:
                 break
         if not full:
