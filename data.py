@@ -264,8 +264,7 @@ class Tokenizer(Vocabulary):
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
         self.ranks = ranks
         self.pattern = pattern
-        last = max(*ranks.values(), *specials.values())
-        specials = specials | {MASK: specials.get(MASK, last + 1)}
+        specials = {MASK: max(*ranks.values(), *specials.values()) + 1} | specials
         words = {spelled(token): i for token, i in ranks.items()}
         super().__init__(name, words, specials, EOT, MASK, byte_level=True)
         self._bytes = {i: token for token, i in ranks.items()}
