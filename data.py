@@ -1444,8 +1444,9 @@ def first_texts(source: Source, settings: dict, budget: int = BPE_TRAIN_CHARS, s
     texts = []
     for _, _, split, text in read_pieces(source, settings):
         if split.startswith(splits):
-            texts += [text] if isinstance(text, str) else text
-            budget -= characters(text)
+            parts = [text] if isinstance(text, str) else text
+            texts += parts
+            budget -= sum(map(len, parts))
         if budget <= 0:
             break
     return texts
@@ -1523,15 +1524,16 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
     for document, (blocks, split, name) in enumerate(source.documents(first), first):
         for piece, text in enumerate(pieces(blocks)):
             if piece == 0:
-                pair = not isinstance(text, str)
-                whole = "\n".join(text) if pair else text
-                if whole.isspace() or settings["min_words"] and len(whole.split()) < settings["min_words"]:
+                content = whole(text)
+                least = settings["min_words"]
+                if content.isspace() or least and len(content.split()) < least:
                     break
                 if settings["max_samples"] and samples >= settings["max_samples"]:
                     return
                 samples += 1
                 if split is None:  # a pair's prompt decides, so no prompt is in both
-                    split = "val" if hash64(text[0] if pair else text) < fraction * 2**64 else "train"
+                    decides = text[0] if source.pairs else text
+                    split = "val" if hash64(decides) < fraction * 2**64 else "train"
                 if split == "val" and name:
                     split = f"val_{name}"
             if document > first or piece >= skip:
@@ -1545,8 +1547,9 @@ def hash64(text: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def characters(text: str | tuple) -> int:
-    return len(text) if isinstance(text, str) else sum(map(len, text))
+def whole(text: str | tuple) -> str:
+    """A piece of a document as it is, or the fields of a pair as lines."""
+    return text if isinstance(text, str) else "\n".join(text)
 
 
 def in_batches(items, chars: int = BLOCK // 2):
@@ -1555,7 +1558,7 @@ def in_batches(items, chars: int = BLOCK // 2):
     size = 0
     for item in items:
         batch.append(item)
-        size += characters(item[-1])
+        size += len(whole(item[-1]))
         if size >= chars:
             yield batch
             batch = []
@@ -1609,8 +1612,7 @@ def encode_and_count(items, source: Source, tokenizer) -> tuple[list[np.ndarray]
     arrays = encode(items, source, tokenizer)
     if not isinstance(tokenizer, HuggingFaceTokenizer):  # the others lose none
         return arrays, [Counter()] * len(arrays)
-    texts = (text if isinstance(text, str) else "\n".join(text) for *_, text in items)
-    return arrays, [tokenizer.lost_in(text, tokens) for text, tokens in zip(texts, arrays)]
+    return arrays, [tokenizer.lost_in(whole(text), tokens) for (*_, text), tokens in zip(items, arrays)]
 
 
 def would_split(manifest: dict) -> str:
