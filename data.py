@@ -1403,10 +1403,6 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
             say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
     else:
         tokenizer = load_tokenizer(name)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        text = "\n".join(first_texts(source, settings, BLOCK, splits=""))
-        if warning := check_loss(name, tokenizer.lost_in(text, tokenizer.encode(text))):
-            say(warning)
     pairs = settings["row"] is not None
     if pairs:
         tokenizer = with_roles(tokenizer)
@@ -1439,11 +1435,12 @@ def row_for(source: Source, settings: dict, tokenizer) -> int:
     return min(64 * (longest // 64 + 1), LARGEST_ROW)
 
 
-def first_texts(source: Source, settings: dict, budget: int = BPE_TRAIN_CHARS, splits="train") -> list[str]:
-    """About the first `budget` characters of the splits whose names begin so."""
+def first_texts(source: Source, settings: dict) -> list[str]:
+    """About the first BPE_TRAIN_CHARS characters of the training split."""
     texts = []
+    budget = BPE_TRAIN_CHARS
     for _, _, split, text in read_pieces(source, settings):
-        if split.startswith(splits):
+        if split == "train":
             parts = [text] if isinstance(text, str) else text
             texts += parts
             budget -= sum(map(len, parts))
@@ -1489,8 +1486,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                 writer.add(document, piece, split, tokens)
                 if not full:
                     without = document + 1 - counts["documents"]
-            if writer.lost["all"] > BLOCK:  # up to there start_manifest has looked
-                check_loss(tokenizer.name, writer.lost)
+            check_loss(tokenizer.name, writer.lost)
             bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
             if lines and time.monotonic() > said + LINE_EVERY:
                 said = time.monotonic()
@@ -1500,8 +1496,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                 break
         if not full:
             without = source.seen - counts["documents"]
-    warning = check_loss(tokenizer.name, writer.lost)
-    if warning and writer.lost["all"] > BLOCK:
+    if warning := check_loss(tokenizer.name, writer.lost):
         say(warning)
     if source.split_on and not source.divided:
         say(f"WARNING: {source.split_on!r} of --split-on divides none of the files")
