@@ -1331,26 +1331,27 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
         if limit is not None and limit < 1:
             raise UserError(f"{flag} must be 1 or more.")
 
+    fieldless = prefix in ("text", "stdlib")
     if prefix == "task":
         if not (max_tokens or max_samples):
             raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
         val_field = val_field or "level"
-    elif val_field and prefix in ("text", "stdlib"):
+    elif val_field and fieldless:
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
     pairs = prefix == "task" or bool(prompt_field or response_field or condition_field)
-    if text_field != "text" and (pairs or prefix in ("text", "stdlib")):
+    if text_field != "text" and (pairs or fieldless):
         raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
                         "out.")
-    if pairs and prefix in ("text", "stdlib"):
+    if pairs and fieldless:
         raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
     if pairs and prefix != "task" and not (prompt_field and response_field):
         raise UserError("--prompt-field and --response-field go together: name both.")
-    if not pairs and (row or long):
-        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
     if pairs:
         if row is not None and row < 4:
             raise UserError("--row must be 4 or more.")
         row, long = row or (TASK_ROW if prefix == "task" else 0), long or "truncate"  # 0: see row_for
+    elif row or long:
+        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
     return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
             "max_tokens": max_tokens, "min_words": min_words or 0, "text_field": text_field,
             "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
