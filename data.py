@@ -693,8 +693,7 @@ class Source:
             while raw := file.read(min(BLOCK, end - begin)):
                 try:
                     text = decoder.decode(raw, final=begin + len(raw) == end)
-                    if (zero := raw.find(0)) >= 0:
-                        raise UnicodeDecodeError("utf-8", raw, zero, zero + 1, "a zero byte")
+                    refuse_zero(raw)
                 except UnicodeDecodeError as error:
                     at = begin + len(raw) - len(error.object) + error.start
                     file.seek(0)
@@ -717,8 +716,7 @@ class Source:
         where = f"{path}, line {number},"
         try:
             text = line.decode("utf-8-sig", "surrogatepass")
-            if (zero := line.find(0)) >= 0:  # as in UTF-16
-                raise UnicodeDecodeError("utf-8", line, zero, zero + 1, "a zero byte")
+            refuse_zero(line)
             row = json.loads(text, parse_float=str, parse_int=str, parse_constant=constant)
         except UnicodeDecodeError as error:
             raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
@@ -825,6 +823,12 @@ def refuse_saved(where: str):
             raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
                             f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
                             "file for parquet:x.parquet.")
+
+
+def refuse_zero(raw: bytes):
+    """Raises UnicodeDecodeError for a zero byte, as in UTF-16."""
+    if (zero := raw.find(0)) >= 0:
+        raise UnicodeDecodeError("utf-8", raw, zero, zero + 1, "a zero byte")
 
 
 def constant(text: str) -> str | None:
