@@ -204,13 +204,6 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 say = functools.partial(print, flush=True)  # in a pipe, too, at once
 
 
-def roles_of(specials: dict[str, int], eot: int) -> dict[str, int] | None:
-    """The ids that mark a sample's `start`, `response` and `end` (−1: the next start), or None."""
-    if all(name in specials for name in HRM_TEXT_ROLES):
-        return dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
-    return {"start": eot, "response": specials[RESPONSE], "end": -1} if RESPONSE in specials else None
-
-
 def without_surrogates(text: str) -> str:
     """The text with "?" for lone surrogates, which JSON can contain and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -224,7 +217,8 @@ def spelled(token: bytes) -> str:
 class Vocabulary:
     """The tokens of a tokenizer, as its tokenizer.json spells them. `takes_blank`: whether tokens hold the
     blank before their word, so that a mask replaces that, too. `num_ids` counts all ids. `vocab_size`
-    excludes [MASK] if it is the last id, because only masked language models need it.
+    excludes [MASK] if it is the last id, because only masked language models need it. `roles` has the ids
+    that mark a sample's `start`, `response` and `end` (−1: the next start), or is None.
     """
 
     def __init__(self, name: str, vocab: dict[str, int], specials: dict[str, int], eot: str, mask: str,
@@ -237,7 +231,11 @@ class Vocabulary:
         self.mask_token = mask
         self.num_ids = max(self.vocab.values()) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
-        self.roles = roles_of(specials, self.eot)
+        self.roles = None
+        if all(name in specials for name in HRM_TEXT_ROLES):
+            self.roles = dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
+        elif RESPONSE in specials:
+            self.roles = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
         self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in vocab)
         self._byte_level = byte_level
 
