@@ -1386,20 +1386,16 @@ def query_and_gate(query: Tensor, gate: Tensor, c: GPT2Config) -> Tensor:
     return torch.cat(parts, dim=1).view(2 * c.d_model, c.d_model)
 
 
-def norm_sizes(c: GPT2Config) -> dict[str, int]:
-    """The norms that Qwen3.5 has in each layer, where a modern GPT-2 has no parameters."""
-    return {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim, "input_layernorm": c.d_model,
-            "post_attention_layernorm": c.d_model}
-
-
 def modern_joined(tensors: dict, c: GPT2Config) -> dict:
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * c.d_model ** 0.5
     tensors["model.norm.weight"] = torch.zeros(c.d_model)  # their norms multiply by 1 + weight
+    norms = {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim, "input_layernorm": c.d_model,
+             "post_attention_layernorm": c.d_model}
     for i in range(c.n_layer):
         layer = f"model.layers.{i}."
         query, gate = (tensors.pop(f"{layer}self_attn.{name}.weight") for name in ("query", "gate"))
         tensors[f"{layer}self_attn.q_proj.weight"] = query_and_gate(query, gate, c)
-        tensors |= {f"{layer}{norm}.weight": torch.zeros(size) for norm, size in norm_sizes(c).items()}
+        tensors |= {f"{layer}{norm}.weight": torch.zeros(size) for norm, size in norms.items()}
     return tensors
 
 
