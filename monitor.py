@@ -318,7 +318,7 @@ class TrainLog:
         self._path = path
         self._prefix = prefix
         self._steps = 0  # of the run, see begin
-        self._bar = None
+        self._bar = tqdm(disable=True)  # until `begin`
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
         self.open()
 
@@ -330,17 +330,16 @@ class TrainLog:
         """Shows a progress bar after `step` of `steps`, if the screen is a terminal."""
         self._steps = steps
         if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
-            bar = tqdm(total=steps, initial=step, dynamic_ncols=True, file=sys.stdout,
-                       bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
-            self._bar = None if bar.disable else bar  # as with TQDM_DISABLE
+            self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, file=sys.stdout,
+                             bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
 
     def say(self, text: str, on_screen: bool = True):
         with self._lock:
             with suppress(OSError):  # the terminal may be gone
-                if on_screen and self._bar is not None:
-                    self._bar.write(text)
-                elif on_screen:
+                if on_screen and self._bar.disable:  # as with TQDM_DISABLE
                     say(text)
+                elif on_screen:
+                    self._bar.write(text)
             with suppress(OSError, UserError):  # a full disk must not stop the training
                 if not self._path.exists() and not self._lost():
                     self.open()
@@ -349,21 +348,18 @@ class TrainLog:
 
     def tick(self, step: int):
         """Advances the progress bar."""
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        self._bar.update(step - self._bar.n)
 
     def write(self, record: dict, line: str):
         """Prints the line of an evaluation. That of a step appears in the progress bar, if there is one."""
         if "loss" not in record:
             return self.say(f"step {record['step']} | {line}")
-        if self._bar is not None:
-            self._bar.set_description_str(line, refresh=False)
+        self._bar.set_description_str(line, refresh=False)
         head = f"{self._prefix} step {record['step']}/{self._steps}"
-        self.say(f"{head} | {line}", on_screen=self._bar is None)
+        self.say(f"{head} | {line}", on_screen=self._bar.disable)
 
     def close(self):
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 class MetricsFile:

@@ -501,7 +501,7 @@ def test_a_terminal_without_a_size_gets_lines(tmp_path, monkeypatch, columns, ro
     monkeypatch.setattr(sys, "stdout", terminal())
     monkeypatch.setattr(os, "get_terminal_size", lambda fd=1: os.terminal_size((columns, rows)))
     log = begun(tmp_path)
-    assert (log._text._bar is not None) == (rows > 0)
+    assert log._text._bar.disable == (rows == 0)
     log.close()
 
 
@@ -565,7 +565,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
         raise OSError(5, "Input/output error")
 
     log = RunLog(tmp_path, True, "")
-    log._text._bar = SimpleNamespace(write=gone) if bar else None
+    log._text._bar = SimpleNamespace(write=gone, disable=not bar)
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "write", gone)
         log.say("still here")
