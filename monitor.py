@@ -271,12 +271,13 @@ def refuse_taken(names: list[str]):
 
 
 def curve_values(record: dict) -> dict[str, float]:
-    tags = TAGS | {key: f"{'Train' if 'loss' in record else 'Val'}/{key}" for key in own_keys(record)}
-    for key in record:
-        base, _, name = key.partition("/")  # the name of a validation set
-        if name and base in TAGS:
-            tags[key] = f"{TAGS[base]}/{name}"
-    return {tag: record[key] for key, tag in tags.items() if isinstance(record.get(key), int | float)}
+    own = "Train" if "loss" in record else "Val"
+    values = {}
+    for key, value in record.items():
+        base, slash, name = key.partition("/")  # the name of a validation set
+        if isinstance(value, int | float) and base not in OTHER_KEYS:
+            values[TAGS.get(base, f"{own}/{base}") + slash + name] = value
+    return values
 
 
 def step_line(record: dict, eta: float, sync: str) -> str:
