@@ -899,9 +899,11 @@ class GPT2Config(AttentionConfig):
 class GPT2Block(Block):
     """Pre-norm block: attention (causal by default) and an MLP of 4 C hidden units with GELU."""
 
+    drops_attention = True
+
     def __init__(self, c: GPT2Config):
         super().__init__()
-        self.head_dim, self.dropout, self.drops_attention = c.head_dim, c.dropout, c.dropout > 0
+        self.head_dim, self.dropout = c.head_dim, c.dropout
         self.attn_norm, self.mlp_norm = (LayerNorm(c.d_model, eps=c.norm_eps) for _ in range(2))
         self.qkv = Linear(c.d_model, 3 * c.d_model)
         self.attn_out = Linear(c.d_model, c.d_model)
