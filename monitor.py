@@ -393,41 +393,38 @@ class EventFile:
         self._writer = None  # none if nothing can be written
 
     def open(self, records: list[dict], settings: dict):
+        """Writes these records into a new file, then empties that of the start before, which may hold points
+        after the resumed step, and removes older ones.
+        """
         try:
-            self._rewrite(records, settings)
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.plugins.text.summary_v2 import text_pb
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            self._directory.mkdir(exist_ok=True)
+            # TensorBoard reads files in the order of their names, so a clock that goes back must not matter
+            made = self._directory.glob("events.out.tfevents.[0-9]*.*")
+            stamp = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in made)])
+            path = self._directory / f"events.out.tfevents.{stamp}.{self.SUFFIX}"
+            content = io.BytesIO()
+            began = records[0].get("time") if records else time.time()
+            text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
+            self._writer = RecordWriter(content)
+            self._add(Event(wall_time=began, file_version="brain.Event:2"))
+            # a TensorBoard that has read older files forgets their points
+            self._add(Event(wall_time=began, session_log=SessionLog(status=SessionLog.START)))
+            self._add(Event(wall_time=began, summary=text_pb("settings", text)))
+            for record in records:
+                self.write(record)
+            earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}"))
+            write_atomically(path, content.getvalue())
+            for old in (*earlier[:-1], *self._directory.glob(".tmp-*")):  # the latter after a kill
+                old.unlink()
+            for last in earlier[-1:]:
+                os.truncate(last, 0)  # a TensorBoard that has it open would stay there if it were removed
+            self._writer = RecordWriter(open(path, "ab"))
         except Exception as error:
             self._writer = None
             self._say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
-
-    def _rewrite(self, records: list[dict], settings: dict):
-        """Writes these records into a new file, then empties that of the start before, which may hold points
-        after the resumed step, and removes older ones. Raises whatever tensorboard does, and UserError.
-        """
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        self._directory.mkdir(exist_ok=True)
-        # TensorBoard reads files in the order of their names, so a clock that has gone back must not matter
-        made = self._directory.glob("events.out.tfevents.[0-9]*.*")
-        stamp = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in made)])
-        path = self._directory / f"events.out.tfevents.{stamp}.{self.SUFFIX}"
-        content = io.BytesIO()
-        began = records[0].get("time") if records else time.time()
-        text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
-        self._writer = RecordWriter(content)
-        self._add(Event(wall_time=began, file_version="brain.Event:2"))
-        # a TensorBoard that has read older files forgets their points
-        self._add(Event(wall_time=began, session_log=SessionLog(status=SessionLog.START)))
-        self._add(Event(wall_time=began, summary=text_pb("settings", text)))
-        for record in records:
-            self.write(record)
-        write_atomically(path, content.getvalue())
-        earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}"))[:-1]
-        for old in (*earlier[:-1], *self._directory.glob(".tmp-*")):  # the latter after a kill
-            old.unlink()
-        for last in earlier[-1:]:
-            os.truncate(last, 0)  # a TensorBoard that has it open would stay there if it were removed
-        self._writer = RecordWriter(open(path, "ab"))
 
     def _add(self, event):
         self._writer.write(event.SerializeToString())
