@@ -270,16 +270,6 @@ def refuse_taken(names: list[str]):
                         "name: choose another.")
 
 
-def curve_values(record: dict) -> dict[str, float]:
-    own = "Train" if "loss" in record else "Val"
-    values = {}
-    for key, value in record.items():
-        base, slash, name = key.partition("/")  # the name of a validation set
-        if isinstance(value, int | float) and base not in OTHER_KEYS:
-            values[TAGS.get(base, f"{own}/{base}") + slash + name] = value
-    return values
-
-
 def step_line(record: dict, eta: float, sync: str) -> str:
     """The record of a training step for people. `eta` is in seconds."""
     parts = [f"loss {record['loss']:.4f}", f"eta {tqdm.format_interval(eta)}"]  # first, in a narrow bar
@@ -436,7 +426,13 @@ class EventFile:
             return
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        points = [Summary.Value(tag=tag, simple_value=v) for tag, v in curve_values(record).items()]
+        own = "Train" if "loss" in record else "Val"
+        points = []
+        for key, value in record.items():
+            base, slash, name = key.partition("/")  # the name of a validation set
+            if isinstance(value, int | float) and base not in OTHER_KEYS:
+                tag = TAGS.get(base, f"{own}/{base}") + slash + name
+                points.append(Summary.Value(tag=tag, simple_value=value))
         self._add(Event(wall_time=record.get("time"), step=record["step"], summary=Summary(value=points)))
 
     def close(self):
