@@ -22,7 +22,6 @@ import resource
 import sys
 import threading
 import time
-from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -775,14 +774,6 @@ def summarize(records: list[dict]) -> dict:
 # Command line
 
 
-def watch_machine(args: Namespace):
-    while True:
-        reading = read_machine(args.interval)
-        say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
-        if args.once:
-            return
-
-
 def show_run(run: Path):
     warnings = []
     try:
@@ -817,7 +808,14 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if not 0.1 <= args.interval <= 1e6:
             parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
-        show_run(args.run) if args.run else watch_machine(args)
+        if args.run:
+            show_run(args.run)
+            return 0
+        while True:
+            reading = read_machine(args.interval)
+            say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
+            if args.once:
+                return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
