@@ -1894,9 +1894,10 @@ class Dataset:
         digests = [digest_of(found[directory][0]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
-    def val_splits(self) -> dict[str, Shards]:
-        """The validation sets by split: `val` or `val_NAME`."""
-        return {f"val_{name}".rstrip("_"): shards for name, shards in self.val.items()}
+    def splits(self) -> dict[str, Shards]:
+        """All sets by split: `train`, `val` or `val_NAME`."""
+        held_out = {f"val_{name}".rstrip("_"): shards for name, shards in self.val.items()}
+        return {"train": self.train, **held_out}
 
     @functools.cached_property
     def token_bytes(self):
@@ -2176,7 +2177,7 @@ def info(directory: Path, tokenizer_name: str | None):
     dataset = Dataset([directory], row_of(str(directory)) or 1, tokenizer_name)
     print(f"{manifest['dataset']}: {describe(manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
-    for split, shards in {"train": dataset.train, **dataset.val_splits()}.items():
+    for split, shards in dataset.splits().items():
         entropy = unigram_entropy([shards])
         print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
               f"unigram entropy {entropy:.4f} nats")
@@ -2192,7 +2193,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     if min(rows, seq_len) < 1:
         raise UserError("--rows and --seq-len must be 1 or more.")
     dataset = Dataset([directory], seq_len, tokenizer_name)
-    splits = {"train": dataset.train} | dataset.val_splits()
+    splits = dataset.splits()
     if split not in splits:
         raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
     shards = splits[split]
