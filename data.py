@@ -1838,9 +1838,9 @@ class Dataset:
                  loss: str | None = None):
         found = {directory: read_directory(directory, seq_len, tokenizer_name)
                  for directory in dict.fromkeys(directories)}
-        (manifest, self.tokenizer), *others = found.values()
+        manifest, self.tokenizer = found[directories[0]]
         self.roles = manifest.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
-        for (other, tokenizer), directory in zip(others, [*found][1:]):
+        for directory, (other, tokenizer) in [*found.items()][1:]:
             if (tokenizer.to_json(), other.get("roles")) != (self.tokenizer.to_json(), manifest.get("roles")):
                 raise UserError(f"{directory} and {directories[0]} have unlike tokenizers, or only one has "
                                 "pairs: prepare one with the --tokenizer and fields of the other.")
