@@ -305,9 +305,9 @@ class Tokenizer(Vocabulary):
         merges = [[*map(spelled, last_merge(t, self.ranks))] for t in tokens if len(t) > 1]
         model = {"type": "BPE", "vocab": {spelled(t): self.ranks[t] for t in tokens}, "merges": merges}
         added = []
-        for text, i in sorted(self.specials.items(), key=lambda item: item[1]):
-            added.append({"id": i, "content": text, "single_word": False, "lstrip": text == MASK,
-                          "rstrip": False, "normalized": False, "special": True})
+        for text in sorted(self.specials, key=self.specials.get):
+            added.append({"id": self.specials[text], "content": text, "single_word": False,
+                          "lstrip": text == MASK, "rstrip": False, "normalized": False, "special": True})
         stage = BYTE_LEVEL
         if self.pattern is not None:
             cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated",
