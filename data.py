@@ -1444,7 +1444,7 @@ def first_texts(source: Source, settings: dict) -> list[str]:
     budget = BPE_TRAIN_CHARS
     for _, _, split, text in read_pieces(source, settings):
         if split == "train":
-            parts = [text] if isinstance(text, str) else text
+            parts = text if source.pairs else [text]
             texts += parts
             budget -= sum(map(len, parts))
         if budget <= 0:
@@ -1589,7 +1589,7 @@ def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
     dtype = shard_dtype(tokenizer.vocab_size)
     for document, piece, _, text in items:
         try:
-            if isinstance(text, tuple):
+            if source.pairs:
                 prompt, response, *condition = text
                 parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
                 if (end := tokenizer.roles["end"]) >= 0:

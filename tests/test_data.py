@@ -153,9 +153,9 @@ def test_batches_come_back_in_order():
         ended.append(batch)
         return arrays
 
-    tokenizer = data.load_tokenizer("bytes")
+    tokenizer, source = data.load_tokenizer("bytes"), argparse.Namespace(pairs=False)
     one, three = ([(batch, [a.tolist() for a in arrays]) for batch, arrays in
-                   data.in_order(batches, workers, encode, None, tokenizer)] for workers in (1, 3))
+                   data.in_order(batches, workers, encode, source, tokenizer)] for workers in (1, 3))
     assert [batch for batch, _ in three] == batches and three == one
     assert ended[:60] == batches and ended[60:] != batches, "no worker has overtaken another"
 
