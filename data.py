@@ -1646,12 +1646,12 @@ def describe(manifest: dict) -> str:
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """Hashes uint64 values (Steele, Lea and Flood, 2014): close inputs give unrelated outputs."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = x + 0x9E3779B97F4A7C15
+    x ^= x >> 30
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
     return x
 
 
@@ -1661,9 +1661,9 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     A Feistel network of four rounds on an even number of bits, reapplied while the result is outside [0, n)
     (cycle walking; Black and Rogaway, 2002). Nothing is stored, however large n is.
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    key = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch))
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ epoch)
     keys = splitmix64(key ^ np.arange(4, dtype=np.uint64))
 
     def encrypt(x):
@@ -1699,7 +1699,7 @@ class Masker:
         self.k = max(1, round(rate * seq_len))
         self.mask = tokenizer.mask
         self.positions = np.arange(seq_len, dtype=np.uint64)
-        self.seed = splitmix64(np.array([seed], np.uint64) ^ np.uint64(0x6D61736B))
+        self.seed = splitmix64(np.array([seed], np.uint64) ^ 0x6D61736B)
         self.special = np.zeros(tokenizer.num_ids, dtype=bool)
         self.special[list(tokenizer.specials.values())] = True
         self.ordinary = np.flatnonzero(~self.special)
@@ -1720,8 +1720,8 @@ class Masker:
         at = picked + np.arange(0, x.size, x.shape[1])[:, None]  # in the flat x
         old = x.take(at).astype(np.int64)
         ordinary = ~self.special.take(old)
-        number, tenth = np.divmod(splitmix64(hashes.take(at)), np.uint64(10))
-        random = self.ordinary.take((number % np.uint64(len(self.ordinary))).astype(np.int64))
+        number, tenth = np.divmod(splitmix64(hashes.take(at)), 10)
+        random = self.ordinary.take((number % len(self.ordinary)).astype(np.int64))
         new = np.where(tenth == 8, random, np.where(tenth == 9, old, self.mask))
         np.put(x, at, np.where(ordinary, new, old).astype(x.dtype))
         return picked, np.where(ordinary, old, -1)
