@@ -1723,7 +1723,7 @@ class Masker:
         number, tenth = np.divmod(splitmix64(hashes.take(at)), 10)
         random = self.ordinary.take((number % len(self.ordinary)).astype(np.int64))
         new = np.where(tenth == 8, random, np.where(tenth == 9, old, self.mask))
-        np.put(x, at, np.where(ordinary, new, old).astype(x.dtype))
+        np.put(x, at, np.where(ordinary, new, old))
         return picked, np.where(ordinary, old, -1)
 
 
