@@ -323,21 +323,21 @@ class HuggingFaceTokenizer(Vocabulary):
 
     def __init__(self, name: str, text: str):
         import tokenizers
-        self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        self._tokenizer.encode_special_tokens = True  # "</s>" inside a text is text like any other
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        if hasattr(self._tokenizer.model, "dropout"):  # with which a text has other ids each time
-            self._tokenizer.model.dropout = None
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._tokenizer = package = tokenizers.Tokenizer.from_str(text)
+        package.encode_special_tokens = True  # "</s>" inside a text is text like any other
+        package.no_truncation()
+        package.no_padding()
+        if hasattr(package.model, "dropout"):  # with which a text has other ids each time
+            package.model.dropout = None
+        vocab = package.get_vocab(with_added_tokens=True)
         ends = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
         eot = next((s for s in ends if s in vocab), EOT)
         mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
-        self._tokenizer.add_special_tokens([eot, mask])
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        added = self._tokenizer.get_added_tokens_decoder()
+        package.add_special_tokens([eot, mask])
+        vocab = package.get_vocab(with_added_tokens=True)
+        added = package.get_added_tokens_decoder()
         specials = {token.content: i for i, token in added.items() if token.special}
-        super().__init__(name, vocab, specials, eot, mask, "ByteLevel" in str(self._tokenizer.decoder))
+        super().__init__(name, vocab, specials, eot, mask, "ByteLevel" in str(package.decoder))
         spec = json.loads(text)
         declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
         if len({*vocab.values()}) < len(vocab) or vocab != vocab | declared:  # tokenizers fills gaps
