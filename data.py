@@ -329,12 +329,12 @@ class HuggingFaceTokenizer(Vocabulary):
         package.no_padding()
         if hasattr(package.model, "dropout"):  # with which a text has other ids each time
             package.model.dropout = None
-        vocab = package.get_vocab(with_added_tokens=True)
+        vocab = package.get_vocab()
         ends = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
         eot = next((s for s in ends if s in vocab), EOT)
         mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
         package.add_special_tokens([eot, mask])
-        vocab = package.get_vocab(with_added_tokens=True)
+        vocab = package.get_vocab()
         added = package.get_added_tokens_decoder()
         specials = {token.content: i for i, token in added.items() if token.special}
         super().__init__(name, vocab, specials, eot, mask, "ByteLevel" in str(package.decoder))
