@@ -370,7 +370,7 @@ class HuggingFaceTokenizer(Vocabulary):
         """
         import tokenizers
         whole = tokenizers.Tokenizer.from_str(self.to_json())
-        mask = tokenizers.AddedToken(self.mask_token, lstrip=self.takes_blank, special=True)
+        mask = tokenizers.AddedToken(self.mask_token, lstrip=self.takes_blank)
         whole.add_special_tokens([mask])
         whole.no_truncation()
         return whole.encode(text.replace(MASK, self.mask_token), add_special_tokens=False).ids

@@ -437,7 +437,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: in
 
 def init_normal(weight: Tensor, std: float):
     """Normal initialisation, truncated at three standard deviations and rescaled to `std`."""
-    nn.init.trunc_normal_(weight, std=1.0, a=-3.0, b=3.0)
+    nn.init.trunc_normal_(weight, a=-3.0, b=3.0)
     weight.data.mul_(std / 0.98658)
 
 
