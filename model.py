@@ -892,8 +892,8 @@ class GPT2Config(AttentionConfig):
 
     @property
     def ff(self) -> int:
-        """Hidden units of a modern MLP: 8/3 C, up to a multiple of 128."""
-        return math.ceil(self.d_model / 48) * 128
+        """Hidden units of the MLP: 4 C, of a modern one 8/3 C, up to a multiple of 128."""
+        return math.ceil(self.d_model / 48) * 128 if self.modern else 4 * self.d_model
 
 
 class GPT2Block(Block):
@@ -907,8 +907,8 @@ class GPT2Block(Block):
         self.attn_norm, self.mlp_norm = (LayerNorm(c.d_model, eps=c.norm_eps) for _ in range(2))
         self.qkv = Linear(c.d_model, 3 * c.d_model)
         self.attn_out = Linear(c.d_model, c.d_model)
-        self.up = Linear(c.d_model, 4 * c.d_model)
-        self.down = Linear(4 * c.d_model, c.d_model)
+        self.up = Linear(c.d_model, c.ff)
+        self.down = Linear(c.ff, c.d_model)
         added = 0.02 / math.sqrt(2 * c.n_layer)  # std of residual projections
         for layer, std in (self.qkv, 0.02), (self.up, 0.02), (self.attn_out, added), (self.down, added):
             nn.init.normal_(layer.weight, std=std)
@@ -1710,12 +1710,11 @@ def _gguf_shape(writer, model, architecture: str):
     writer.add_embedding_length(c.d_model)
     writer.add_head_count(c.n_head)
     writer.add_file_type(0)  # all float32
+    writer.add_feed_forward_length(c.ff)
     if architecture == "gpt2":
-        writer.add_feed_forward_length(4 * c.d_model)
         writer.add_block_count(c.n_layer)
         writer.add_layer_norm_eps(c.norm_eps)
         return
-    writer.add_feed_forward_length(c.ff)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(MODERN_THETA if architecture == "qwen35" else c.rope_theta)
