@@ -416,10 +416,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None = None,
-                 z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """As linear_cross_entropy, but objective and loss of each target (…), float32, 0 where that is below 0.
-    Only the objective can be differentiated. For objectives that are no plain sum: weighted, clipped, of
-    preferences. The backward pass computes the logits again, so memory does not grow with N · V.
+                 z_loss: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """As linear_cross_entropy, but the objective of each target (…), float32, 0 where that is below 0, and
+    detached sums: `loss`. For objectives that are no plain sum: weighted, clipped, of preferences. The
+    backward pass computes the logits again, so memory does not grow with N · V.
     """
     def of_rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(h, weight.to(h.dtype)).float()
@@ -432,7 +432,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: in
     chunks = zip(hidden.reshape(-1, hidden.size(-1)).split(rows), targets.reshape(-1).split(rows))
     parts = [checkpoint(of_rows, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
     objective, loss = (torch.cat(part).view(targets.shape) for part in zip(*parts))
-    return objective, loss
+    return objective, {"loss": loss.sum()}
 
 
 def init_normal(weight: Tensor, std: float):
@@ -613,9 +613,7 @@ class CausalLM(LanguageModel):
 
     def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """As `loss`, but the objective of each target (B, T), which is 0 where it does not count."""
-        objective, loss = token_losses(hidden, self.head_weight, targets, self.config.vocab_size,
-                                       z_loss=self.z_loss)
-        return objective, {"loss": loss.sum()}
+        return token_losses(hidden, self.head_weight, targets, self.config.vocab_size, z_loss=self.z_loss)
 
     def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Adds the new tokens idx (B, T) to the cache; returns the logits (B, vocab_size) after the last."""
@@ -1054,9 +1052,7 @@ class MLM(LanguageModel):
             logits = F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
             return logits[..., :c.vocab_size]
         if per_token:
-            objective, loss = token_losses(x, self.embed.weight, labels, c.vocab_size, self.head_bias,
-                                           self.z_loss)
-            return objective, {"loss": loss.sum()}
+            return token_losses(x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss)
         objective, loss, correct = linear_cross_entropy(
             x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss, hits=not self.training,
             compiled=self.compile_loss)
