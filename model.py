@@ -1443,15 +1443,16 @@ def mlm_from_hf(config: dict) -> dict:
             "dropout": config.get("mlp_dropout", 0.0), "eot": config["eos_token_id"]}
 
 
+USUAL_FIELDS = {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
+                "n_head": "num_attention_heads", "d_model": "hidden_size"}
 HF_FAMILIES = {
     HRM: HFFamily(
         "hrm_text", "HrmTextForCausalLM",
         {"embed": "model.embed_tokens", "z_l_init": "model.z_L_init", "head": "lm_head",
          "H": "model.H_module", "L": "model.L_module", "blocks": "layers", "gqkv": "attn.gqkv_proj",
          "attn_out": "attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"},
-        {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_head": "num_attention_heads",
-         "d_model": "hidden_size", "ff": "intermediate_size", "h_cycles": "H_cycles", "l_cycles": "L_cycles",
-         "norm_eps": "rms_norm_eps"},
+        USUAL_FIELDS | {"ff": "intermediate_size", "h_cycles": "H_cycles", "l_cycles": "L_cycles",
+                        "norm_eps": "rms_norm_eps"},
         "n_layer attention dropout init rope_theta embed_scale bp_cycles eval_cycles least_cycles max_cycles",
         hrm_to_hf, hrm_from_hf),
     GPT2: HFFamily(
@@ -1469,17 +1470,15 @@ HF_FAMILIES = {
          "norm": "model.final_norm", "head_dense": "head.dense", "head_norm": "head.norm",
          "head_bias": "decoder.bias", "transformer": "model", "blocks": "layers", "qkv": "attn.Wqkv",
          "attn_out": "attn.Wo", "gate_up": "mlp.Wi", "down": "mlp.Wo"},
-        {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers",
-         "n_head": "num_attention_heads", "d_model": "hidden_size", "ff": "intermediate_size",
-         "window": "local_attention", "norm_eps": "norm_eps"},
+        USUAL_FIELDS | {"n_layer": "num_hidden_layers", "ff": "intermediate_size",
+                        "window": "local_attention", "norm_eps": "norm_eps"},
         "dropout eot global_every global_theta local_theta", mlm_to_hf, mlm_from_hf)}
 MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
     "qwen3_5_text", "Qwen3_5ForCausalLM",
     {"embed": "model.embed_tokens", "head": "lm_head", "transformer": "model", "blocks": "layers",
      "gqkv": "self_attn.gate self_attn.query self_attn.k_proj self_attn.v_proj",
      "attn_out": "self_attn.o_proj", "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj"},
-    {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers",
-     "n_head": "num_attention_heads", "d_model": "hidden_size", "norm_eps": "rms_norm_eps"},
+    USUAL_FIELDS | {"n_layer": "num_hidden_layers", "norm_eps": "rms_norm_eps"},
     "attention dropout modern", modern_to_hf, modern_from_hf, joined=modern_joined, divided=modern_divided)
 CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['content'] or [] %}"  # text or parts
                  "{% set text = parts if parts is string else parts | map(attribute='text') | join %}"
