@@ -286,6 +286,10 @@ class Tokenizer(Vocabulary):
             parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
             return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
+    def lost_in(self, text: str, ids: np.ndarray) -> Counter:
+        """No characters: all bytes have tokens."""
+        return Counter()
+
     def encode_masked(self, text: str) -> list[int]:
         """The ids of a text in which each [MASK] is the mask, and takes one blank before it."""
         *before, last = text.split(MASK)
@@ -1434,8 +1438,8 @@ def row_for(source: Source, settings: dict, tokenizer) -> int:
     small data set would fill only a few, and one step would pass over it several times.
     """
     first = itertools.islice(read_pieces(source, settings), 10_000)
-    longest = max(map(len, encode(first, source, tokenizer)), default=0)
-    return min(64 * (longest // 64 + 1), LARGEST_ROW)
+    arrays, _ = encode(first, source, tokenizer)
+    return min(64 * (max(map(len, arrays), default=0) // 64 + 1), LARGEST_ROW)
 
 
 def first_texts(source: Source, settings: dict) -> list[str]:
@@ -1471,7 +1475,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     said = time.monotonic()
     with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
               mininterval=0.5) as bar:
-        for batch, (arrays, lost) in in_order(batches, workers, encode_and_count, source, tokenizer):
+        for batch, (arrays, lost) in in_order(batches, workers, encode, source, tokenizer):
             for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
                 if full and (split == "train" or not tail):
                     continue
@@ -1581,11 +1585,13 @@ def in_order(batches, workers: int, function, *arguments):
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
-    """Token ids of each piece. A document's first piece starts with end-of-text, unless it is a pair. Raises
-    UserError with the number of the document that cannot be encoded.
+def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Counter]]:
+    """Token ids of each piece, and the characters that it loses, see HuggingFaceTokenizer.lost_in. A
+    document's first piece starts with end-of-text, unless it is a pair. Raises UserError with the number of
+    the document that cannot be encoded.
     """
     arrays = []
+    lost = []
     dtype = shard_dtype(tokenizer.vocab_size)
     for document, piece, _, text in items:
         try:
@@ -1602,15 +1608,8 @@ def encode(items, source: Source, tokenizer) -> list[np.ndarray]:
             reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
             raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
         arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
-    return arrays
-
-
-def encode_and_count(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Counter]]:
-    """Token ids of each piece, and the characters that it loses, see HuggingFaceTokenizer.lost_in."""
-    arrays = encode(items, source, tokenizer)
-    if not isinstance(tokenizer, HuggingFaceTokenizer):  # the others lose none
-        return arrays, [Counter()] * len(arrays)
-    return arrays, [tokenizer.lost_in(whole(text), tokens) for (*_, text), tokens in zip(items, arrays)]
+        lost.append(tokenizer.lost_in(whole(text), arrays[-1]))
+    return arrays, lost
 
 
 def would_split(manifest: dict) -> str:

@@ -149,12 +149,12 @@ def test_batches_come_back_in_order():
 
     def encode(batch, *arguments):
         time.sleep(len(batch[0][-1]) / 1e7)
-        arrays = data.encode(batch, *arguments)
+        found = data.encode(batch, *arguments)
         ended.append(batch)
-        return arrays
+        return found
 
     tokenizer, source = data.load_tokenizer("bytes"), argparse.Namespace(pairs=False)
-    one, three = ([(batch, [a.tolist() for a in arrays]) for batch, arrays in
+    one, three = ([(batch, [a.tolist() for a in arrays]) for batch, (arrays, _) in
                    data.in_order(batches, workers, encode, source, tokenizer)] for workers in (1, 3))
     assert [batch for batch, _ in three] == batches and three == one
     assert ended[:60] == batches and ended[60:] != batches, "no worker has overtaken another"
