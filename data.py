@@ -1410,8 +1410,7 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
             say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
     else:
         tokenizer = load_tokenizer(name)
-    pairs = settings["row"] is not None
-    if pairs:
+    if source.pairs:
         tokenizer = with_roles(tokenizer)
         settings["row"] = settings["row"] or row_for(source, settings, tokenizer)
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
@@ -1419,7 +1418,7 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
                 "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
                 "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
-    manifest |= {"row": settings["row"], "roles": tokenizer.roles} if pairs else {}
+    manifest |= {"row": settings["row"], "roles": tokenizer.roles} if source.pairs else {}
     write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
     return manifest
 
@@ -1466,7 +1465,6 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     marks = 0
     without = 0
     limit = settings["max_tokens"]
-    tail = settings["val_split"].startswith("tail:")
     full = bool(limit) and counts["read"] >= limit
     source.done = 0  # beginnings may have been read
     found = read_pieces(source, settings, writer.position, counts["documents"])
@@ -1477,7 +1475,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
               mininterval=0.5) as bar:
         for batch, (arrays, lost) in in_order(batches, workers, encode, source, tokenizer):
             for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
-                if full and (split == "train" or not tail):
+                if full and (split == "train" or not source.tail):
                     continue
                 if limit and split == "train":
                     left = limit - counts["read"]
@@ -1499,7 +1497,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                 said = time.monotonic()
                 say(f"{counts['read'] / 1e6:.1f}M tokens so far")
             bar.update((counts["read"] if limit else source.done) - bar.n)
-            if full and not tail:
+            if full and not source.tail:
                 break
         if not full:
             without = source.seen - counts["documents"]
