@@ -1912,9 +1912,10 @@ class Dataset:
         for shards in [*self.val.values()][:1]:
             row = shards.tokens[0][1:shards.seq_len].tolist()
         middle = row.index(roles["response"]) if roles["response"] in row else 0
-        ends = [i for i, token in enumerate(row) if token in (roles["start"], roles["end"]) and i > middle]
+        ends = roles["start"], roles["end"]
         prompt = self.tokenizer.decode(row[:middle])
-        response = self.tokenizer.decode(row[middle + 1:min(ends, default=len(row))])
+        response = self.tokenizer.decode(
+            itertools.takewhile(lambda token: token not in ends, row[middle + 1:]))
         same = middle and prompt_ids(self.tokenizer, prompt).tolist()[1:-1] == row[:middle]
         return (prompt, response) if same else ("", "")
 
