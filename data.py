@@ -484,9 +484,8 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
                          encoding._special_tokens)
     with access(name):
         path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    if text is not None:
-        return parse_tokenizer_json(str(path), text)
+        if path.is_file():
+            return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     merges = Path(name, "merges.txt")
     if merges.is_file():  # the older form of GPT-2's tokenizer
         try:
