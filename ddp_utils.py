@@ -2023,7 +2023,6 @@ class TrainState:
         """
         assert_same_parameters(self.model, saved)
         tensors = saved["tensors"]
-        world = self.world
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
@@ -2036,14 +2035,14 @@ class TrainState:
         if changed:
             say(f"WARNING: the optimizer starts from scratch with {listed(sorted(changed))}, because "
                 "what it had saved there is not what it makes in a first step")
-        of_late = tensors.get("late", {})
         for group, name, tensor, _ in self.tensors():
-            if group == "ema" and not tensors["ema"]:
+            source = tensors.get(group, {}).get(name)
+            if group == "ema" and source is None:
                 tensor.copy_(parameters[name])
-            elif group == "late" and (name not in of_late or of_late[name].shape != tensor.shape):
+            elif group == "late" and (source is None or source.shape != tensor.shape):
                 pass  # saved with another --comm, or with other parameters frozen: it begins anew
-            elif tensors[group] and name.rpartition("/")[0] not in changed:
-                copy_from_rank0(tensor, tensors[group][name], world)  # a meta tensor stays one
+            elif name.rpartition("/")[0] not in changed:
+                copy_from_rank0(tensor, source, self.world)  # a meta tensor stays one
         for optimizer in self.inner:
             for name in changed:
                 optimizer.state.pop(parameters.get(name), None)
