@@ -560,8 +560,7 @@ class Heartbeat:
 
     def __post_init__(self):
         self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
-        node = os.environ.get("GROUP_RANK", "0")
-        self.name = f"rank {self.rank} on node{node} ({HOST})"
+        self.name = f"rank {self.rank} on node{os.environ.get('GROUP_RANK', 0)} ({HOST})"
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
         self._state = ""
@@ -1341,7 +1340,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         if fitting:
             share = max(fitting, key=lambda share: (fitting[share], -abs(share - exact)))
         global_batch = share * world_size
-    if global_batch % world_size or global_batch < 1:
+    if global_batch % world_size:
         low = global_batch // world_size * world_size
         fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
         raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
@@ -1663,7 +1662,7 @@ def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World):
 def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
     """Copies unsharded tensors, given by name on rank 0, into the model on all ranks."""
     for name, tensor in model.state_dict().items():
-        copy_from_rank0(tensor, weights[name] if world.is_rank0 else None, world)
+        copy_from_rank0(tensor, weights.get(name), world)
 
 
 def assert_same_parameters(model: nn.Module, saved: dict):
@@ -2205,8 +2204,8 @@ class Checkpoints:
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: ""):
         self.lost = lost  # a RunLock's
-        self.run_directory = Path(run_directory)
-        self.directory = Path(run_directory, "checkpoints")
+        self.run_directory = run_directory
+        self.directory = run_directory / "checkpoints"
         self.world = world
         self.keep_last = keep_last
         self.say = say
