@@ -756,7 +756,7 @@ def find_mismatch(values: list) -> tuple[int, int] | None:
     """(index, odd rank) of the first of these plain values that differs between ranks, or None."""
     for index, of_ranks in enumerate(zip(*from_all(values))):
         if len(set(of_ranks)) > 1:
-            usual = max(of_ranks, key=of_ranks.count)  # the first of the most frequent
+            usual = statistics.mode(of_ranks)  # the first of the most frequent
             return index, next(rank for rank, value in enumerate(of_ranks) if value != usual)
     return None
 

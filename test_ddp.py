@@ -94,7 +94,7 @@ def problem_in(reports: list[dict]) -> str:
         values = [report[what] for report in reports]
         if what == "python":
             values = [value.rpartition(".")[0] for value in values]  # 3.11.2 and 3.11.9 count as equal
-        usual = max(values, key=values.count)  # the first of the most frequent
+        usual = statistics.mode(values)  # the first of the most frequent
         for name, value in zip(names, values):
             if value != usual:
                 other = names[values.index(usual)]
