@@ -155,18 +155,15 @@ def answer(address: str, port: int, hello: dict, seconds: float) -> None:
                 verdict = json.loads(connection.makefile().readline(10_000))
             if verdict.get("go"):
                 return
-            why = verdict["wrong"]
-            break
+            raise Problem(verdict["wrong"])
         except (ValueError, KeyError, AttributeError):
             why = "something else answers at that port"
         except OSError as error:
             why = str(error.strerror or error)
         time.sleep(0.5)
-    else:
-        own = "; it is an address of this very machine" if is_ours(address) else ""
-        raise Problem(f"node 0 at {address}:{port} did not answer within {seconds:g} s ({why}{own}): wrong "
-                      "MASTER_ADDR or MASTER_PORT, a firewall, or node 0 was not started, or has ended.")
-    raise Problem(why)
+    own = "; it is an address of this very machine" if is_ours(address) else ""
+    raise Problem(f"node 0 at {address}:{port} did not answer within {seconds:g} s ({why}{own}): wrong "
+                  "MASTER_ADDR or MASTER_PORT, a firewall, or node 0 was not started, or has ended.")
 
 
 def main() -> None:
