@@ -72,7 +72,7 @@ class Late:
         if self._waits > 0 and not self.gradient.any():  # not again in a run that gets longer
             self._wait()
         self._waits -= 1
-        self._taken = [part.view_as(p) for p, part in zip(self.params, self._split(self.gradient))]
+        self._taken = self._split(self.gradient)
         self.gradient = torch.zeros_like(self.gradient)
         for p, part in zip(self.params, self._taken):
             p.grad = part
@@ -118,8 +118,9 @@ class Late:
     def _flat(self) -> Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.params])
 
-    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return flat.split([p.numel() for p in self.params])
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([p.numel() for p in self.params])
+        return [part.view_as(p) for p, part in zip(self.params, parts)]
 
     def _before_step(self, *_):
         if self._under_way:
@@ -129,5 +130,5 @@ class Late:
         if self._under_way:
             moved = self._flat() - self._start
             for p, more in zip(self.params, self._split(moved - self.moved)):
-                p.detach().add_(more.view_as(p))
+                p.detach().add_(more)
             self.moved = moved
