@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ddp_utils
-from data import ArgumentParser, Dataset, UserError, expected_ids, first_line, say, sources_of
+from data import ArgumentParser, Dataset, UserError, expected_ids, first_line, flag_group, say, sources_of
 from ddp_utils import (
     HOST,
     SHARDED,
@@ -360,12 +360,12 @@ def machine(text: str, device: str) -> tuple[int, float]:
 
 def main():
     parser = ArgumentParser(description=__doc__)
-    flag = parser.add_argument
-    flag("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="(auto: nccl on GPUs)")
-    flag("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto: a GPU if any)")
-    flag("--timeout", type=number(4), default=60, help="seconds until who is missing is named (60)")
-    flag("--data", help="a prepared directory, which has to be the same on all machines")
-    flag("--tokenizer", help="of --data, if that has no manifest")
+    flag = flag_group(parser, "the check")
+    flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
+    flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
+    flag("--timeout", number(4), "seconds until who is missing is named", 60)
+    flag("--data", str, "a prepared directory, which has to be the same on all machines")
+    flag("--tokenizer", str, "of --data, if that has no manifest")
     args = parser.parse_args()
 
     refuse_lone_tasks()
