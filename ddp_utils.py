@@ -1747,15 +1747,6 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
     return wrapped
 
 
-def shard_optimizers(optimizers: list, strategy: str) -> list:
-    """With zero1, each process updates some of the parameters and sends them to the others."""
-    if strategy != "zero1":
-        return optimizers
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    return [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
-                                    **{"fused": True} if o.defaults.get("fused") else {}) for o in optimizers]
-
-
 # values of parameter groups that the command line and the trainer set
 OF_TRAINER = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreach"}
 
@@ -1844,10 +1835,14 @@ class TrainState:
         self.model = model
         self._gradients = {}  # of DDP, between two steps, see clear_gradients
         self.world = world
-        self.optimizers = shard_optimizers(optimizers, args.strategy)
+        self.optimizers = optimizers
+        self.zero1 = args.strategy == "zero1"
+        if self.zero1:  # each process updates some of the parameters and sends them to the others
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+            self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"])
+                               for o in optimizers]
         # those that hold the state, with zero1 of a part of the parameters
         self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
-        self.zero1 = self.inner != self.optimizers
         self.groups = {}  # the parameter groups by name, such as "AdamW 0.1"
         for i, (inner, optimizer) in enumerate(zip(self.inner, self.optimizers)):
             for j, group in enumerate(optimizer.param_groups):
