@@ -191,9 +191,9 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
 
 def lacks_compiler(error: BaseException) -> bool:
     """Whether the error says that Inductor or Triton found no compiler, or the compiler no Python.h."""
-    signs = (r"InvalidCxxCompiler", r"Failed to find C compiler", r"Python\.h: No such",
+    signs = (r"InvalidCxxCompiler|Failed to find C compiler|Python\.h: No such|"
              r"Command '\['[^']*(gcc|clang|cc)'")
-    return re.search("|".join(signs), str(error)) is not None
+    return re.search(signs, str(error)) is not None
 
 
 def memory_asked_for(error: BaseException) -> str | None:
@@ -2145,10 +2145,11 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
 
     def choose():
         nonlocal saved
-        candidates = [Path(where)] if Path(where).is_file() else list_checkpoints(where)
+        there = Path(where)
+        candidates = [there] if there.is_file() else list_checkpoints(there)
         if not candidates:
-            fault = "holds no checkpoint" if Path(where).exists() else "does not exist"
-            checkpoints = Path(where).parent.glob("*/checkpoints/step_*.pt")
+            fault = "holds no checkpoint" if there.exists() else "does not exist"
+            checkpoints = there.parent.glob("*/checkpoints/step_*.pt")
             runs = sorted({path.parents[1] for path in checkpoints})
             runs = [str(run) for run in runs if not family or family_of(run) in ("", family)]
             such_as = f", such as {listed(runs)}" if runs else ""
