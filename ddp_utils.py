@@ -574,7 +574,7 @@ class Heartbeat:
     def wait_for_all(self):
         """Raises RunError if a rank does not show up within the timeout."""
         deadline = time.monotonic() + self.timeout
-        while not self.call(lambda: self.store.check(self.keys)):
+        while not self.call(self.store.check, self.keys):
             if time.monotonic() > deadline:
                 missing = self.call(lambda: [f"rank {k}" for k in self.keys if not self.store.check([k])])
                 raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
@@ -591,7 +591,7 @@ class Heartbeat:
         if now < self._next_look:
             return
         self._next_look = now + self.PATIENCE
-        beats = self.call(lambda: self.store.multi_get(self.keys))
+        beats = self.call(self.store.multi_get, self.keys)
         self._seen = {beat: self._seen.get(beat, now) for beat in beats}
         if silent := [beat for beat, since in self._seen.items() if now - since > self.timeout]:
             raise RunError(self._lost(silent))
@@ -600,22 +600,22 @@ class Heartbeat:
         """Why a collective failed, in one sentence, or "" if unknown. Takes some seconds."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
         try:
-            self.call(self._find_cause, self.PATIENCE + 3 * self.BEAT)
+            self.call(self._find_cause, timeout=self.PATIENCE + 3 * self.BEAT)
             return self.cause
         except RunError as error:
             return str(error)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter in the store; returns the sum."""
-        return self.call(lambda: self.store.add(key, amount))
+        return self.call(self.store.add, key, amount)
 
-    def call(self, function, timeout: float = 0):
-        """Returns function(), whose store calls have no time-out. RunError if it fails or takes too long."""
+    def call(self, function, *args, timeout: float = 0):
+        """Returns function(*args), whose store calls never time out. RunError if it fails or is too slow."""
         answer = []
 
         def attempt():
             with suppress(Exception):  # the connection is lost
-                answer.append(function())
+                answer.append(function(*args))
 
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
@@ -635,14 +635,14 @@ class Heartbeat:
         if reason:
             self._own_cause = f"{self.name} failed first: {reason}"
         with suppress(RunError):
-            self.call(self._beat, 2 * self.BEAT)
+            self.call(self._beat, timeout=2 * self.BEAT)
         deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
         with suppress(RunError):  # it hosts the store of those that still wait in `on_all`
             while self.leaves_last and time.monotonic() < deadline and not self._all_ended():
                 time.sleep(self.BEAT / 20)
 
     def _all_ended(self) -> bool:
-        beats = self.call(lambda: self.store.multi_get(self.keys), self.PATIENCE)
+        beats = self.call(self.store.multi_get, self.keys, timeout=self.PATIENCE)
         return all(beat.endswith(b"|ended") for beat in beats)
 
     def _beat_on(self):
@@ -704,12 +704,12 @@ def on_all(function):
     except BaseException as error:
         reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
         with suppress(RunError):
-            heartbeat.call(lambda: store.set(f"{what} failed", reason))
+            heartbeat.call(store.set, f"{what} failed", reason)
         raise
     heartbeat.add(what, 1)
     while heartbeat.add(what, 0) < heartbeat.world_size:
         # "" where none has failed
-        if failed := heartbeat.call(lambda: store.compare_set(f"{what} failed", "", "")):
+        if failed := heartbeat.call(store.compare_set, f"{what} failed", "", ""):
             code, _, reason = failed.decode().partition(" ")
             raise (UserError if code == "2" else NotNow)(reason)
         heartbeat.raise_if_lost()

@@ -113,9 +113,8 @@ def compare(report: dict):
     reports = [report]
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
-        own = keys[heartbeat.rank], json.dumps(report)
-        on_all(lambda: heartbeat.call(lambda: heartbeat.store.set(*own)))
-        reports = [json.loads(text) for text in heartbeat.call(lambda: heartbeat.store.multi_get(keys))]
+        on_all(lambda: heartbeat.call(heartbeat.store.set, keys[heartbeat.rank], json.dumps(report)))
+        reports = [json.loads(text) for text in heartbeat.call(heartbeat.store.multi_get, keys)]
     if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
             versions = ", ".join(f"{what} {found[what]}" for what in SHOWN)
@@ -123,8 +122,8 @@ def compare(report: dict):
     verdict = problem_in(reports)
     if heartbeat:  # rank 0 decides, because a rank with another WORLD_SIZE has seen other reports
         if heartbeat.rank == 0:
-            heartbeat.call(lambda: heartbeat.store.set("verdict", verdict))
-        verdict = heartbeat.call(lambda: heartbeat.store.get("verdict")).decode()
+            heartbeat.call(heartbeat.store.set, "verdict", verdict)
+        verdict = heartbeat.call(heartbeat.store.get, "verdict").decode()
     if verdict:
         raise UserError(verdict)
 
