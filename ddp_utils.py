@@ -329,11 +329,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
     rank, world_size, store = join(timeout) if launched else (0, 1, dist.HashStore())
     local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-    where, backend = on_all(lambda: choose_device(backend, device, local_world_size))
+    where, backend = on_all(choose_device, backend, device, local_world_size)
     if compare:
         compare(where, backend)
     if heartbeat:
-        on_all(lambda: heartbeat.add(backend, 1))
+        on_all(heartbeat.add, backend, 1)
         if (same := heartbeat.add(backend, 0)) < world_size:  # ranks with different backends would hang
             raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
@@ -691,16 +691,16 @@ class Heartbeat:
 _waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
 
 
-def on_all(function):
-    """Runs function() on every rank, however long it takes. If it raises on one rank, on_all raises a
+def on_all(function, *args):
+    """Runs function(*args) on every rank, however long it takes. If it raises on one rank, on_all raises a
     UserError with the same exit code on the others, so that none waits for the failed rank.
     """
     if not heartbeat:
-        return function()
+        return function(*args)
     what = f"wait {next(_waits)}"
     store = heartbeat.store
     try:
-        result = function()
+        result = function(*args)
     except BaseException as error:
         reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
         with suppress(RunError):
@@ -717,9 +717,9 @@ def on_all(function):
     return result
 
 
-def on_rank0(function):
-    """Runs function() on rank 0; returns its result on all ranks. Its error is a UserError on the others."""
-    answer = [on_all(lambda: function() if dist.get_rank() == 0 else None)]
+def on_rank0(function, *args):
+    """Returns function(*args) of rank 0 on all ranks. Its error there is a UserError on the others."""
+    answer = [on_all(lambda: function(*args) if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
@@ -1374,7 +1374,7 @@ def open_run(run: Run):
             raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
                             "--comm fp32.")
     if args.comm == "late":
-        on_all(lambda: refuse_late(args, world))
+        on_all(refuse_late, args, world)
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
@@ -2237,14 +2237,14 @@ class Checkpoints:
         """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
         if not saved:
             return 0, 0
-        branch = not on_rank0(lambda: is_in(saved, self.run_directory))
+        branch = not on_rank0(is_in, saved, self.run_directory)
         check_resumable(saved, identity, branch, self.say)
         state.restore(saved, self.say)
         del saved["tensors"]
         if not branch:
             self.saved_step = saved["step"]
             self._newest = Path(saved["path"])
-        on_rank0(lambda: self._go_back(saved["step"]))
+        on_rank0(self._go_back, saved["step"])
         return saved["step"], saved["samples"]
 
     def _go_back(self, step: int):
@@ -2471,8 +2471,8 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     facts["peak_flops"] = monitor.peak_flops(world.device, log.say)
     facts["flops_per_token"] = lambda record: run.flops_factor * statistics.fmean(
         count(**kw) for kw in examples(record))
-    evaluations = on_rank0(lambda: log.read_back(step))
-    facts["own_criterion"] = on_rank0(lambda: monitor.has_own_criterion(log.records))
+    evaluations = on_rank0(log.read_back, step)
+    facts["own_criterion"] = on_rank0(monitor.has_own_criterion, log.records)
 
     def begin():
         files = run_files(run, identity) if world.is_rank0 else {}

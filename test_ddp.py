@@ -113,7 +113,7 @@ def compare(report: dict):
     reports = [report]
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
-        on_all(lambda: heartbeat.call(heartbeat.store.set, keys[heartbeat.rank], json.dumps(report)))
+        on_all(heartbeat.call, heartbeat.store.set, keys[heartbeat.rank], json.dumps(report))
         reports = [json.loads(text) for text in heartbeat.call(heartbeat.store.multi_get, keys)]
     if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
