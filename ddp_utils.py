@@ -872,7 +872,6 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         flag(f"--{field.name.replace('_', '-')}", field.metadata["type"] or kinds.get(field.type, fraction),
              text)
     add_training_flags(parser)
-    add_running_flags(parser)
     if issubclass(config_class, CausalConfig):  # the model writes text
         add_text_flags(parser)
     return parser
@@ -909,9 +908,6 @@ def add_training_flags(parser: ArgumentParser):
     flag("--grad-clip", number(0), "clip the gradient norm to this; 0: no clipping", 1.0)
     flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export, after n steps "
          "at most (1 + n) / (10 + n); 0: off", 0.0)
-
-
-def add_running_flags(parser: ArgumentParser):
     flag = flag_group(parser, "running")
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations (parameters: fp32); "
          "auto: bf16 where the hardware has it", "auto")
