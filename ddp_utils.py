@@ -1175,7 +1175,6 @@ class Run:
     trainer: Path  # the trainer's file
     metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
-    frozen: dict[str, int | None] | None = None  # the steps of models that load_frozen has loaded
     initial: dict[str, int] | None = None  # bit sums of the shards of new_model
     config: ModelConfig | None = None  # of new_model
     described: bool = False  # whether identity_of has been called
@@ -1543,8 +1542,6 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
              "precision": str(model.compute_dtype).removeprefix("torch.")}
     settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
     run.described = True
-    if run.frozen:
-        settings["frozen"] = run.frozen
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
     return {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
@@ -2970,7 +2967,7 @@ def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
                         f"has {odd[0]}): load it with its own class.")
     copy_weights(model, found["weights"], run.world)
     set_modes(model, run)
-    run.frozen = (run.frozen or {}) | {source: found.get("step")}
+    run.args.frozen = vars(run.args).get("frozen", {}) | {source: found.get("step")}  # a setting, too
     return model.requires_grad_(False).eval()
 
 

@@ -326,10 +326,10 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     trainer = Trainer("train_gpt2.py", **FLAGS | {"precision": precision, "steps": 2})
     assert trainer.fork(0, shards, tmp_path / "run").code == 0
     run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none", seq_len=32)
-    run.dataset, run.frozen, run.described = data.Dataset([shards], 32), None, False
+    run.dataset, run.described = data.Dataset([shards], 32), False
     run.config = ddp_utils.load_run(GPT2, tmp_path / "run")[0].config
     reference = ddp_utils.load_frozen(run, GPT2, str(tmp_path / "run"))
-    assert run.frozen == {str(tmp_path / "run"): 2} and not reference.training
+    assert run.args.frozen == {str(tmp_path / "run"): 2} and not reference.training
     assert not any(p.requires_grad for p in reference.parameters())
     loaded, _ = ddp_utils.load_run(GPT2, tmp_path / "run")
     saved = ddp_utils.load_checkpoint(tmp_path / "run", print)
