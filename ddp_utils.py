@@ -1156,10 +1156,8 @@ def run_directory(args: Namespace, trainer: str) -> Path:
     """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer has runs of its own, such as
     runs/train_mine-tiny-stdlib-bpe4096 of train_mine.py.
     """
-    names = [f"{trainer}-{args.size}"]
-    if trainer in TRAINERS:
-        family = trainer.removeprefix("train_")
-        names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
+    family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
+    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
     names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
     return args.out or Path("runs", "-".join(names))
 
