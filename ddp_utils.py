@@ -2900,20 +2900,18 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
         ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
                   f"step {checkpoints.saved_step}: the same command resumes it")
 
-    finished = []
-
     def finish():
         checkpoints.close()
         log.finish(step, samples, memory, ending)
-        finished.append(True)
 
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
     # torchrun whose processes have ended waits for the others only for a while.
     try:
         on_all(finish)
     except RunError:  # without torchrun there may be no store in which to wait, and all has been said
-        if not (finished and stop.is_orphan()):
+        if not stop.is_orphan():
             raise
+        checkpoints.close()  # raises if that is the error
     say_on_other_nodes(world, f"{ending} on node 0")
 
 
