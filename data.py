@@ -167,8 +167,8 @@ def flag_group(parser: ArgumentParser, title: str):
 
 
 def cpu_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use (on macOS, which cannot tell, all cores)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -----------------------------------------------------------------------------------------------------------

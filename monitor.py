@@ -60,7 +60,8 @@ def memory_gb(device) -> float:
     if device.type == "cuda":
         import torch
         return torch.cuda.max_memory_allocated(device) / GB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MB  # it is in kB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
+    return peak / (GB if sys.platform == "darwin" else MB)
 
 
 # -----------------------------------------------------------------------------------------------------------
