@@ -33,6 +33,7 @@ from data import ArgumentParser, UserError, access, first_line, say, write_atomi
 
 GB = 2**30
 MB = 2**20
+FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
 
 # Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
 # first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
@@ -68,7 +69,7 @@ def memory_gb(device) -> float:
 # The machine
 
 
-def why_not(package: str, error: Exception) -> str:
+def why_not(package: str, error: BaseException) -> str:
     """Why an optional package did not do its part, as one line. One that is there may raise anything, when it
     is imported or later.
     """
@@ -90,13 +91,13 @@ def machine_curves(suffix: str = "") -> dict[str, float]:
     """
     import torch
     values = {}
-    with suppress(Exception):  # RunLog.begin says what is missing
+    with suppress(*FAULTS):  # RunLog.begin says what is missing
         now = cpu_and_ram()
         values = {f"System/CPU_percent{suffix}": now["cpu_percent"],
                   f"System/RAM_percent{suffix}": now["ram_percent"]}
     if torch.cuda.is_initialized():
         values[f"System/GPU_VRAM_MB{suffix}"] = torch.cuda.memory_reserved() / MB
-        with suppress(Exception):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
+        with suppress(*FAULTS):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
             values[f"System/GPU_percent{suffix}"] = torch.cuda.utilization()
     return values
 
@@ -119,18 +120,19 @@ def read_gpus() -> list[dict]:
     try:
         import pynvml
         pynvml.nvmlInit()  # repeated calls cost nothing
-    except Exception:  # not installed, or an NVMLError: no driver, or one of another version
+        count = pynvml.nvmlDeviceGetCount()
+    except FAULTS:  # not installed, or an NVMLError: no driver, or one of another version
         return []
 
     def query(name, *args):
         try:
             return getattr(pynvml, f"nvmlDeviceGet{name}")(*args)
-        except pynvml.NVMLError:
+        except FAULTS:
             return None
 
     found = []
-    for i in range(pynvml.nvmlDeviceGetCount()):
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(i)
+    for i in range(count):
+        gpu = query("HandleByIndex", i)  # None if it is lost
         load, memory, power = (query(name, gpu) for name in ("UtilizationRates", "MemoryInfo", "PowerUsage"))
         values = {"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
                   "memory_used": memory and memory.used, "memory_total": memory and memory.total}
@@ -142,13 +144,9 @@ def read_gpus() -> list[dict]:
 
 def read_machine(seconds: float) -> dict:
     """Watches the machine for `seconds`; CPU and network are means over that time. Sizes are in bytes.
-    `process_ram` is the RAM of all trainers, or else of this process. Raises UserError without psutil.
+    `process_ram` is the RAM of all trainers, or else of this process. Raises whatever psutil does.
     """
-    try:
-        import psutil
-    except Exception as error:
-        raise UserError("CPU, memory and network are read with psutil: "
-                        f"{why_not('psutil', error)}.") from None
+    import psutil
     psutil.cpu_percent()  # the next call returns the mean since this one
     before = network_traffic()
     time.sleep(seconds)
@@ -405,14 +403,15 @@ class EventFile:
             self._add(Event(wall_time=began, summary=text_pb("settings", text)))
             for record in records:
                 self.write(record)
-            earlier = sorted(self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}"))
+            found = self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}")
+            earlier = sorted(path for path in found if not path.is_symlink())  # a link may lead anywhere
             write_atomically(path, content.getvalue())
             for old in (*earlier[:-1], *self._directory.glob(".tmp-*")):  # the latter after a kill
                 old.unlink()
             for last in earlier[-1:]:
                 os.truncate(last, 0)  # a TensorBoard that has it open would stay there if it were removed
             self._writer = RecordWriter(open(path, "ab"))
-        except Exception as error:
+        except FAULTS as error:
             self._writer = None
             self._say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
 
@@ -467,7 +466,7 @@ class WandbRun:
             self.living.append(self._run)
             for record in records:
                 self.write(record)
-        except Exception as error:
+        except FAULTS as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
                 raise UserError("--wandb needs the package wandb: pip install wandb, or give --no-wandb.")
             self._run = None
@@ -480,14 +479,14 @@ class WandbRun:
     def close(self):
         if self._run in self.living:
             self.living.remove(self._run)
-            with suppress(Exception):
+            with suppress(*FAULTS):
                 self._run.finish()
 
     @classmethod
     def finish_all(cls, exit_code: int):
         """Ends what an error has left open; without this, wandb's own process drops what it has not sent."""
         while cls.living:
-            with suppress(Exception):
+            with suppress(*FAULTS):
                 cls.living.pop().finish(exit_code)
 
 
@@ -545,7 +544,7 @@ class RunLog:
             sink.open(self.records, settings)
         try:
             cpu_and_ram()  # the first record has the mean from now on
-        except Exception as error:
+        except FAULTS as error:
             self.say(f"curves of CPU and RAM are not written: {why_not('psutil', error)}")
         self._text.begin(step, settings["steps"])
 
@@ -669,7 +668,7 @@ class RunLog:
                     sink.open(self.records, self.settings)
                 else:
                     sink.write(record)
-            except Exception as error:  # of a package behind the sink, too
+            except FAULTS as error:  # of a package behind the sink, too
                 self._behind.append(sink)
                 self.say(f"WARNING: {type(sink).__name__} lacks a record ({first_line(error)}); the next one "
                          "tries again")
@@ -686,7 +685,7 @@ class RunLog:
             draw_curves(self.out.name, self.records, self.out / "training_history.png")
         except UserError as error:
             self.say(f"WARNING: the history was not written ({error})")
-        except Exception as error:
+        except FAULTS as error:
             if last:
                 self.say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
         self._next_drawing = time.perf_counter() + 20 * (time.perf_counter() - start)
@@ -792,7 +791,7 @@ def show_run(run: Path):
     try:
         draw_curves(name, records, path)
         print(f"the curves are in {path}", file=sys.stderr)
-    except Exception as error:  # a run may be there for reading only
+    except FAULTS as error:  # a run may be there for reading only
         print(f"the curves are not drawn: {why_not('matplotlib', error)}", file=sys.stderr)
 
 
@@ -813,7 +812,11 @@ def main(argv: list[str] | None = None) -> int:
             show_run(args.run)
             return 0
         while True:
-            reading = read_machine(args.interval)
+            try:
+                reading = read_machine(args.interval)
+            except FAULTS as error:
+                raise UserError("CPU, memory and network are read with psutil: "
+                                f"{why_not('psutil', error)}.") from None
             say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
             if args.once:
                 return 0

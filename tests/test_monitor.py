@@ -163,6 +163,9 @@ def test_gpus_by_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", stub)
     assert gpu_lines() == [GPU_LINE, GPU_LINE.replace("GPU 0", "GPU 1").replace(" | Power: 350 W", ""),
                            "  - GPU 2 (NVIDIA RTX 4090) | Temp: 65 C"]
+    stub.nvmlDeviceGetHandleByIndex = [0].__getitem__  # the others have fallen off the bus
+    stub.nvmlDeviceGetName = ["NVIDIA RTX 4090"].__getitem__
+    assert gpu_lines() == [GPU_LINE, "  - GPU 1 (None)", "  - GPU 2 (None)"]
 
 
 @needs_psutil
@@ -350,11 +353,11 @@ def test_tensorboard_that_is_installed_later_has_the_whole_curve(tmp_path, monke
     assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3]
 
 
-ERRORS = ["TypeError", "AttributeError", "OSError", "ImportError"]
+ERRORS = ["TypeError", "AttributeError", "OSError", "ImportError", "SystemExit"]
 
 
 @pytest.mark.parametrize("error, package", [
-    *zip(ERRORS, ["tensorboard"] * 4), *zip(ERRORS, ["matplotlib"] * 4), *zip(ERRORS, ["psutil"] * 4)])
+    *zip(ERRORS, ["tensorboard"] * 5), *zip(ERRORS, ["matplotlib"] * 5), *zip(ERRORS, ["psutil"] * 5)])
 def test_a_package_that_is_broken_ends_no_run(tmp_path, monkeypatch, capsys, package, error):
     block(monkeypatch, package)
     monkeypatch.delitem(sys.modules, package)
@@ -375,6 +378,28 @@ def test_a_package_that_is_broken_ends_no_run(tmp_path, monkeypatch, capsys, pac
     if package == "psutil":
         code, _, errors = command(capsys, "--once")
         assert code == 2 and errors.startswith("error: ") and f"{error}: made up." in errors
+
+
+def test_ctrl_c_while_a_package_is_imported_ends_the_run(tmp_path, monkeypatch):
+    block(monkeypatch, "psutil")
+    monkeypatch.delitem(sys.modules, "psutil")
+    (tmp_path / "psutil.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        begun(tmp_path)
+
+
+@needs_psutil
+@pytest.mark.parametrize("call", ["cpu_percent", "net_io_counters", "disk_usage", "process_iter"])
+def test_what_psutil_may_not_read_is_one_sentence(monkeypatch, capsys, call):
+    """Such as /proc/net/dev, as on Android."""
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(f"psutil.{call}", refuse)
+    code, out, errors = command(capsys, "--once", "--interval", "0.1")
+    assert (code, out) == (2, "") and errors.count("\n") == 1
+    assert errors.startswith("error: ") and "Permission denied" in errors
 
 
 def test_a_package_that_fails_later_ends_no_run(tmp_path, monkeypatch, capsys):
