@@ -72,18 +72,21 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def access(path: str | Path):
+def access(path: str | Path = ""):
     """Where files are read: an OSError becomes NotNow, unless there is no such file. Only bytes that were
-    read can show damage, so nothing is renamed, left out or begun anew because of an OSError.
+    read can show damage, so nothing is renamed, left out or begun anew because of an OSError. All commands
+    run in it as well, because to ask what a path is can raise one, too.
     """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        if error.errno in (None, errno.EINVAL):  # about bytes, from gzip, bz2, or a seek that they ask for
+        path = error.filename or path
+        # about bytes, from gzip, bz2, or a seek that they ask for; or about no file
+        if not path or error.errno in (None, errno.EINVAL):
             raise
-        raise NotNow(f"{error.filename or path} cannot be accessed ({error.strerror}): remove the cause, and "
+        raise NotNow(f"{path} cannot be accessed ({error.strerror}): remove the cause, and "
                      "run the same command again; what it holds may be sound.") from None
 
 
@@ -802,6 +805,10 @@ PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, 
 def find_files(where: str, say=lambda text: None) -> list[Path]:
     """The files of a path or pattern, sorted, each real file once. Brackets may be part of a name."""
     path = Path(os.path.expanduser(where))
+    for pattern in (path, *path.parents):
+        if glob.has_magic(pattern.name):
+            for folder in glob.glob(f"{pattern.parent}/", recursive=True):
+                names_in(Path(folder))  # glob leaves out what cannot be listed
     names = glob.glob(str(path), recursive=True) if not path.is_file() else [path]
     names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
     found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
@@ -958,7 +965,7 @@ def replacing(path: Path):
 def why_not_made(directory: Path, error: OSError) -> str:
     """Why a directory cannot be made: the system's reason, or the link to nothing that leads to it."""
     for path in (directory, *directory.parents):
-        if path.is_symlink() and not path.exists():
+        if os.path.islink(path) and not os.path.exists(path):  # which, unlike Path's, raise nothing
             return f"{path} is a link to {os.readlink(path)}, which is not there"
     return error.strerror
 
@@ -2254,7 +2261,8 @@ def main():
 if __name__ == "__main__":
     code = 0
     try:
-        main()
+        with access():
+            main()
     except UserError as error:
         code = error.exit_code
         print(f"error: {error}", file=sys.stderr)

@@ -160,7 +160,7 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, SystemExit):  # from --help
         return error.code or 0, "", ""
     if isinstance(error, KeyboardInterrupt):
-        return 130, "stopped", ""
+        return 130, "stopped", "it was stopped by Ctrl-C."
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
     if (asked := memory_asked_for(error)) is not None:
@@ -221,7 +221,8 @@ def launch(main):
     launched = True
     get_error_handler().initialize()
     try:
-        main()
+        with access():
+            main()
         code, text, reason = 0, "", ""
     except BaseException as error:
         code, text, reason = ending_of(error)
@@ -700,7 +701,8 @@ def on_all(function, *args):
     what = f"wait {next(_waits)}"
     store = heartbeat.store
     try:
-        result = function(*args)
+        with access():
+            result = function(*args)
     except BaseException as error:
         reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
         with suppress(RunError):

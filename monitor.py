@@ -22,6 +22,7 @@ import resource
 import sys
 import threading
 import time
+from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -774,6 +775,18 @@ def summarize(records: list[dict]) -> dict:
 # Command line
 
 
+def watch_machine(args: Namespace):
+    while True:
+        try:
+            reading = read_machine(args.interval)
+        except FAULTS as error:
+            raise UserError("CPU, memory and network are read with psutil: "
+                            f"{why_not('psutil', error)}.") from None
+        say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
+        if args.once:
+            return
+
+
 def show_run(run: Path):
     warnings = []
     try:
@@ -808,18 +821,8 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if not 0.1 <= args.interval <= 1e6:
             parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
-        if args.run:
-            show_run(args.run)
-            return 0
-        while True:
-            try:
-                reading = read_machine(args.interval)
-            except FAULTS as error:
-                raise UserError("CPU, memory and network are read with psutil: "
-                                f"{why_not('psutil', error)}.") from None
-            say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
-            if args.once:
-                return 0
+        with access():
+            show_run(args.run) if args.run else watch_machine(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

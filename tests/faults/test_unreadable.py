@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import fork
 from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import data
@@ -98,6 +99,45 @@ def test_data_that_cannot_be_read_are_not_damaged(shards, corpus, tmp_path, name
         uses[use]()
 
 
+LONG = "x" * 300  # for root, too, nothing can be said of a path with such a name
+TOO_LONG = "cannot be accessed (File name too long)"
+
+
+@pytest.mark.parametrize("ranks, command", [
+    (0, f"train_mlm.py --data {LONG}/data"), (0, f"train_gpt2.py --data {LONG}/data --dry-run"),
+    (0, f"train_gpt2.py --data text:{LONG}/*"), (2, f"train_gpt2.py --resume {LONG}/run"),
+    (0, f"train_hrm.py --init-from hf:{LONG}/model"), (0, f"test_ddp.py --data {LONG}/data"),
+    (0, f"data.py prepare --dataset jsonl:{LONG}/a.jsonl"), (0, f"data.py info {LONG}/data"),
+    (0, f"data.py prepare --dataset stdlib --out out --tokenizer {LONG}/tokenizer.json"),
+    (0, f"monitor.py {LONG}/run")])
+def test_a_path_of_which_nothing_can_be_said(corpus, tmp_path, ranks, command):
+    """As of one in the home directory of somebody else, which is_file and is_dir answer with an error."""
+    done = fork(ranks, *command.split(), cwd=tmp_path)
+    said = [line for line in done.out.splitlines() if line.startswith("error: ")]
+    assert done.code in (1, 2) and "Traceback" not in done.out, done.out
+    assert len(said) == max(ranks, 1) and all(TOO_LONG in line for line in said), done.out
+    with pytest.raises(data.UserError, match="cannot be written: File name too long"):
+        data.prepare(f"text:{corpus}", tmp_path / LONG / "out", "bytes")
+
+
+@pytest.mark.parametrize("pattern", ["notes/**/*.txt", "notes/*/*.txt", "notes/b/*"])
+def test_a_folder_of_texts_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch, pattern):
+    for name in ("a", "b"):
+        (tmp_path / "notes" / name).mkdir(parents=True)
+        (tmp_path / "notes" / name / "x.txt").write_text(f"text {name}")
+    real = os.listdir
+
+    def list_others(path):
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", list_others)
+    with pytest.raises(data.NotNow, match="notes/b cannot be accessed .Permission denied"):
+        data.find_files(f"{tmp_path}/{pattern}")
+    assert len(data.find_files(f"{tmp_path}/notes/a/*")) == 1
+
+
 def test_plain_shards_that_cannot_be_listed_are_not_gone(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(data.NotNow, match="cannot be accessed"):
@@ -134,7 +174,7 @@ def test_a_file_system_that_cannot_sync_directories(corpus, tmp_path, monkeypatc
     out = data.prepare(f"text:{corpus}", tmp_path / "out", "bytes", workers=1)
     before = len(os.listdir("/proc/self/fd"))
     done = train(0, out, tmp_path / "run")
-    assert done.code == 0 and "WARNING" not in done.out, done.out
+    assert done.code == 0 and "written" not in done.out, done.out
     assert [path.name[5:13] for path in list_checkpoints(tmp_path / "run")] == ["00000008", "00000004"]
     for _ in range(20):
         data.fsync_directory(tmp_path)
