@@ -147,7 +147,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists all flags.")
 
     def print_help(self, file=None):
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if int(os.environ.get("LOCAL_RANK") or 0) == 0:
             super().print_help(file)
 
 

@@ -150,7 +150,7 @@ class RunError(Exception):
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def ending_of(error: BaseException) -> tuple[int, str, str]:
@@ -329,7 +329,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     env = os.environ
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
     rank, world_size, store = join(timeout) if launched else (0, 1, dist.HashStore())
-    local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE") or 1)
     where, backend = on_all(choose_device, backend, device, local_world_size)
     if compare:
         compare(where, backend)
@@ -361,8 +361,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     connect(backend, lambda: dist.init_process_group(
         backend, store=dist.PrefixStore("process group", store), rank=rank,
         world_size=world_size, timeout=timedelta(seconds=timeout), device_id=gpu))
-    return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK', 0)}",
-                 int(env.get("GROUP_WORLD_SIZE", 1)), where, backend)
+    return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK') or 0}",
+                 int(env.get("GROUP_WORLD_SIZE") or 1), where, backend)
 
 
 def connect(backend: str, function):
@@ -489,7 +489,7 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
     try:
         store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
                               wait_for_workers=False, multi_tenant=True)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:  # the last of a port above 65535
         raise RunError(f"the port of {where} is in use here: end what uses it, or choose another MASTER_PORT."
                        if "EADDRINUSE" in str(error) else
                        f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
@@ -504,10 +504,10 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
                             "store still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
                             "on every node before torchrun, and start again; a run resumes from its newest "
                             "checkpoint.")
-        several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE", 1))
+        several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE") or 1)
         own = address_towards(env["MASTER_ADDR"]) if several_nodes and HAS_CLUSTER else ""
         store.compare_set("a node's address", "", own)
-        leaves_last = hosts_store or several_nodes and env.get("GROUP_RANK", "0") == "0"
+        leaves_last = hosts_store or several_nodes and (env.get("GROUP_RANK") or "0") == "0"
         heartbeat = Heartbeat(store, rank, world_size, where, timeout, leaves_last)
         heartbeat.wait_for_all()
         if several_nodes and HAS_CLUSTER:
@@ -561,7 +561,7 @@ class Heartbeat:
 
     def __post_init__(self):
         self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
-        self.name = f"rank {self.rank} on node{os.environ.get('GROUP_RANK', 0)} ({HOST})"
+        self.name = f"rank {self.rank} on node{os.environ.get('GROUP_RANK') or 0} ({HOST})"
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
         self._state = ""

@@ -296,7 +296,7 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
 
 def dry_run(model_class: type, args: Namespace, **example):
     """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
-    if int(os.environ.get("RANK", 0)) > 0:
+    if int(os.environ.get("RANK") or 0) > 0:
         return
     processes, gigabytes = machine(args.dry_run, args.device)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch,
@@ -350,8 +350,8 @@ def machine(text: str, device: str) -> tuple[int, float]:
         total = torch.cuda.get_device_properties(0).total_memory
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        total /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(os.environ.get("WORLD_SIZE", 1)), total / 1e9
+        total /= int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return int(os.environ.get("WORLD_SIZE") or 1), total / 1e9
 
 
 # -----------------------------------------------------------------------------------------------------------

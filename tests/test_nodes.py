@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, Finished, finish, run, start
 from lab import MASTER, PORT, Lab, Unavailable
-from processes import Group
+from processes import Group, fork
 from runs import Trainer, log_of
 from test_monitor import curves
 
@@ -192,6 +192,27 @@ def test_a_lasting_world_size_says_unset(shards, tmp_path, monkeypatch):
     done = GPT2.here(*GPT2.flags(shards, tmp_path / "run", steps=1))
     assert done.code == 2 and "RANK is not set" in done.out, done.out
     assert "`unset RANK WORLD_SIZE`" in done.out
+
+
+@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}])
+def test_empty_variables_of_a_launcher_are_none(launched):
+    """As a .env file of Docker passes them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    env = dict.fromkeys(names, "") | launched | ({"MASTER_PORT": port} if launched else {})
+    done = fork(0, "test_ddp.py", "--device", "cpu", "--timeout", 20, **env)
+    assert done.code == 0 and "rank 0 on" in done.out, done.out
+    empty = dict.fromkeys((*names, "RANK", "WORLD_SIZE"), "")
+    done = fork(0, "train_gpt2.py", "--device", "cpu", "--data", "stdlib", "--dry-run", **empty)
+    assert done.code == 0 and "1 processes" in done.out, done.out
+
+
+def test_a_port_that_no_machine_has():
+    env = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 295_000}
+    done = fork(0, "test_ddp.py", "--device", "cpu", "--timeout", 20, **env)
+    assert done.code == 1 and "Traceback" not in done.out and "check MASTER_ADDR, MASTER_PORT" in done.out
 
 
 def test_ranks_of_before_in_the_store_of_torchrun(monkeypatch):

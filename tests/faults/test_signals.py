@@ -194,6 +194,22 @@ def test_ctrl_c_where_exceptions_are_dropped(tmp_path, shards):
     assert done.out.endswith("\nstopped\n") and "Traceback" not in done.out
 
 
+def ctrl_c_before_the_log():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    ddp_utils.begin_log = interrupt
+
+
+def test_ctrl_c_in_one_of_two_processes_is_named_by_the_other(tmp_path, shards):
+    """As on one of several nodes; nobody was busy or cut off."""
+    group = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "run"), ranks=2, fault=ctrl_c_before_the_log,
+                  fault_rank=1)
+    done = group.finish()
+    assert group.codes == [1, 130] and "failed first: it was stopped by Ctrl-C" in done.out, done.out
+    assert "busy" not in done.out and "Traceback" not in done.out, done.out
+
+
 @pytest.mark.parametrize("number", [*STOPS, signal.SIGHUP])
 def test_training(tmp_path, shards, number):
     out = tmp_path / "run"
