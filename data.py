@@ -749,12 +749,11 @@ class Source:
             self.done += path.stat().st_size
 
     def _hub(self):
-        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        if not Path(self.repo).exists() and not reachable(hub):
-            raise NotNow(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
-                         "parquet:) or the source stdlib, which every machine has.")
-
         def batches():
+            hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+            if not Path(self.repo).exists() and not reachable(hub):
+                raise NotNow(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
+                             "parquet:) or the source stdlib, which every machine has.")
             import datasets  # takes 1.2 s
             rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
             if rows.column_names:
@@ -769,8 +768,10 @@ class Source:
             for batch in batches:
                 for values in zip(*(batch[field] for field in self.fields)):
                     yield self._texts(name, values), None
-        except (ValueError, OSError, RuntimeError) as error:  # missing, damaged, or in need of a script
-            reason = str(error).partition("\n")[0].rstrip(".")
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # missing, damaged, in need of a script, or any of httpx
+            reason = first_line(error).rstrip(".")
             raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
 
     def _check_fields(self, where, there):

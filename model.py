@@ -41,6 +41,7 @@ from data import (
     UserError,
     access,
     documents,
+    first_line,
     names_in,
     prompt_ids,
     read_json,
@@ -1619,9 +1620,9 @@ def config_from_hf(model_class: type, source: str):
         try:
             directory = Path(snapshot_download(source, allow_patterns=[
                 "*config.json", "*.safetensors*", "tokenizer.json", "vocab.json", "merges.txt"]))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of the hub, or of httpx below it
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
-                            f"{str(error).splitlines()[0]}")
+                            f"{first_line(error)}")
     files = [directory / name for name in names_in(directory) if name == "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     try:

@@ -33,6 +33,7 @@ from conftest import ROOT, SHARED, finish, place, run, start, torchrun
 
 import data
 import ddp_utils
+import model
 
 EOT = data.EOT
 
@@ -1280,6 +1281,19 @@ def test_a_proxy_in_any_form_is_asked(monkeypatch, name, form):
         assert not data.reachable("https://host.invalid")
     monkeypatch.delenv("no_proxy")
     assert not data.reachable("https://host.invalid")  # the proxy has gone
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:nope", "http://[::1"])
+def test_a_proxy_that_is_no_address_is_a_sentence(tmp_path, monkeypatch, proxy):
+    """Of the hub, too, whose client raises errors that are no OSError."""
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    monkeypatch.setenv("https_proxy", proxy)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with pytest.raises(data.UserError, match="stanfordnlp/imdb cannot be read .ValueError: "):
+        data.prepare("imdb", tmp_path / "out", "bytes")
+    with pytest.raises(data.UserError, match="hf:none/such is neither a directory nor a repository that can"):
+        model.config_from_hf(model.GPT2, "none/such")
 
 
 def test_a_preparation_without_a_terminal_has_lines(corpus, tmp_path, monkeypatch, capsys):
