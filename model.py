@@ -1576,17 +1576,20 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     if not masked:
         contents["generation_config.json"] = ends | {"do_sample": True}
 
-    directory, save_file = Path(directory), _safetensors().torch.save_file
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{directory} cannot be written ({error.strerror}): move away what is there.")
+    directory, safetensors = Path(directory), _safetensors()
     tensors = {name: t.float().cpu() for name, t in _as_theirs(model).items()}
     tensors = {name: t.contiguous() for name, t in family.joined(tensors, c).items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    for name, content in contents.items():
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # saved for its owner only
+    file = directory / "model.safetensors"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+        for name, content in contents.items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+        shutil.copymode(directory / "config.json", file)  # saved for its owner only
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", error)
+        raise NotNow(f"{directory} cannot be written ({reason}): free some space, or move away what is "
+                     "there.")
 
 
 def _post_processor(around: dict[str, int], prefix: bool) -> dict:

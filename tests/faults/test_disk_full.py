@@ -123,3 +123,13 @@ def test_prepare(disk, tmp_path, corpus, leave):
     assert Group(*command, tmp_path / "whole").finish().code == 0
     names = sorted(path.name for path in (tmp_path / "whole").glob("*.*"))
     assert [sha256_of(disk / "out" / n) for n in names] == [sha256_of(tmp_path / "whole" / n) for n in names]
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_an_export_for_which_there_is_no_room(disk, shards, form):
+    pytest.importorskip("gguf")
+    assert GPT2.fork(0, shards, disk / "run", steps=1).code == 0
+    fill(disk)
+    done = GPT2.fork(0, shards, disk / "run", steps=1, export=form)
+    assert done.code == 1 and "Traceback" not in done.out, done.out
+    assert re.search(rf"error: {disk}/run/\w+\S* cannot be written .*No space left", done.out), done.out
