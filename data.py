@@ -482,7 +482,8 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
             encoding = tiktoken.get_encoding(name)
         except OSError as error:  # requests raises subclasses of OSError
             raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
-                            "TIKTOKEN_CACHE_DIR to a cache that has it, or use bytes or bpe:16384.")
+                            "TIKTOKEN_CACHE_DIR to a cache that has it, or use --tokenizer bytes or "
+                            "bpe:16384.")
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
                          encoding._special_tokens)
     with access(name):
@@ -999,6 +1000,11 @@ def map_file(file) -> mmap.mmap | bytes:
         return file.read()
 
 
+def way_back(path: Path) -> str:
+    """How to mend a file of a data set; with its manifest there, `prepare` would say that it is prepared."""
+    return f"copy it, or delete {path.parent} and prepare it again."
+
+
 def open_shard(path: Path) -> np.ndarray:
     """Maps the tokens of a shard, (n,) uint16 or uint32. Raises UserError if header and length disagree."""
     try:
@@ -1007,7 +1013,8 @@ def open_shard(path: Path) -> np.ndarray:
         header = np.frombuffer(content[:HEADER_BYTES], dtype="int32")
         size = len(content)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', 'too short')}.")
+        reason = getattr(error, "strerror", "too short")
+        raise UserError(f"{path} cannot be read ({reason}): {way_back(path)}")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
     if dtype is None or len(header) < 256:
         raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. A file "
@@ -1016,7 +1023,7 @@ def open_shard(path: Path) -> np.ndarray:
                         "'train.bin', 'uint16')], 'uint16')\", and val.bin as x/val_000000.bin.")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
-        raise UserError(f"{path} has {size} bytes instead of {expected}: copy it or prepare the data again.")
+        raise UserError(f"{path} has {size} bytes instead of {expected}: {way_back(path)}")
     return np.frombuffer(content, dtype, offset=HEADER_BYTES)
 
 
@@ -1084,7 +1091,7 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     with contextlib.suppress(FileNotFoundError):
         digest = sha256_of(path)
     if digest != recorded["sha256"]:
-        raise UserError(f"{path} is missing or has changed: copy it or prepare the data again.")
+        raise UserError(f"{path} is missing or has changed: {way_back(path)}")
     text = path.read_text(encoding="utf-8")
     if name is None or name == recorded["name"] and not Path(name).exists():
         return text
@@ -1092,7 +1099,7 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     named = with_roles(named) if named and "roles" in manifest else named
     if not named or named.to_json() != parse_tokenizer_json(name, text).to_json():
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
-                        "is now: leave --tokenizer out, or prepare the data in another directory.")
+                        "is now: name that directory without --tokenizer, or prepare the data in another.")
     return text
 
 
@@ -1435,7 +1442,7 @@ def check_loss(name: str, counts: Counter) -> str:
     lost = counts["lost"] / max(counts["all"], 1)
     text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
     if lost > 0.01:
-        raise UserError(f"{text}: use another tokenizer, such as gpt2 or bpe:N.")
+        raise UserError(f"{text}: use another --tokenizer, such as gpt2 or bpe:N.")
     return f"WARNING: {text}" if lost else ""
 
 
@@ -1769,7 +1776,7 @@ def check_ids(path: Path, tokens: np.ndarray, tokenizer):
     """Raises UserError if `tokens` of a file hold an id that no text has with this tokenizer (None: any)."""
     if tokenizer and (largest := int(tokens.max(initial=0))) >= tokenizer.vocab_size:
         raise UserError(f"{path} holds the id {largest}, but {tokenizer.name} has {tokenizer.vocab_size} "
-                        "ids: name the right one with --tokenizer, or prepare the data again.")
+                        f"ids: name the right one with --tokenizer, or {way_back(path)}")
 
 
 class Shards:
@@ -1948,7 +1955,7 @@ def read_directory(directory: Path, seq_len: int,
         tokens = open_shard(directory / shard["file"])
         if len(tokens) != shard["tokens"]:
             raise UserError(f"{directory / shard['file']} has {len(tokens)} tokens instead of "
-                            f"{shard['tokens']}: copy it or prepare the data again.")
+                            f"{shard['tokens']}: {way_back(directory / shard['file'])}")
         if i == 0:  # the others as they are read, see Shards.take
             check_ids(directory / shard["file"], tokens[:1_000_000], tokenizer)
     return manifest, tokenizer
@@ -2112,8 +2119,9 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     for flag, limit in limits.items():
         before = manifest["settings"].get(flag) if manifest else None
         if limit not in (None, before) and (manifest or out == Path(data)):
-            raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave the flag "
-                            "out, delete that directory, or prepare another one with data.py --out.")
+            flag = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave it out, "
+                            "delete that directory, or give data.py prepare another --out, and name that.")
     if out == Path(data):
         return out
     if local_rank > 0:
@@ -2172,7 +2180,7 @@ def verify(directory: Path):
         path = directory / shard["file"]
         open_shard(path)  # which says what is wrong with a header or a length
         if sha256_of(path) != shard["sha256"]:
-            raise UserError(f"{path} has changed: copy it or prepare the data again.")
+            raise UserError(f"{path} has changed: {way_back(path)}")
         print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
     print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
 

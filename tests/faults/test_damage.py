@@ -178,3 +178,35 @@ def test_a_wrong_position_in_an_unfinished_manifest_is_noticed(prepared, tmp_pat
     (out / "manifest.json").write_text(text.replace(f" {position},\n", f" {int(position) - 1},\n"))
     with pytest.raises(data.UserError, match="its checksum is wrong"):
         data.read_manifest(out)
+
+
+@pytest.mark.parametrize("damage", ["short", "gone", "header", "an id", "tokenizer"])
+def test_the_advice_for_damaged_data_leads_on(corpus, tmp_path, damage):
+    """To prepare them again alone would not: their manifest says that they are prepared."""
+    out = data.prepare(f"text:{corpus}", tmp_path / "out", "bytes")
+    path = out / ("tokenizer.json" if damage == "tokenizer" else "train_000000.bin")
+    if damage == "short":
+        os.truncate(path, 5000)
+    elif damage == "header":
+        os.truncate(path, 7)
+    elif damage == "an id":
+        content = bytearray(path.read_bytes())
+        content[data.HEADER_BYTES + 1] = 255
+        path.write_bytes(content)
+    else:
+        path.unlink()
+    for use in (data.verify, lambda out: data.Dataset([out], 16)):
+        with pytest.raises(data.UserError, match=f"delete {out} and prepare it again.$"):
+            use(out)
+    shutil.rmtree(out)
+    data.prepare(f"text:{corpus}", out, "bytes")
+    data.verify(out)
+
+
+def test_limits_are_named_as_flags(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = f"text:{corpus}"
+    out = data.locate(source, "bytes", 0, 0, max_tokens=5000)
+    with pytest.raises(data.UserError, match="with another --max-tokens .5000, now 6000.: leave it out, "):
+        data.locate(source, "bytes", 0, 0, max_tokens=6000)
+    assert data.locate(source, "bytes", 0, 0, max_tokens=None) == out
