@@ -814,7 +814,8 @@ def find_files(where: str, say=lambda text: None) -> list[Path]:
     names = glob.glob(str(path), recursive=True) if not path.is_file() else [path]
     names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
     found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
-    files = {(path.stat().st_dev, path.stat().st_ino): path for path in found}
+    # some file systems give no numbers
+    files = {(path.stat().st_dev, path.stat().st_ino or path): path for path in found}
     if len(files) < len(found):
         say(f"note: {len(found)} names of {where} lead to {len(files)} files: each is read once")
     return sorted(files.values())

@@ -2043,6 +2043,8 @@ class TrainState:
         if self.ema:
             # of older runs, and of those that had none, one in each step
             self.ema.updates = saved.get("ema_updates") or saved["step"]
+            if tensors["ema"] and "ema_updates" not in saved:
+                say("averaged weights: from here on their decay grows with the steps, see --ema in --help")
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
@@ -2477,6 +2479,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     log.say(f"run directory {log.out}{resuming}")
     changed = [name for name, p in state.model.named_parameters()
                if run.initial and not run.saved and int(bit_sum(local_shard(p))) != run.initial.get(name)]
+    changed = sorted({*itertools.chain(*from_all(changed))})  # each rank sees its own shards
     if changed:
         log.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
                 "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")

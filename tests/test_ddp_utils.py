@@ -168,6 +168,17 @@ def test_a_restored_average_goes_on_with_the_decay_of_its_step(tmp_path, world):
     assert torch.equal(state.ema.average["head.weight"], other.ema.average["head.weight"])
 
 
+def test_an_average_of_before_says_that_its_decay_changes(tmp_path, world):
+    """Then it was the same in each step."""
+    save(tmp_path, world, make_state(world, ema=0.999), steps=(2,))
+    saved = load_checkpoint(tmp_path, print)
+    for old in (False, True):
+        said = []
+        make_state(world, ema=0.999).restore(saved, said.append)
+        assert [text for text in said if "their decay grows" in text] == said and len(said) == old
+        saved.pop("ema_updates", None)
+
+
 def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
     """From AdamW to Muon and back: a parameter has the whole state that its optimizer saved, or none."""
     for old, new in (("adamw", "muon"), ("muon", "adamw")):

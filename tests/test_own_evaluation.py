@@ -581,6 +581,13 @@ def test_weights_drawn_again_for_shards_are_warned_of(strategy, shards, tmp_path
     assert again.code == 0 and said not in again.out, again.out
 
 
+def test_a_change_in_the_shards_of_another_rank_is_warned_of(shards, tmp_path):
+    line = "ddp.local_shard(model.embed.weight.detach()).mul_(1 + world.rank)"
+    trainer = changed(tmp_path / "train_rows.py", (line, "example = "))
+    done = trainer.fork(2, shards, tmp_path / "run", steps=1, strategy="zero3")
+    assert done.code == 0 and "WARNING: embed.weight changed after new_model" in done.out, done.out
+
+
 def number(text: str) -> int:
     return int(text.replace(",", ""))
 

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 from runs import Trainer
@@ -376,6 +377,20 @@ def test_hard_links_are_one_file(here, capsys):
     assert texts_of("text:*.txt", val_split="hash:0.1") == ["text", "text"]
     prepared("text:*.txt", "out", val_split="hash:0.000001")
     assert "3 names of *.txt lead to 2 files: each is read once" in capsys.readouterr().out
+
+
+def test_a_file_system_without_numbers_of_files(here, monkeypatch):
+    """Such as some FUSE: all files are number 0, and yet no links to one."""
+    for name in "ab":
+        (here / f"{name}.txt").write_text(f"text {name}")
+    real = Path.stat
+
+    def without_number(path, **options):
+        values = [*real(path, **options)]
+        return os.stat_result([values[0], 0, *values[2:]])
+
+    monkeypatch.setattr(Path, "stat", without_number)
+    assert texts_of("text:*.txt", val_split="hash:0.1") == ["text a", "text b"]
 
 
 def test_a_file_without_permission_is_one_sentence(here, monkeypatch):
