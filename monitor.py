@@ -657,7 +657,7 @@ class RunLog:
     def _pass_on(self, record: dict):
         self.records.append(record)
         # and the directory was made again, by `lost`
-        removed = not all((self.out / name).exists() for name in ("metrics.jsonl", *self.files))
+        removed = not all(os.path.exists(self.out / name) for name in ("metrics.jsonl", *self.files))
         if removed:
             with suppress(OSError, UserError):  # which a sink says below
                 self._write_files()

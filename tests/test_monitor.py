@@ -4,6 +4,7 @@ summary of a run.
 
 import base64
 import contextlib
+import errno
 import importlib.util
 import io
 import json
@@ -438,6 +439,25 @@ def test_a_run_that_may_only_be_read_prints_its_line(tmp_path, capsys):
     code, out, errors = command(capsys, tmp_path)
     assert code == 0 and json.loads(out)["step"] == 1
     assert errors.startswith("the curves are not drawn: ") and "cannot be written" in errors
+
+
+def test_a_disk_that_is_away_for_a_while_costs_nothing(tmp_path, monkeypatch, capsys):
+    """Such as one of another machine: all that is asked of it fails, and later nothing does."""
+    log = begun(tmp_path)
+    log.write(record(1), "")
+    real = os.stat
+
+    def away(path, *_, **__):
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *_, **__)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", away)
+        log.write(record(2), "")
+    log.write(record(3), "")
+    log.close()
+    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeypatch, capsys):
