@@ -499,7 +499,7 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
             raise UserError(f"{merges} and vocab.json beside it cannot be read by tokenizers: {error}.")
         old.add_special_tokens([EOT])
         return parse_tokenizer_json(name, old.to_str())
-    if name.startswith("bpe:"):
+    if re.fullmatch(r"bpe:\d+", name):
         raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
     raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
 
@@ -1369,7 +1369,7 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
         raise UserError("--prompt-field and --response-field go together: name both.")
     if pairs:
         if row is not None and row < 4:
-            raise UserError("--row must be 4 or more.")
+            raise UserError("--row, in training --seq-len, must be 4 or more.")
         row, long = row or (TASK_ROW if prefix == "task" else 0), long or "truncate"  # 0: see row_for
     elif row or long:
         raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")

@@ -210,3 +210,11 @@ def test_limits_are_named_as_flags(corpus, tmp_path, monkeypatch):
     with pytest.raises(data.UserError, match="with another --max-tokens .5000, now 6000.: leave it out, "):
         data.locate(source, "bytes", 0, 0, max_tokens=6000)
     assert data.locate(source, "bytes", 0, 0, max_tokens=None) == out
+
+
+def test_a_trainer_names_its_own_flag_and_the_form_of_bpe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(data.UserError, match="in training --seq-len, must be 4 or more"):
+        data.locate("task:addition", "bytes", 0, 0, row=3)
+    with pytest.raises(data.UserError, match="unknown tokenizer 'bpe:32k', .* bpe:N .trained on the data"):
+        data.load_tokenizer("bpe:32k")
