@@ -157,8 +157,8 @@ MISTAKES = {
     "train_gpt2.py --out run-pairs --data pairs --prompt " + "long" * 9: "prompt & 38 & 32",
     "train_gpt2.py --out run-pairs --data pairs --prompt x --condition <|deep|>":
         "tokenizer & <|deep|> & [MASK]",
-    "train_hrm.py --max-tokens 500": "ready & max_tokens & None & 500",
-    "train_hrm.py --max-samples 5": "ready & max_samples & None & 5",
+    "train_hrm.py --max-tokens 500": "ready & leave it out & None & 500",
+    "train_hrm.py --max-samples 5": "ready & leave it out & None & 5",
     "train_hrm.py --max-tokens many": "--max-tokens & many & 500k",
     "train_hrm.py --max-samples 5 --data text:good.txt --tokenizer bytes":
         "--max-samples & tail:F & --max-tokens",
