@@ -932,6 +932,8 @@ def pieces(blocks):
 # Each machine that torch has a build for is little-endian.
 
 HEADER_BYTES = 1024
+# of a damaged file: with its manifest there, `prepare` would say that it is prepared
+WAY_BACK = "copy it, or delete its directory and prepare it again."
 FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 
 
@@ -1001,11 +1003,6 @@ def map_file(file) -> mmap.mmap | bytes:
         return file.read()
 
 
-def way_back(path: Path) -> str:
-    """How to mend a file of a data set; with its manifest there, `prepare` would say that it is prepared."""
-    return f"copy it, or delete {path.parent} and prepare it again."
-
-
 def open_shard(path: Path) -> np.ndarray:
     """Maps the tokens of a shard, (n,) uint16 or uint32. Raises UserError if header and length disagree."""
     try:
@@ -1015,7 +1012,7 @@ def open_shard(path: Path) -> np.ndarray:
         size = len(content)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "too short")
-        raise UserError(f"{path} cannot be read ({reason}): {way_back(path)}")
+        raise UserError(f"{path} cannot be read ({reason}): {WAY_BACK}")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
     if dtype is None or len(header) < 256:
         raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. A file "
@@ -1024,7 +1021,7 @@ def open_shard(path: Path) -> np.ndarray:
                         "'train.bin', 'uint16')], 'uint16')\", and val.bin as x/val_000000.bin.")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
-        raise UserError(f"{path} has {size} bytes instead of {expected}: {way_back(path)}")
+        raise UserError(f"{path} has {size} bytes instead of {expected}: {WAY_BACK}")
     return np.frombuffer(content, dtype, offset=HEADER_BYTES)
 
 
@@ -1092,7 +1089,7 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     with contextlib.suppress(FileNotFoundError):
         digest = sha256_of(path)
     if digest != recorded["sha256"]:
-        raise UserError(f"{path} is missing or has changed: {way_back(path)}")
+        raise UserError(f"{path} is missing or has changed: {WAY_BACK}")
     text = path.read_text(encoding="utf-8")
     if name is None or name == recorded["name"] and not Path(name).exists():
         return text
@@ -1777,7 +1774,7 @@ def check_ids(path: Path, tokens: np.ndarray, tokenizer):
     """Raises UserError if `tokens` of a file hold an id that no text has with this tokenizer (None: any)."""
     if tokenizer and (largest := int(tokens.max(initial=0))) >= tokenizer.vocab_size:
         raise UserError(f"{path} holds the id {largest}, but {tokenizer.name} has {tokenizer.vocab_size} "
-                        f"ids: name the right one with --tokenizer, or {way_back(path)}")
+                        f"ids: name the right one with --tokenizer, or {WAY_BACK}")
 
 
 class Shards:
@@ -1956,7 +1953,7 @@ def read_directory(directory: Path, seq_len: int,
         tokens = open_shard(directory / shard["file"])
         if len(tokens) != shard["tokens"]:
             raise UserError(f"{directory / shard['file']} has {len(tokens)} tokens instead of "
-                            f"{shard['tokens']}: {way_back(directory / shard['file'])}")
+                            f"{shard['tokens']}: {WAY_BACK}")
         if i == 0:  # the others as they are read, see Shards.take
             check_ids(directory / shard["file"], tokens[:1_000_000], tokenizer)
     return manifest, tokenizer
@@ -2181,7 +2178,7 @@ def verify(directory: Path):
         path = directory / shard["file"]
         open_shard(path)  # which says what is wrong with a header or a length
         if sha256_of(path) != shard["sha256"]:
-            raise UserError(f"{path} has changed: {way_back(path)}")
+            raise UserError(f"{path} has changed: {WAY_BACK}")
         print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
     print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
 

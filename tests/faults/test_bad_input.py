@@ -441,7 +441,8 @@ def without_names(command: str, sentence: str) -> str:
     for word in command.split()[2 if command.startswith("data.py") else 1:]:
         path = alone(word, r"/[\w./]*\w")
         sentence = re.sub(path if re.search(path, sentence) else alone(word), "NAME", sentence)
-    return sentence
+    # nor what each command is offered
+    return re.sub(r"; the nearest flag to NAME is [\w-]+|, such as run-[\w, -]+(?=, or)", "", sentence)
 
 
 def check(done: Finished, command: str) -> str:
