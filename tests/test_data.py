@@ -611,7 +611,7 @@ def test_limits(documents, many, tmp_path):
 def test_locate(corpus, shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert data.locate(str(shards), None, 0, 0) == shards
-    with pytest.raises(data.UserError, match="with another max_samples .None, now 7.: leave the flag out"):
+    with pytest.raises(data.UserError, match="with another --max-samples .None, now 7.: leave it out"):
         data.locate(str(shards), None, 0, 0, max_samples=7)
     found = []
 
