@@ -246,12 +246,14 @@ def launch(main):
 
 def with_cleanup(main):
     """Makes a main() that can be called again, as in a notebook. At its end signals are handled as before,
-    frozen garbage is thawed, locks are released and the process group is gone; but not where one of several
-    processes has failed, because destroying the group can hang.
+    frozen garbage is thawed, locks are released, and the process group is gone, as are the environment
+    variables for it (what the notebook starts next may want another network card); but not where one of
+    several processes has failed, because destroying the group can hang.
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None):
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        environment = os.environ.copy()
         joined_before = dist.is_initialized()
         failed = True
         try:
@@ -261,6 +263,8 @@ def with_cleanup(main):
             if not heartbeat or not failed:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+                os.environ.clear()
+                os.environ.update(environment)
                 RunLock.release()
                 monitor.WandbRun.finish_all(int(failed))
                 gc.unfreeze()
@@ -2149,7 +2153,7 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
             runs = [str(run) for run in runs if not family or family_of(run) in ("", family)]
             such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
-                            "--init-from and load_frozen also take hf:DIR_OR_ID.")
+                            f"a model of Hugging Face is --init-from hf:{where}.")
         damaged = []
         for path in candidates:
             try:
@@ -2541,7 +2545,7 @@ def say_plan(run: Run, state: TrainState, identity: dict):
     row = rows.get(settings["size"], {})
     usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
     shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items()
-             if value != getattr(usual, name)]
+             if value != getattr(usual, name) or name == "attention"]  # which the data may choose
     parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
                   f"{len(blocks)} blocks")
     ids = f"vocabulary {c.vocab_size:,}, padded to {c.padded_vocab:,}"

@@ -674,7 +674,7 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
     attention = {"train_gpt2.py": "isolated", "train_hrm.py": "prefix"}[script]
     trainer, out = Trainer(script, seq_len=128, max_new_tokens=20), tmp_path / "run"
     done = trainer.train(0, pairs, out, steps=30)
-    assert f"attention {attention}, n_layer" in done.out, done.out
+    assert f"attention {attention}; n_layer" in done.out, done.out
     # not the share of right labels: the end of a response is one, and easy
     assert done.code == 0 and "exact match" in done.out and "accuracy" not in done.out, done.out
     record = evaluations_of(out)[-1]
@@ -744,7 +744,7 @@ def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):
     def begun(name, weights, **changes):
         done = trainer.fork(ranks, pairs, tmp_path / name, init_from=weights, lr=0, size="tiny", **changes)
         assert done.code == 0, done.out
-        found = re.search(r"attention (\w+), n_layer", done.out)[1]
+        found = re.search(r"attention (\w+); n_layer", done.out)[1]
         return found, "WARNING: " in done.out and "attention, and this run has" in done.out, \
             evaluations_of(tmp_path / name)[-1]["val_loss"]
     before = [evaluations_of(run)[-1]["val_loss"] for run in (prefix, isolated)]
