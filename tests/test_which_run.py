@@ -445,7 +445,7 @@ def test_a_flag_that_is_new_to_a_run_is_as_in_the_row_of_its_size(tmp_path, shar
     text = text.replace("    return ddp.parse(", flag)
     path.write_text(text.replace("vocab_size=512", "vocab_size=512, smooth=0.1"))
     done = fork(0, path, "--out", out, "--steps", "3")
-    assert done.code == 0 and done.out.count("resuming with") == 1 and "in 512 rows" in done.out, done.out
+    assert done.code == 0 and done.out.count("resuming with") == 1 and "padded to 512" in done.out, done.out
     assert json.loads((out / "config.json").read_text())["settings"]["smooth"] == 0.1
 
 
