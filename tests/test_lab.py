@@ -87,7 +87,8 @@ def test_the_rank_that_failed_is_named(victim):
         processes[victim].send(signal.SIGCONT if what == "raise" else signal.SIGKILL)
         own = processes[victim].finish()
         assert own.code == (1 if what == "raise" else -signal.SIGKILL), own.out
-        assert own.out.startswith("now it happens") and ("Traceback" in own.out) == (what == "raise"), own.out
+        said = re.sub(r"^\[W.*\n", "", own.out)  # gloo, where this machine's name does not resolve
+        assert said.startswith("now it happens") and ("Traceback" in said) == (what == "raise"), own.out
     assert time.monotonic() - begun < 30 + timeout + SPARE
 
 
