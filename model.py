@@ -1833,5 +1833,7 @@ def to_gguf(model, path: Path, tokenizer):
         writer.close()
         os.replace(temporary, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            writer.close()  # else Python 3.13 prints the same error again
         raise NotNow(f"{path} cannot be written ({error.strerror}): free some space, or move away what is "
                      "there.")
