@@ -246,14 +246,14 @@ def launch(main):
 
 def with_cleanup(main):
     """Makes a main() that can be called again, as in a notebook. At its end signals are handled as before,
-    frozen garbage is thawed, locks are released, and the process group is gone, as are the environment
-    variables for it (what the notebook starts next may want another network card); but not where one of
-    several processes has failed, because destroying the group can hang.
+    frozen garbage is thawed, locks are released, and the process group is gone, as is its network card (what
+    a notebook starts next may want another); but not where one of several processes has failed, because
+    destroying the group can hang.
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None):
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        environment = os.environ.copy()
+        card = os.environ.get("GLOO_SOCKET_IFNAME")
         joined_before = dist.is_initialized()
         failed = True
         try:
@@ -263,8 +263,6 @@ def with_cleanup(main):
             if not heartbeat or not failed:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-                os.environ.clear()
-                os.environ.update(environment)
                 RunLock.release()
                 monitor.WandbRun.finish_all(int(failed))
                 gc.unfreeze()
@@ -273,6 +271,8 @@ def with_cleanup(main):
                         heartbeat.stop("")
                     gc.collect()  # models and optimizers that main() left behind keep the process group alive
                     dist.destroy_process_group()
+                if card is None:
+                    os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     return run
 
@@ -1638,22 +1638,27 @@ def free_gathered_params(model: nn.Module):
             module.reshard()
 
 
-def broadcast(value: Tensor | None, like: Tensor, source: int, world: World) -> Tensor:
-    """`value`, which rank `source` has, on all ranks: unsharded, of the type and shape of `like`."""
-    full = torch.empty(like.shape, dtype=like.dtype, device=world.device)
-    if world.rank == source:
-        full.copy_(value)
-    dist.broadcast(full, src=source)
-    return full
-
-
 @torch.no_grad()
 def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World):
     """Copies `source`, an unsharded tensor on rank 0, into `tensor`, sharded or not, on all ranks."""
-    full = broadcast(source, tensor, 0, world)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    if world.is_rank0:
+        full.copy_(source)
+    dist.broadcast(full, src=0)
     if isinstance(tensor, DTensor):
         full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
     local_shard(tensor).copy_(local_shard(full))
+
+
+def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
+    """Returns the tensor of rank `source` on rank `target`, which passes one of its shape; None elsewhere."""
+    device = "cpu" if world.backend == "gloo" else world.device  # gloo cannot send from a GPU
+    if world.rank == source != target:
+        dist.send(tensor.to(device), target)
+    if world.rank == target != source:
+        tensor = torch.empty_like(tensor, device=device)
+        dist.recv(tensor, source)
+    return tensor if world.rank == target else None
 
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
@@ -2026,14 +2031,18 @@ class TrainState:
         if changed:
             say(f"WARNING: the optimizer starts from scratch with {listed(sorted(changed))}, because "
                 "what it had saved there is not what it makes in a first step")
-        for group, name, tensor, _ in self.tensors():
+        for group, name, tensor, owner in self.tensors():
             source = tensors.get(group, {}).get(name)
             if group == "ema" and source is None:
                 tensor.copy_(parameters[name])
             elif group == "late" and (source is None or source.shape != tensor.shape):
                 pass  # saved with another --comm, or with other parameters frozen: it begins anew
-            elif name.rpartition("/")[0] not in changed:
-                copy_from_rank0(tensor, source, self.world)  # a meta tensor stays one
+            elif name.rpartition("/")[0] in changed:
+                pass
+            elif owner is None:
+                copy_from_rank0(tensor, source, self.world)
+            elif (received := transfer(source, 0, owner, self.world)) is not None:
+                tensor.copy_(received)
         for optimizer in self.inner:
             for name in changed:
                 optimizer.state.pop(parameters.get(name), None)
@@ -2286,7 +2295,7 @@ class Checkpoints:
             raise UserError(on_rank0(lambda: lost))
         for group, name, tensor, owner in state.tensors():
             if owner is not None:
-                tensor = broadcast(tensor, tensor, owner, world)
+                tensor = transfer(tensor, owner, 0, world)
             elif isinstance(tensor, DTensor):
                 tensor = tensor.to(world.device).full_tensor()
             if world.is_rank0:

@@ -62,10 +62,9 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
     shape = r"GPT2 tiny: [\d,]+ parameters, .* blocks; seq_len 32; attention causal; n_layer 1; d_model 32; "
     assert re.search(shape, done.out), done.out
-    environment = dict(os.environ)
     used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
                      "--temperature", "0")
-    assert os.environ == environment  # such as GLOO_SOCKET_IFNAME, for what a notebook starts next
+    assert "GLOO_SOCKET_IFNAME" not in os.environ  # for what a notebook starts next
     assert used.code == 0, used.out
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
