@@ -134,6 +134,8 @@ def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds
         for connection in connections():
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps(verdict).encode() + b"\n")
+        for connection in connections():
+            with contextlib.suppress(OSError):
                 connection.settimeout(1)
                 connection.recv(1)  # the other end closes first, so that the port is free for torchrun
             connection.close()
