@@ -86,7 +86,8 @@ def assert_same(printed: dict, saved: dict, out) -> None:
 
 
 @pytest.mark.parametrize("ranks, kind", (
-    (0, "shards"), (2, "shards"), (2, "pairs"), pytest.param(0, "pairs", marks=pytest.mark.full)))
+    (0, "shards"), (2, "shards"),
+    *(pytest.param(ranks, "pairs", marks=pytest.mark.full) for ranks in (0, 2))))
 def test_the_same_bits_whole_and_resumed(tmp_path, request, ranks, kind):
     shards = request.getfixturevalue(kind)
     done = GPT2.fork(ranks, shards, tmp_path / "gpt2")

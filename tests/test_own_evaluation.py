@@ -199,9 +199,8 @@ def test_a_criterion_that_comes_or_goes_begins_anew(before, after, shards, tmp_p
 # ------------------------------------------------------------------------------- the rows of an evaluation
 
 
-@pytest.mark.parametrize("script, row", [
-    ("train_gpt2.py", 16), *(pytest.param(script, row, marks=pytest.mark.full) for script, row in (
-        ("train_hrm.py", 16), ("train_mlm.py", 64)))])
+@pytest.mark.full
+@pytest.mark.parametrize("script, row", [("train_gpt2.py", 16), ("train_hrm.py", 16), ("train_mlm.py", 64)])
 def test_the_validation_rows_are_those_of_the_size(script, row, shards, tmp_path):
     """Whatever the global batch, the micro-batch and the number of processes are, on a resume, too."""
     trainer = Trainer(script, **FLAGS | {"steps": 2, "eval_every": 2, "lr": 0.0})
@@ -296,6 +295,7 @@ def test_metric_criterion_draws_and_teacher_resume_bit_for_bit(ranks, strategy, 
     assert best[0]["step"] == best[1]["step"] == min(criteria, key=criteria.get)
 
 
+@pytest.mark.full
 def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, corpus, tmp_path):
     own = tmp_path / "teacher"
     basic = Trainer("train_gpt2.py", **FLAGS)
@@ -502,7 +502,8 @@ WEIGHTS = """class GPT2(GPT2):
 COUNTED = "count = sum(int((y >= 0).sum()) for _, y in batches)"
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_labels_that_are_masked_without_a_count_are_warned_of_once(ranks, shards, tmp_path):
     masked = changed(tmp_path / "train_masked.py", (HEAD, "import data"), (MASKED, "with state.no_sync"))
     done = ranks_of(masked, ranks)(shards, tmp_path / "masked")
@@ -554,6 +555,7 @@ def test_adapters_put_in_after_new_model(ranks, shards, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.full
 def test_adapters_that_cannot_train_alike_are_named(shards, tmp_path):
     unlike = adapters(tmp_path / "train_unlike.py", "+ world.rank")
     done = unlike.fork(2, shards, tmp_path / "unlike")

@@ -727,8 +727,8 @@ def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     assert wanted in done.out and "loss response" in done.out
 
 
-@pytest.mark.parametrize("script, ranks", [
-    ("train_gpt2.py", 0), pytest.param("train_hrm.py", 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 0), ("train_hrm.py", 2)])
 def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):
     """Unless --attention is given, or they cannot say (an export): then a warning says what changes. With a
     rate of 0 the loss is what it was.

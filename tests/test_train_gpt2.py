@@ -92,6 +92,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     assert longer.code == 2 and "learned positions" in longer.out
 
 
+@pytest.mark.full
 def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shards):
     """After a tenth of its steps, at each evaluation and, where there is none, at its end."""
     warning = re.compile(r"WARNING: after (\d+) steps the loss is above (\d\.\d{4}), which")

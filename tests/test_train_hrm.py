@@ -109,6 +109,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, numbe
     assert int(list_checkpoints(out)[0].name[5:13]) == step == log_of(out)[-1]["step"]
 
 
+@pytest.mark.full
 def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_path, shards):
     out = tmp_path / "run"
     first = train(2, shards, out, steps=20, ema=0.9)
@@ -260,6 +261,7 @@ def test_the_embedding_of_a_published_hrm_waits_for_its_first_gradient(tmp_path,
     assert [torch.equal(a, b) for a, b in itertools.pairwise(found)] == [True] * 3 + [False] * 16
 
 
+@pytest.mark.full
 def test_another_number_of_threads_and_a_longer_ramp_are_printed_on_a_resume(shards, tmp_path, monkeypatch):
     """Threads change the order of sums; more steps lower the bp_steps of the next ones."""
     trainer = Trainer("train_hrm.py", ff=48, max_new_tokens=2)

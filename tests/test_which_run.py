@@ -82,6 +82,7 @@ def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path, shards):
 # ---------------------------------------------------------------------------------- a run that is still alive
 
 
+@pytest.mark.full
 def test_a_run_whose_directory_another_has_taken_ends_without_writing(tmp_path, shards):
     """Removed in another terminal, and begun again there while the old run lives."""
     out = tmp_path / "run"
@@ -233,6 +234,7 @@ def test_what_has_no_file_is_not_the_best(tmp_path, shards):
     assert best_of(out) == min(losses, key=losses.get)
 
 
+@pytest.mark.full
 def test_the_file_that_is_resumed_from_stays(tmp_path, shards):
     out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 5}
     assert GPT2.train(0, shards, out, steps=8, **flags).code == 0
@@ -362,8 +364,8 @@ def test_what_a_resumed_run_may_not_change(tmp_path, shards):
     assert GPT2.here("--out", run, "--optimizer", "muon", "--ema", "0.5", "--steps", "5").code == 0
 
 
-@pytest.mark.parametrize("script", ["train_gpt2.py", *(
-    pytest.param(script, marks=pytest.mark.full) for script in ("train_hrm.py", "train_mlm.py"))])
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py", "train_mlm.py"])
 def test_a_short_run_has_a_short_warm_up_and_a_run_that_has_begun_its_own(script, tmp_path, shards):
     """That of `tiny` is 30 of 300 steps or 50 of 400. In epochs, too; resumed, it does not shrink again."""
     trainer = Trainer(script, steps=20, warmup=None, global_batch=4, eval_every=50, save_every=50,
@@ -391,6 +393,7 @@ def test_a_short_run_has_a_short_warm_up_and_a_run_that_has_begun_its_own(script
     assert rates[20:23] == pytest.approx([1e-3 * (s + 1) / 30 for s in (20, 21, 22)], rel=0.01)
 
 
+@pytest.mark.full
 def test_steps_epochs_and_batches_of_a_resumed_run(tmp_path, shards):
     """Of two flags for one thing, that which is given counts; on other processes the batches fit again."""
     run = tmp_path / "run"
@@ -416,6 +419,7 @@ def test_steps_epochs_and_batches_of_a_resumed_run(tmp_path, shards):
                              "--epochs 0.02"] and len(commands) == 8, commands
 
 
+@pytest.mark.full
 def test_the_rows_of_sizes_may_have_changed_since(tmp_path, shards, monkeypatch):
     """The run's values count, also where its size is gone. Used, it needs no more than --out either."""
     import train_gpt2
@@ -455,6 +459,7 @@ def another_processor() -> None:
     torch.cpu.get_capabilities = lambda: {"avx512_bf16": not real}
 
 
+@pytest.mark.full
 def test_processors_that_differ_resume_with_the_precision_of_the_run(tmp_path, shards):
     """Which a new run has to be given there."""
     out, unlike = tmp_path / "run", {"ranks": 2, "fault": another_processor}
@@ -483,6 +488,7 @@ def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
     assert shlex.split(second)[0] == "python" and first.split(" --sample-prompt")[0] in done.out
 
 
+@pytest.mark.full
 def test_a_fine_tuned_run_does_not_care_how_its_base_is_written(tmp_path, shards, monkeypatch):
     """Nor whether it is still there; its tokenizer is the same one under another name."""
     monkeypatch.chdir(tmp_path)
@@ -498,6 +504,7 @@ def test_a_fine_tuned_run_does_not_care_how_its_base_is_written(tmp_path, shards
     assert done.code == 0 and "resuming after step 3" in done.out, done.out
 
 
+@pytest.mark.full
 def test_limits_of_the_data_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = (json.dumps({"text": f"line {n} of many " * 40}) for n in range(300))
@@ -534,7 +541,8 @@ def test_a_run_of_an_older_version_has_settings_too(tmp_path, shards):
 # ---------------------------------------------------------------------------------------- copies of a trainer
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_a_copy_has_runs_of_its_own(tmp_path, shards, ranks, monkeypatch):
     """By default, and it is refused in those of the original, with ways on that work."""
     monkeypatch.chdir(tmp_path)

@@ -80,6 +80,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     assert_same_run(out, tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_a_last_checkpoint_that_cannot_be_saved_is_a_failure(disk, shards):
     out, flags = disk / "run", {"steps": 200, "save_every": 20}
     group = Group(GPT2.script, *GPT2.flags(shards, out, **flags))

@@ -62,6 +62,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, s
     assert (before[name], after[name]) == (9, 10)  # at steps 9 and 13
 
 
+@pytest.mark.full
 def test_ten_in_a_row_end_the_run_with_the_last_good_checkpoint_intact(tmp_path, shards):
     out = tmp_path / "run"
     done = Group(GPT2.script, *GPT2.flags(shards, out), ranks=2, fault=Poison(set(range(10, 99)), math.nan),

@@ -302,6 +302,7 @@ def run_under_torchrun(shards, out, *more, **env):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long),
                                     pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+@pytest.mark.full
 def test_signal_to_torchrun(tmp_path, shards, number):
     """The workers save and end with 0; torchrun itself returns 1 when it was stopped by a signal."""
     out = tmp_path / "run"
