@@ -587,9 +587,7 @@ class Source:
         if dataset == "task:addition":
             self.identity = f"{dataset}, the harder half of the levels held out"
         elif dataset == "stdlib":
-            root = Path(sysconfig.get_path("stdlib"))
-            skipped = {"site-packages", "dist-packages"}
-            self.files = sorted(p for p in root.rglob("*.py") if not skipped & {*p.parts})
+            self.files = stdlib_files()
         elif prefix in FILE_PREFIXES and where:
             self.files = find_files(where, print)
             if not self.files:
@@ -802,6 +800,13 @@ class Source:
 
 PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open,
           rb"\x28\xb5\x2f\xfd": "zstd"}  # by the first bytes of a file
+
+
+def stdlib_files() -> list[Path]:
+    """The sources of Python's standard library, sorted."""
+    skipped = {"site-packages", "dist-packages"}
+    files = Path(sysconfig.get_path("stdlib")).rglob("*.py")
+    return sorted(path for path in files if not skipped & {*path.parts})
 
 
 def find_files(where: str, say=lambda text: None) -> list[Path]:
@@ -1297,6 +1302,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
+        if options.get("val_split") is None:  # the default was another before 2026-11-26
+            settings["val_split"] = manifest["settings"]["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
         for key in manifest["settings"] | settings:
             before = manifest["settings"].get(key)
@@ -1336,6 +1343,8 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
         # each text file is one document, so a few of them cannot be split by a hash
         few = prefix == "text" and not split_on and len(find_files(dataset[5:])) < 100
         small = (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
+        # Python as Linux distributions have it lacks its tests, the larger half
+        small = small or prefix == "stdlib" and len(stdlib_files()) < 1000
         fraction = UNTRAINED if prefix == "task" else 0.1 if small else 0.01
         val_split = "tail:0.1" if few else f"hash:{fraction}"
     if val_split.startswith("tail:") and max_samples:

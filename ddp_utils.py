@@ -471,8 +471,9 @@ heartbeat: "Heartbeat | None" = None  # of this process; None if it is the only 
 CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open the firewall between them"
 WHEN_CUT_OFF = {
     "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
-    "nccl": f"NCCL_DEBUG=INFO says more; set NCCL_SOCKET_IFNAME on each node to {CARD}, or use --backend "
-            "gloo, which is slower but needs neither NCCL nor its access to the GPUs."}
+    "nccl": "NCCL_DEBUG=INFO says more; give each process a GPU of its own, set NCCL_SOCKET_IFNAME on each "
+            f"node to {CARD}, or use --backend gloo --strategy ddp, which is slower but needs neither NCCL "
+            "nor its access to the GPUs."}
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
 
@@ -1247,9 +1248,18 @@ def find_run(model_class: type, args: Namespace, world: World, names: dict,
     run.command = command_line(run, argv)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
+    refuse_gloo(args, world)
     if weights and not run.saved:
         assert_context(model_class, weights, args.seq_len)
     return run
+
+
+def refuse_gloo(args: Namespace, world: World):
+    """Raises UserError where the process would crash: gloo has few collectives for tensors on GPUs."""
+    shards = args.strategy != "ddp" and (args.eval_only or not uses_model(args))
+    if shards and world.backend == "gloo" and world.device.type == "cuda":
+        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL: give --backend nccl, or --strategy "
+                        "ddp.")
 
 
 def assert_context(model_class: type, weights: dict, seq_len: int):
@@ -1723,6 +1733,7 @@ def set_modes(model: nn.Module, run: Run):
         torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
     compiling = {}
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
+    torch._dynamo.config.recompile_limit = 64  # beyond it a block would run uncompiled, with other bits
     if compiles(args.compile, world.device):
         run.log.say("compiling: the first step takes minutes")
         # rounds where eager code does, so that recomputing gives the same bits
@@ -1835,6 +1846,7 @@ class TrainState:
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
         self.model = model
+        self.params = list(model.parameters())  # to walk through the modules takes time, in which a GPU idles
         self._gradients = {}  # of DDP, between two steps, see clear_gradients
         self.world = world
         self.optimizers = optimizers
@@ -1902,7 +1914,7 @@ class TrainState:
             self.scaler.unscale_(optimizer)
         if self.late:
             self.late.exchange()
-        norm = clip_gradients(self.model.parameters(), max_norm)
+        norm = clip_gradients(self.params, max_norm)
         return stop.read(norm)[0] if stop else norm.item()
 
     def optimizer_step(self, lr: float, grad_norm: float):
@@ -1936,9 +1948,10 @@ class TrainState:
         """Gradients become None. Those of DDP are views of its buckets, so `no_sync` gives them back, as
         zeros: otherwise a backward pass without communication would hold each gradient a second time.
         """
-        self.wrapped.zero_grad(set_to_none=not isinstance(self.wrapped, DistributedDataParallel))
-        self._gradients |= {p: p.grad for p in self.model.parameters() if p.grad is not None}
-        for p in self._gradients:
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self._gradients |= {p: p.grad for p in self.params if p.grad is not None}
+            torch._foreach_zero_(list(self._gradients.values()))
+        for p in self.params:
             p.grad = None  # so that nobody takes zeros for the norms of a step
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What only an NVIDIA GPU can tell, in three commands of under ten minutes each:
 #
-#   bench/gpu.sh 1 [OUT]    copies, matrix products, attention, the loss; GPT-2 124M at batch 64, HRM 1b, MLM
-#                           base, with peers; a run killed and resumed; tests/test_cuda.py
+#   bench/gpu.sh 1 [OUT]    tests/test_cuda.py; GPT-2 124M at batch 64, HRM 1b, MLM base, with peers; the loss,
+#                           attention, copies, matrix products
 #   bench/gpu.sh 2 [OUT]    GPT-2 350M, 124M at batch 32, HRM 100m, the peers of transformers; then five minutes
 #                           of real training: HRM 100m and GPT-2 124M, on the Python code installed here
 #   bench/gpu.sh 3 [OUT]    what the wait for the device in clip_gradients costs: GPT-2 124M, MLM base and HRM
@@ -218,24 +218,21 @@ if [ -f "${NANOGPT:-}/model.py" ]; then nano="--peer nanogpt --peer-source $NANO
 else echo "* nanoGPT: NANOGPT is no directory with its model.py" >> "$left_out"; fi
 transformers=$(directory transformers)
 if [ -n "$transformers" ]; then hf="--peer hf"; else echo "* transformers: not installed" >> "$left_out"; fi
-[ -n "$(directory xdist)" ] && workers="-n 8"
+[ -n "$(directory xdist)" ] && workers="-n $(nproc) --dist worksteal"
 common="--steps 5 --pairs 5 --warmup 3 --profile 3"
 
 # shellcheck disable=SC2086  # variables of several flags
 if [ "$part" = 1 ]; then
-    reserve=$((budget / 4))  # for the tests
-    kernels 60 copy matmul
-    kernels 45 attention
-    kernels 75 loss
+    reserve=200  # for the measurements
+    cuda_tests 260 $workers
+    reserve=5
     train 110 gpt2 --size $gpt2 --batch 64 --seq-len 1024 $common --also=--fast $nano
-    cuda_tests 120 -k test_a_killed_run_resumes_at_gpt2_width
     train 150 hrm --size $large --batch 24 --seq-len 1024 --checkpoint-activations selective \
         "--also=--checkpoint-activations block" $common --steps 2 --pairs 3
     train 120 mlm --size $base --batch 64 --seq-len 512 $common $hf
-    reserve=5 rest=()
-    grep -q "test_a_killed_run_resumes_at_gpt2_width.*PASSED" "$tests" \
-        && rest=(-k "not test_a_killed_run_resumes_at_gpt2_width")
-    cuda_tests 600 $workers "${rest[@]}"
+    kernels 75 loss
+    kernels 45 attention
+    kernels 60 copy matmul
 elif [ "$part" = 2 ]; then
     # The standard library alone would be seen a dozen times. This takes other cores while the rest compiles.
     text="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/**/*.py" tokenizer=bpe:8192

@@ -42,7 +42,7 @@ MODELS = {
 def alone():
     """No compiled graph and no setting of one test is left for the next."""
     torch.set_num_threads(1)
-    with torch._dynamo.config.patch(optimize_ddp=True):
+    with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):
         yield
     torch.compiler.reset()
 
@@ -278,6 +278,27 @@ def test_control_what_strict_mode_refuses_is_noticed():
         x, index = torch.zeros(4, 64, requires_grad=True), torch.zeros(4, 20, dtype=torch.long)
         x.gather(1, index).sum().backward()
     assert seen.sorted == 80
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_blocks_stay_compiled_after_many_recompilations(world, raised):
+    """An MLM with its two kinds of layers needs 6 of the 8 that torch allows; then it is silent, and slow."""
+    class Times(Block):
+        def block(self, x, factor: str):  # compiled once for each text
+            return x * len(factor)
+
+    config = torch._dynamo.config
+    block = Times()
+    ddp_utils.set_modes(block, run_of(world, compile=True))
+    block.compile(backend="eager")
+    limit = config.recompile_limit if raised else 8
+    with config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+        for n in range(12):
+            if n >= 8 and not raised:
+                with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                    block(torch.ones(2), "a" * n)
+                break
+            assert block(torch.ones(2), "a" * n).tolist() == [n, n]
 
 
 @pytest.mark.parametrize("fast", [False, True])

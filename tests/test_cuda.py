@@ -1,16 +1,17 @@
-"""What only a GPU can show. Skipped without one."""
+"""What only a GPU can show: `pytest tests/test_cuda.py`. From all other tests GPUs are hidden."""
 
 import pytest
 import torch
 from runs import Trainer, assert_close_runs, assert_same_run
 from states import train_state
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
 import model as models
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="pytest tests/test_cuda.py, with a GPU")
 SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 256, "n_layer": 2, "n_head": 4, "d_model": 128}
 MODELS = {
     "hrm": lambda: HRM(HRMConfig(**SMALL, ff=256)),
@@ -22,8 +23,10 @@ MODELS = {
 
 
 @pytest.fixture
-def world():
-    """A process group of this process, which makes torch deterministic as a trainer's does."""
+def world(monkeypatch):
+    """A process group of this process, in which torch is deterministic as in a trainer without --fast."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     yield ddp_utils.init("nccl", "cuda")
     torch.distributed.destroy_process_group()
     torch.use_deterministic_algorithms(False)
@@ -85,9 +88,16 @@ def test_the_backward_pass_of_attention_gives_the_same_bits_twice(head_dim, worl
     """Over several tiles of keys, whose sums have an order only in strict mode."""
     q, k, v, grad = (torch.randn(64, 12, 1024, head_dim, device="cuda", dtype=torch.bfloat16,
                                  requires_grad=True) for _ in range(4))
-    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    first, second = (torch.autograd.grad(y, (q, k, v), grad, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+    def gives_the_same_bits():
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        first, second = (torch.autograd.grad(y, (q, k, v), grad, retain_graph=True) for _ in range(2))
+        return all(torch.equal(a, b) for a, b in zip(first, second))
+
+    assert gives_the_same_bits()
+    torch.use_deterministic_algorithms(False)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert not gives_the_same_bits()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -145,8 +155,14 @@ def test_a_killed_run_resumes_at_gpt2_width(tmp_path, shards):
     trainer.check_killed_run(tmp_path, 1, shards)
 
 
+def test_shards_with_gloo_are_refused(tmp_path, shards):
+    """torch would end in a segmentation fault."""
+    done = Trainer("train_gpt2.py").train(1, shards, tmp_path / "run", strategy="zero3", backend="gloo")
+    assert "error: --strategy zero3 on GPUs needs NCCL: give --backend nccl" in done.out
+
+
 def test_another_seed_is_another_run(tmp_path, shards):
-    trainer = Trainer("train_gpt2.py", steps=4, compile=False)
+    trainer = Trainer("train_gpt2.py", steps=4, no_compile=True)
     for seed in (0, 1):
         assert trainer.train(1, shards, tmp_path / str(seed), seed=seed).code == 0
     with pytest.raises(AssertionError):
@@ -160,7 +176,7 @@ def test_another_seed_is_another_run(tmp_path, shards):
 @pytest.mark.parametrize("script", ["train_hrm.py", "train_gpt2.py", "train_mlm.py"])
 def test_strategies_on_one_gpu(tmp_path, shards, script, flags):
     """With nccl on one rank, evaluation and sample included, they train as without them."""
-    trainer = Trainer(script, compile=False, steps=20, save_every=10, eval_every=10)
+    trainer = Trainer(script, no_compile=True, steps=20, save_every=10, eval_every=10)
     plain = {"ema": flags["ema"]} if "ema" in flags else {}
     for name, changes in (("plain", plain), ("other", flags)):
         done = trainer.train(1, shards, tmp_path / name, **changes)

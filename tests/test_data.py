@@ -578,14 +578,28 @@ def test_every_source_gives_the_same_documents(tmp_path):
     assert len(shards["text"]) == 2
 
 
+@pytest.mark.parametrize("files, held_out", [(999, "hash:0.1"), (1000, "hash:0.01")])
+def test_a_python_without_its_tests_holds_out_more(tmp_path, monkeypatch, files, held_out):
+    """As Ubuntu's has 668 files: of these 1 % can be a single file of 230 tokens, which fills no row."""
+    for number in range(files):
+        (tmp_path / f"{number}.py").write_text(f"number = {number}")
+    monkeypatch.setattr("sysconfig.get_path", {"stdlib": tmp_path}.get)
+    assert data.settings_of("stdlib")["val_split"] == held_out
+    out = tmp_path / "out"
+    data.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.05")
+    assert data.prepare("stdlib", out, "bytes", workers=1) == out, "shards of an older default are kept"
+    with pytest.raises(data.UserError, match="another val_split .hash:0.05, now hash:0.2"):
+        data.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.2")
+
+
 def test_stdlib_is_what_this_python_has(tmp_path, monkeypatch):
     (tmp_path / "lib" / "site-packages").mkdir(parents=True)
-    files = {"b.py": b"b = 2\n", "a.py": b"a = 1\n", "latin.py": b"\xe9", "site-packages/c.py": b"c = 3\n"}
+    files = {"b.py": b"b = 2\n", "a.py": b"a = 3\n", "latin.py": b"\xe9", "site-packages/c.py": b"c = 3\n"}
     for name, raw in files.items():
         (tmp_path / "lib" / name).write_bytes(raw)
     monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     data.prepare("stdlib", tmp_path / "out", "bytes", workers=1)
-    assert read_documents(tmp_path / "out", "train") == ["a = 1\n", "b = 2\n"]
+    assert read_documents(tmp_path / "out", "train") == ["a = 3\n", "b = 2\n"]
 
 
 def test_pieces_cut_at_lines_or_words_and_lose_nothing():

@@ -46,7 +46,8 @@ def two_machines(directory, *flags, **env) -> Finished:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": port, "GROUP_WORLD_SIZE": 2, "PYTHONPATH": None, **env}
+              "MASTER_PORT": port, "GROUP_WORLD_SIZE": 2, "PYTHONPATH": None,
+              "GLOO_SOCKET_IFNAME": None} | env  # which an earlier test may have set
     processes = [start([sys.executable, directory / "train_gpt2.py", *flags], cwd=directory,
                        **common | {"RANK": rank, "GROUP_RANK": rank}) for rank in (0, 1)]
     found = [finish(process) for process in processes]

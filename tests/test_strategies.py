@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import fork
@@ -17,14 +18,30 @@ from runs import (
     steps_of,
 )
 
-from ddp_utils import list_checkpoints
+import train_gpt2
+from data import UserError
+from ddp_utils import list_checkpoints, refuse_gloo
 
 STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2"},
               "zero3": {"strategy": "zero3"}, "offload": {"strategy": "zero3-offload"}}
 COMMON = {"n_layer": 2, "global_batch": 8, "steps": 20, "save_every": 10, "eval_every": 10}
 TRAINERS = {"gpt2": Trainer("train_gpt2.py", **COMMON), "mlm": Trainer("train_mlm.py", **COMMON),
             "hrm": Trainer("train_hrm.py", **COMMON, sample_prompt="def", max_new_tokens=4)}
+WORLD = SimpleNamespace(device=SimpleNamespace(type="cuda"), backend="gloo")
 RESUMED = re.compile(r"resuming after step (\d+)")
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ddp"])
+def test_gloo_refuses_to_send_shards_of_gpus(strategy):
+    """On an H200 torch ends in a segmentation fault: its gloo lacks the collectives for tensors on GPUs."""
+    flags = ["--strategy", STRATEGIES[strategy]["strategy"]]
+    for use in ([], ["--eval-only"]):
+        with pytest.raises(UserError, match=f"{flags[1]} on GPUs needs NCCL"):
+            refuse_gloo(train_gpt2.parse_args([*flags, *use]), WORLD)
+    refuse_gloo(train_gpt2.parse_args([*flags, "--prompt", "a"]), WORLD)  # which takes ddp
+    refuse_gloo(train_gpt2.parse_args([]), WORLD)
+    for change in ({"backend": "nccl"}, {"device": SimpleNamespace(type="cpu")}):
+        refuse_gloo(train_gpt2.parse_args(flags), SimpleNamespace(**vars(WORLD) | change))
 
 
 def run_all(ranks, shards, base, wanted, timeout=90):
