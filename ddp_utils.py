@@ -919,8 +919,8 @@ def add_training_flags(parser: ArgumentParser):
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations (parameters: fp32); "
          "auto: bf16 where the hardware has it", "auto")
     flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
-         "pass, exactly: block keeps only the input of a block, selective the matrix products too; large "
-         "sizes of the HRM have a default, for 80 GB", "none")
+         "pass, exactly: block keeps only the input of a block, selective the matrix products too (compiled "
+         "on GPUs with other last bits); large sizes of the HRM have a default, for 80 GB", "none")
     flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
          "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")

@@ -4,7 +4,7 @@
 #   bench/gpu.sh 1 [OUT]    tests/test_cuda.py; GPT-2 124M at batch 64, HRM 1b, MLM base, with peers; the loss,
 #                           attention, copies, matrix products
 #   bench/gpu.sh 2 [OUT]    GPT-2 350M, 124M at batch 32, HRM 100m, the peers of transformers; then five minutes
-#                           of real training: HRM 100m and GPT-2 124M, on the Python code installed here
+#                           of real training: HRM 100m and GPT-2 124M, on the Python code of torch
 #   bench/gpu.sh 3 [OUT]    what the wait for the device in clip_gradients costs: GPT-2 124M, MLM base and HRM
 #                           100m, trained here and in a worktree of commit b3718ba, which never waits, in turn
 #
@@ -235,7 +235,7 @@ if [ "$part" = 1 ]; then
     kernels 60 copy matmul
 elif [ "$part" = 2 ]; then
     # The standard library alone would be seen a dozen times. This takes other cores while the rest compiles.
-    text="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/**/*.py" tokenizer=bpe:8192
+    text="$(directory torch)/**/*.py" tokenizer=bpe:8192
     steps=250 more_steps=600 size="--batch 64 --global-batch 64 --seq-len 1024"
     [ -n "${TRY:-}" ] && text="*.py" tokenizer=bytes steps=3 more_steps=3 size="--batch 2 --seq-len 32"
     rm -rf "$out/runs"

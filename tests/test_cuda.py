@@ -20,6 +20,10 @@ MODELS = {
     "pairs": lambda: HRM(HRMConfig(**SMALL, ff=256, start=499, response=498)),
     "mlm": lambda: MLM(MLMConfig(**SMALL, ff=192, eot=499, window=64)),
 }
+WIDE = {  # as many channels as in HRM 1b and GPT-2 124M
+    "wide hrm": lambda: HRM(HRMConfig(**SMALL | {"n_layer": 1, "n_head": 12, "d_model": 1536}, ff=4096)),
+    "wide gpt2": lambda: GPT2(GPT2Config(**SMALL | {"n_head": 12, "d_model": 768})),
+}
 
 
 @pytest.fixture
@@ -34,14 +38,14 @@ def world(monkeypatch):
 
 def make(name, device="cuda", dtype=torch.float32):
     torch.manual_seed(0)
-    model = MODELS[name]().to(device)
+    model = (MODELS | WIDE)[name]().to(device)
     model.compute_dtype = dtype
     return model
 
 
 def batch(name, device="cuda"):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randint(499, (4, 256), generator=generator)
+    x = torch.randint(499, (16 if name in WIDE else 4, 256), generator=generator)
     x[:, ::100] = 499  # documents begin here
     if name == "mlm":
         positions = torch.arange(3, 243, 3).expand(4, -1)
@@ -71,14 +75,17 @@ def test_a_gpu_computes_what_a_cpu_computes(name):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *WIDE])
 def test_checkpointing_is_exact(name, compiled, world):
+    """But for compiled norms of many channels, which selective recomputes within kernels that add up in
+    another order.
+    """
     found = {}
     for mode in ("none", "block", "selective"):
         state = train_state(make(name), world, precision="bf16", checkpoint_activations=mode,
                             compile=compiled)
         found[mode] = step(state.model, name)
-    for mode in ("block", "selective"):
+    for mode in ("block",) if name in WIDE and compiled else ("block", "selective"):
         assert torch.equal(found["none"][0], found[mode][0])
         assert all(torch.equal(grad, found[mode][1][key]) for key, grad in found["none"][1].items())
 
