@@ -1302,7 +1302,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
-        if dataset == "stdlib" and options.get("val_split") is None:  # before 2026-11-26 always hash:0.01
+        if dataset == "stdlib" and options.get("val_split") is None:  # its default was another
             settings["val_split"] = manifest["settings"]["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
         for key in manifest["settings"] | settings:
@@ -2240,7 +2240,8 @@ def main():
          "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
     flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
          "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
-         "hash:0.01, for less than 10M tokens or 10k documents 0.1, for task:addition 0.05)")
+         "hash:0.01, for less than 10M tokens or 10k documents 0.1, as for stdlib of less than 1,000 "
+         "files, for task:addition 0.05)")
     flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
          "16 (default: none; for task:addition the level)")
     flag("--shard-tokens", parse_count, "tokens per shard", "100M")

@@ -472,8 +472,8 @@ CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open 
 WHEN_CUT_OFF = {
     "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
     "nccl": "NCCL_DEBUG=INFO says more; give each process a GPU of its own, set NCCL_SOCKET_IFNAME on each "
-            f"node to {CARD}, or use --backend gloo --strategy ddp, which is slower but needs neither NCCL "
-            "nor its access to the GPUs."}
+            f"node to {CARD}, or use --backend gloo, with --strategy ddp or zero1, which is slower but needs "
+            "neither NCCL nor its access to the GPUs."}
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
 
@@ -920,7 +920,8 @@ def add_training_flags(parser: ArgumentParser):
          "auto: bf16 where the hardware has it", "auto")
     flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
          "pass, exactly: block keeps only the input of a block, selective the matrix products too (compiled "
-         "on GPUs with other last bits); large sizes of the HRM have a default, for 80 GB", "none")
+         "on GPUs, some sums are then rounded otherwise); large sizes of the HRM have a default, for 80 GB",
+         "none")
     flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
          "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
@@ -956,7 +957,7 @@ def add_rare_flags(parser: ArgumentParser):
     flag = flag_group(parser, "rarely needed")
     flag("--compile", BooleanOptionalAction, "compile each block (default: on GPUs)")
     flag("--fast", BooleanOptionalAction, "on GPUs, allow non-deterministic kernels: the last bits then "
-         "change when a run resumes, and in compiled blocks with other --checkpoint-activations")
+         "change when a run resumes, and in compiled blocks with --checkpoint-activations block")
     flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
     flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
 
@@ -1255,11 +1256,11 @@ def find_run(model_class: type, args: Namespace, world: World, names: dict,
 
 
 def refuse_gloo(args: Namespace, world: World):
-    """Raises UserError where the process would crash: gloo has few collectives for tensors on GPUs."""
-    shards = args.strategy != "ddp" and (args.eval_only or not uses_model(args))
+    """Raises UserError where the process would crash: gloo cannot exchange shards that are on GPUs."""
+    shards = args.strategy in SHARDED and (args.eval_only or not uses_model(args))
     if shards and world.backend == "gloo" and world.device.type == "cuda":
-        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL: give --backend nccl, or --strategy "
-                        "ddp.")
+        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL, and the backend is gloo: give "
+                        "--strategy ddp or zero1, or --backend nccl.")
 
 
 def assert_context(model_class: type, weights: dict, seq_len: int):
@@ -1733,7 +1734,8 @@ def set_modes(model: nn.Module, run: Run):
         torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
     compiling = {}
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
-    torch._dynamo.config.recompile_limit = 64  # beyond it a block would run uncompiled, with other bits
+    # beyond it a block would run uncompiled, with other bits
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if compiles(args.compile, world.device):
         run.log.say("compiling: the first step takes minutes")
         # rounds where eager code does, so that recomputing gives the same bits
@@ -1846,7 +1848,6 @@ class TrainState:
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
         self.model = model
-        self.params = list(model.parameters())  # to walk through the modules takes time, in which a GPU idles
         self._gradients = {}  # of DDP, between two steps, see clear_gradients
         self.world = world
         self.optimizers = optimizers
@@ -1914,7 +1915,7 @@ class TrainState:
             self.scaler.unscale_(optimizer)
         if self.late:
             self.late.exchange()
-        norm = clip_gradients(self.params, max_norm)
+        norm = clip_gradients(self.model.parameters(), max_norm)
         return stop.read(norm)[0] if stop else norm.item()
 
     def optimizer_step(self, lr: float, grad_norm: float):
@@ -1948,10 +1949,12 @@ class TrainState:
         """Gradients become None. Those of DDP are views of its buckets, so `no_sync` gives them back, as
         zeros: otherwise a backward pass without communication would hold each gradient a second time.
         """
+        params = [p for p in self.model.parameters() if p.grad is not None]  # once: a GPU idles meanwhile
         if isinstance(self.wrapped, DistributedDataParallel):
-            self._gradients |= {p: p.grad for p in self.params if p.grad is not None}
-            torch._foreach_zero_(list(self._gradients.values()))
-        for p in self.params:
+            self._gradients |= {p: p.grad for p in params}
+            if self._gradients:
+                torch._foreach_zero_(list(self._gradients.values()))
+        for p in params:
             p.grad = None  # so that nobody takes zeros for the norms of a step
 
     @contextlib.contextmanager

@@ -218,7 +218,7 @@ if [ -f "${NANOGPT:-}/model.py" ]; then nano="--peer nanogpt --peer-source $NANO
 else echo "* nanoGPT: NANOGPT is no directory with its model.py" >> "$left_out"; fi
 transformers=$(directory transformers)
 if [ -n "$transformers" ]; then hf="--peer hf"; else echo "* transformers: not installed" >> "$left_out"; fi
-[ -n "$(directory xdist)" ] && workers="-n $(nproc) --dist worksteal"
+[ -n "$(directory xdist)" ] && workers="-n $(($(nproc) < 16 ? $(nproc) : 16)) --dist worksteal"
 common="--steps 5 --pairs 5 --warmup 3 --profile 3"
 
 # shellcheck disable=SC2086  # variables of several flags

@@ -32,7 +32,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     global LONG  # for the modules of tests, which are imported later
     LONG = config.getoption("--long")
-    if not any("test_cuda" in argument for argument in config.args):
+    if not any(Path(argument.partition("::")[0]).name == "test_cuda.py" for argument in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of more processes than a machine has GPUs
 
 

@@ -282,7 +282,7 @@ def test_control_what_strict_mode_refuses_is_noticed():
 
 @pytest.mark.parametrize("raised", [True, False])
 def test_blocks_stay_compiled_after_many_recompilations(world, raised):
-    """An MLM with its two kinds of layers needs 6 of the 8 that torch allows; then it is silent, and slow."""
+    """An MLM with two kinds of layers needs 6 of the 8 that torch allows; then it warns, and is slow."""
     class Times(Block):
         def block(self, x, factor: str):  # compiled once for each text
             return x * len(factor)

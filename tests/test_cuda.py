@@ -165,7 +165,7 @@ def test_a_killed_run_resumes_at_gpt2_width(tmp_path, shards):
 def test_shards_with_gloo_are_refused(tmp_path, shards):
     """torch would end in a segmentation fault."""
     done = Trainer("train_gpt2.py").train(1, shards, tmp_path / "run", strategy="zero3", backend="gloo")
-    assert "error: --strategy zero3 on GPUs needs NCCL: give --backend nccl" in done.out
+    assert "error: --strategy zero3 on GPUs needs NCCL, and the backend is gloo" in done.out
 
 
 def test_another_seed_is_another_run(tmp_path, shards):
