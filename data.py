@@ -1302,7 +1302,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
-        if dataset == "stdlib" and options.get("val_split") is None:  # its default was another
+        if dataset == "stdlib" and options.get("val_split") is None:  # shards of an older default stay
             settings["val_split"] = manifest["settings"]["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
         for key in manifest["settings"] | settings:

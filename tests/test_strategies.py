@@ -27,7 +27,6 @@ STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "
 COMMON = {"n_layer": 2, "global_batch": 8, "steps": 20, "save_every": 10, "eval_every": 10}
 TRAINERS = {"gpt2": Trainer("train_gpt2.py", **COMMON), "mlm": Trainer("train_mlm.py", **COMMON),
             "hrm": Trainer("train_hrm.py", **COMMON, sample_prompt="def", max_new_tokens=4)}
-WORLD = SimpleNamespace(device=SimpleNamespace(type="cuda"), backend="gloo")
 RESUMED = re.compile(r"resuming after step (\d+)")
 
 
@@ -35,14 +34,15 @@ RESUMED = re.compile(r"resuming after step (\d+)")
 def test_gloo_refuses_to_send_shards_of_gpus(strategy):
     """On an H200, zero3 with gloo ended in a segmentation fault of torch."""
     flags = ["--strategy", strategy]
+    world = SimpleNamespace(device=SimpleNamespace(type="cuda"), backend="gloo")
     for use in ([], ["--eval-only"]):
         with pytest.raises(UserError, match=f"{strategy} on GPUs needs NCCL.*zero1"):
-            refuse_gloo(train_gpt2.parse_args([*flags, *use]), WORLD)
-    refuse_gloo(train_gpt2.parse_args([*flags, "--prompt", "a"]), WORLD)  # which takes ddp
+            refuse_gloo(train_gpt2.parse_args([*flags, *use]), world)
+    refuse_gloo(train_gpt2.parse_args([*flags, "--prompt", "a"]), world)  # which takes ddp
     for whole in ("ddp", "zero1"):
-        refuse_gloo(train_gpt2.parse_args(["--strategy", whole]), WORLD)
+        refuse_gloo(train_gpt2.parse_args(["--strategy", whole]), world)
     for change in ({"backend": "nccl"}, {"device": SimpleNamespace(type="cpu")}):
-        refuse_gloo(train_gpt2.parse_args(flags), SimpleNamespace(**vars(WORLD) | change))
+        refuse_gloo(train_gpt2.parse_args(flags), SimpleNamespace(**vars(world) | change))
 
 
 def run_all(ranks, shards, base, wanted, timeout=90):
