@@ -16,6 +16,7 @@ the same order.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
@@ -350,9 +351,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     if where.type == "cuda":
         torch.cuda.set_device(where)
         use_libdevice_of_triton()
-    elif "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
-        # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
-        torch.set_num_threads(max(1, cpu_count() // local_world_size))
+    else:
+        keep_freed_memory()
+        if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
+            # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
+            torch.set_num_threads(max(1, cpu_count() // local_world_size))
     if not launched:  # gloo opens a port even for one process; keep it local
         env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # By default (3; torchrun sets 1) NCCL aborts the process when a collective times out, before Python can
@@ -389,6 +392,17 @@ def connect(backend: str, function):
             advice = ("turn its network interface on (`sudo ip link set lo up`), and unset "
                       "GLOO_SOCKET_IFNAME if you have set it.")
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {advice}") from None
+
+
+def keep_freed_memory():
+    """Makes glibc keep freed memory for the next tensors. By default it returns large blocks to the
+    kernel, and each page costs a fault when it is written again.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # no other C library has it
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+        libc.mallopt(M_MMAP_MAX, 0)
 
 
 def use_libdevice_of_triton():

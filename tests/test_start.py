@@ -1,7 +1,8 @@
 """Starting: from a notebook or a script, in any terminal, with rows of one's own; epochs that a resume counts
-in another batch; values that no machine can serve.
+in another batch; memory that is freed; values that no machine can serve.
 """
 
+import ctypes
 import gc
 import os
 import re
@@ -284,6 +285,33 @@ def test_fp16_in_shards(tmp_path, shards, strategy):
     copy_of_the_first_half(tmp_path / strategy, tmp_path / "again")
     assert trainer.fork(2, shards, tmp_path / "again", strategy=strategy, **flags).code == 0
     assert_same_run(tmp_path / strategy, tmp_path / "again")
+
+
+# -------------------------------------------------------------------------------------- memory that is freed
+
+PAGE_FAULTS = """
+import resource, sys
+import torch
+import ddp_utils
+if sys.argv[1] == "joined":
+    ddp_utils.init(device="cpu")
+for i in range(13):
+    if i == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)  # 64 MiB, freed at once
+print("faults:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_freed_memory_is_kept_for_the_next_tensors():
+    def page_faults(how: str) -> int:
+        done = subprocess.run([sys.executable, "-c", PAGE_FAULTS, how], cwd=ROOT, timeout=200,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split("faults: ")[1])
+
+    assert 10 * page_faults("joined") < page_faults("as it is")
 
 
 # --------------------------------------------------------------------------- values that no machine can serve
