@@ -282,8 +282,11 @@ def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: 
     return logits if compiled else logits + 12 * min(rows, 4096) * padded_vocab  # some of them in float32
 
 
-def fits(held: dict[str, float], gigabytes: float) -> bool:
-    return sum(held.values()) / 1e9 <= 0.92 * gigabytes  # the rest: CUDA, its libraries, fragmentation
+USABLE = {"cuda": 0.92, "cpu": 0.85}  # of a process's memory; the rest: libraries, fragmentation
+
+
+def fits(held: dict[str, float], gigabytes: float, device: torch.device) -> bool:
+    return sum(held.values()) / 1e9 <= USABLE[device.type] * gigabytes
 
 
 def empty_model(model_class: type, args: Namespace) -> nn.Module:
@@ -322,7 +325,7 @@ def dry_run(model_class: type, args: Namespace, **example):
           f"{args.seq_len}, {how}; in GB:")
     table = {strategy: memory_of(model, strategy, args, processes, activations)
              for strategy in STRATEGIES}
-    fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes)]
+    fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes, device)]
     print(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
     for strategy, held in table.items():
         numbers = "".join(f"{n / 1e9:13.2f}" for n in (*held.values(), sum(held.values())))
@@ -332,7 +335,7 @@ def dry_run(model_class: type, args: Namespace, **example):
           f"{args.keep_last}, the best and the one being written, and {file:.2f} GB of rank 0's host memory")
     chosen = args.strategy
     one = table[chosen] | {"activations": activations // batch}
-    ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes))
+    ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes, device))
     ways += [f"--strategy {strategy}" for strategy in fitting] or ["more processes"]
     ways += ["--checkpoint-activations block"] * (mode != "block")
     print(f"--strategy {chosen} "

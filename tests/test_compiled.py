@@ -360,7 +360,7 @@ def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, cho
         kept = test_ddp.kept_for_backward(HRM, model.config, GPU, torch.bfloat16, mode, inputs, compiled=True)
         kept += test_ddp.logits_bytes(inputs, model.config.padded_vocab, torch.bfloat16, compiled=True)
         torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
-        return test_ddp.fits(test_ddp.memory_of(model, "ddp", args, 8, kept), 80)
+        return test_ddp.fits(test_ddp.memory_of(model, "ddp", args, 8, kept), 80, GPU)
 
     assert fits(chosen) and not (faster and fits(faster))
 
