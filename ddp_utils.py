@@ -396,11 +396,10 @@ def connect(backend: str, function):
 
 def keep_freed_memory():
     """Makes glibc keep freed memory for the next tensors. By default it returns large blocks to the
-    kernel, and each page costs a fault when it is written again. MALLOC_MMAP_MAX_=65536, glibc's default,
-    leaves it as it is.
+    kernel, and each page costs a fault when it is written again.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and "MALLOC_MMAP_MAX_" not in os.environ:  # no other C library has it
+    if hasattr(libc, "mallopt"):  # no other C library has it
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         libc.mallopt(M_MMAP_MAX, 0)
