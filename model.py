@@ -309,12 +309,14 @@ LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits per chunk, for fast m
 LOSS_CACHE = 2**20  # logits that stay in a CPU's cache from one operation to the next
 
 
-def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int, z_loss: float,
-               needs_grad: bool, hits: bool, compiled: bool):
+def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tensor | None, vocab_size: int,
+               z_loss: float, needs_grad: bool, hits: bool, compiled: bool):
     """The part of `_LinearCrossEntropy` between its matrix products, for some rows of logits (rows, V) with
     targets y (rows, 1). Returns the summed objective and loss, with `hits` whether each target has the
     largest logit, and the gradient of the bias. If `needs_grad`, the gradient overwrites `products`.
-    `compiled` selects operations that Inductor fuses: they read the products twice and write them once.
+    `compiled` selects operations that Inductor fuses: they read the products twice and write them once. With
+    `of_target`, the products of the targets (rows, 1), they are one kernel, which need not read these between
+    the two. The gradient of a bias is a sum over the rows, in a kernel of its own.
     """
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float()
@@ -322,11 +324,18 @@ def _rows_loss(products: Tensor, y: Tensor, bias: Tensor | None, vocab_size: int
         logits = logits + bias if compiled else logits.add_(bias)
     logits[:, vocab_size:] = -torch.inf  # padding
     correct = (logits.argmax(-1, keepdim=True) == y) & counted if hits else None
-    log_p = torch.log_softmax(logits, dim=-1)
-    of_target = log_p.gather(1, y)
+    if of_target is None:
+        log_p = torch.log_softmax(logits, dim=-1)
+        of_target = log_p.gather(1, y)
+        log_z = logits.gather(1, y) - of_target  # (rows, 1)
+    else:
+        largest = logits.amax(-1, keepdim=True)
+        log_sum = (logits - largest).exp().sum(-1, keepdim=True).log()
+        log_p = logits - largest - log_sum
+        of_target = of_target.float() - largest - log_sum
+        log_z = largest + log_sum
     objective = loss = -(of_target * counted).sum()
     if z_loss:
-        log_z = logits.gather(1, y) - of_target  # (rows, 1)
         objective = loss + z_loss * (log_z.square() * counted).sum()
     if not needs_grad:
         return objective, loss, correct, None
@@ -371,8 +380,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h = hidden[rows]
             products = torch.mm(h, w.T, out=space[:len(h)])
             for some, y, right in zip(*(t.split(few) for t in (products, targets[rows], correct[rows]))):
+                y = y[:, None]
+                of_target = some.gather(1, y.clamp(min=0)) if compiled and bias is None else None
                 part, loss, found, bias_part = rows_loss(
-                    some, y[:, None], bias, vocab_size, z_loss, needs_grad, hits, compiled)
+                    some, of_target, y, bias, vocab_size, z_loss, needs_grad, hits, compiled)
                 objective += part
                 total += loss
                 if hits:
