@@ -312,7 +312,7 @@ class World:
 
 def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
-    world = init(args.backend, args.device, args.timeout)
+    world = init(args.backend, args.device, args.timeout, fast=bool(args.fast))
     flags = [*vars(args).items()]
 
     def compare():
@@ -325,11 +325,13 @@ def start(args: Namespace) -> World:
     return world
 
 
-def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None) -> World:
+def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None,
+         fast: bool = False) -> World:
     """Joins the process group that torchrun describes, or creates one with a single process.
 
-    `timeout`, in seconds, bounds every collective. compare(device, backend) can look for differences between
-    ranks that would make the process group hang. Raises UserError on all ranks if one lacks the device.
+    `timeout`, in seconds, bounds every collective. `fast` gives up sums that are the same in each start.
+    compare(device, backend) can look for differences between ranks that would make the process group hang.
+    Raises UserError on all ranks if one lacks the device.
     """
     env = os.environ
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
@@ -362,6 +364,10 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     # say why. With 2 it aborts only the communicator. The collective then returns garbage, and the next one
     # raises. There is always a next one before a checkpoint is written.
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    # NVSwitches add up in an order that can change from start to start (issues 1497 and 2360 of NCCL), so a
+    # resumed run on eight GPUs would differ from an uninterrupted one
+    if not fast:
+        env.setdefault("NCCL_NVLS_ENABLE", "0")
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     gpu = where if where.type == "cuda" else None
