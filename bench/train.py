@@ -6,6 +6,7 @@
     python bench/train.py hrm --size 25m --peer hf                            # HrmTextForCausalLM
     python bench/train.py mlm --size 17m --peer hf                            # ModernBertForMaskedLM
     python bench/train.py hrm --size 1b --batch 24 --also="--checkpoint-activations block"    # ours twice
+    python bench/train.py gpt2 --also="--code ../before"      # ours, and another checkout of this repository
 
 Each contestant is a process of its own that keeps its model. All start and compile at the same time; then a
 round is `--steps` steps of one, then of the next, and the ratio is taken round by round. Beside the wall
@@ -376,7 +377,11 @@ class Process:
     """A contestant, seen from outside. `error` says why it is out of the race, if it is."""
 
     def __init__(self, args, name: str, kind: str, flags: list[str]):
-        command = [sys.executable, __file__, *sys.argv[1:], *flags, "--contestant", kind,
+        script = Path(__file__)
+        if "--code" in flags:
+            at = flags.index("--code")
+            script, flags = Path(flags[at + 1]) / "bench/train.py", flags[:at] + flags[at + 2:]
+        command = [sys.executable, script, *sys.argv[1:], *flags, "--contestant", kind,
                    "--device", args.device, "--started", str(time.time())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                         stderr=None if args.verbose else subprocess.DEVNULL)
@@ -492,7 +497,8 @@ def parse_args() -> argparse.Namespace:
                         "(gpt2, 25m, 17m)")
     parser.add_argument("--peer", choices=("hf", "trainer", "nanogpt"))
     parser.add_argument("--also", action="append", default=[], metavar="FLAGS", help="ours once more, with "
-                        "flags such as --also=--fast or --also='--checkpoint-activations block'")
+                        "flags such as --also=--fast or --also='--checkpoint-activations block', or of another "
+                        "checkout: --also='--code DIR'")
     parser.add_argument("--peer-source", metavar="DIR", help="where nanoGPT's model.py lies")
     parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt "
                         "on a CPU: fp32)")
