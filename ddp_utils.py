@@ -67,6 +67,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adagrad, Adam, AdamW
 
 import monitor
 from data import (
@@ -364,10 +365,12 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     # say why. With 2 it aborts only the communicator. The collective then returns garbage, and the next one
     # raises. There is always a next one before a checkpoint is written.
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
-    # NVSwitches add up in an order that can change from start to start (issues 1497 and 2360 of NCCL), so a
-    # resumed run on eight GPUs would differ from an uninterrupted one
-    if not fast:
-        env.setdefault("NCCL_NVLS_ENABLE", "0")
+    # NVSwitches may add up in another order after a new start (issues 1497 and 2360 of NCCL), so a resumed
+    # run on eight GPUs would differ from an uninterrupted one. NCCL's own is 2; a process keeps the first.
+    switches = env.setdefault("NCCL_NVLS_ENABLE", "2" if fast else "0")
+    if not fast and switches != "0" and backend == "nccl" and local_rank() == 0:
+        say(f"WARNING: NCCL_NVLS_ENABLE is {switches}, so a resumed run may differ in the last bits: unset "
+            "it, and start another Python after a run with --fast")
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     gpu = where if where.type == "cuda" else None
@@ -1748,7 +1751,8 @@ def set_modes(model: nn.Module, run: Run):
     if world.device.type == "cuda" and not args.fast:
         # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
         # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
-        # attention kernels. This setting also keeps Inductor from choosing kernels by benchmark.
+        # attention kernels. With this setting Inductor has one shape for each kernel that sums. It still tries
+        # shapes of elementwise kernels, which changes no bits.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
@@ -1759,7 +1763,9 @@ def set_modes(model: nn.Module, run: Run):
     if compiles(args.compile, world.device):
         run.log.say("compiling: the first step takes minutes")
         # rounds where eager code does, so that recomputing gives the same bits
-        compiling["options"] = {"emulate_precision_casts": not args.fast}
+        compiling["options"] = {"emulate_precision_casts": not args.fast,
+                                # said again for the thread of the backward pass, which may compile, too
+                                "deterministic": torch.are_deterministic_algorithms_enabled()}
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
 
@@ -1857,6 +1863,47 @@ class EMA:
         free_gathered_params(self.model)
 
 
+class HostCopy:
+    """A copy of a scalar on its way from the device to the host. float() waits until it is there, and not for
+    what the device does later.
+    """
+
+    def __init__(self, scalar: Tensor):
+        self._scalar = scalar.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if scalar.is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    def __float__(self) -> float:
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._scalar.item()
+
+
+class Norm(Tensor):
+    """A scalar on the device that prints as a number, for which the host then waits. What is computed from it
+    is a tensor like any other.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # as nn.Parameter has it
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self, **_) -> str:
+        return repr(self.item())
+
+
+def skips_on_device(optimizer, norm: Tensor) -> bool:
+    """Whether the device can skip an update of `optimizer`, as torch's fused kernels do if `found_inf` is 1.
+    What wraps or extends these classes may do more in a step. SGD would keep a first momentum without values.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if not norm.is_cuda or type(optimizer) not in (AdamW, Adam, Adagrad) or hooks:
+        return False
+    return all(group["fused"] and p.is_cuda for group in optimizer.param_groups for p in group["params"])
+
+
 class TrainState:
     """A model in training: `model`, `wrapped` (in DDP), optimizers, loss scaler, averaged weights.
     `tensors` yields the tensors of a checkpoint; saving and `restore` both iterate over them.
@@ -1892,7 +1939,8 @@ class TrainState:
             self.late = Late(model, self.inner, run)
         self.skipped = 0  # updates in a row whose gradient was not finite
         self._checked = False  # whether checkpoints can hold the optimizers' state
-        self.updated = True  # whether the gradient of the last step was finite
+        self._updated = True
+        self._norm = None  # of the last step, until the host has read it
 
     def no_sync(self, accumulating: bool):
         """A context in which DDP keeps gradients local, for all micro-batches of a step but the last."""
@@ -1925,10 +1973,11 @@ class TrainState:
         gc.collect()
         gc.freeze()
 
-    def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> float:
+    def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> "float | Norm":
         """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
-        --comm late they are first replaced by those of the step before. Here the host waits for the device,
-        once a step, and also reads the vote `stop` of the step before.
+        --comm late they are first replaced by those of the step before. Reads the vote `stop` of the step
+        before. This is where the host waits for the device, once a step: for all of the step before, if the
+        device can skip an update, otherwise for the norm.
         """
         free_gathered_params(self.model)
         for optimizer in self.optimizers:
@@ -1936,30 +1985,55 @@ class TrainState:
         if self.late:
             self.late.exchange()
         norm = clip_gradients(self.model.parameters(), max_norm)
-        return stop.read(norm)[0] if stop else norm.item()
+        self._count_skipped()
+        if stop:
+            stop.read()
+        if self.scaler.is_enabled() or not all(skips_on_device(optimizer, norm) for optimizer in self.inner):
+            return norm.item()
+        return norm.as_subclass(Norm)
 
-    def optimizer_step(self, lr: float, grad_norm: float):
+    def optimizer_step(self, lr: float, grad_norm: "float | Norm"):
         """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
         the gradients and updates the average. Raises RunError after MAX_SKIPPED updates in a row whose
-        gradient was not finite.
+        gradient was not finite; if the norm is still on the device, clip_gradients does so in the next step.
         """
         if self.late:
             self.late.leave_out()
-        for optimizer in self.optimizers:
+        on_device = isinstance(grad_norm, Norm)
+        steps = (grad_norm > 0) & (grad_norm < math.inf)
+        for optimizer, inner in zip(self.optimizers, self.inner):
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("scale", 1.0)
-            if 0 < grad_norm < math.inf:
+            if on_device:
+                inner.found_inf = 1.0 - steps.float()  # as GradScaler sets it
+                optimizer.step()
+                del inner.found_inf
+            elif steps:
                 optimizer.step()
         self.clear_gradients()
         self.scaler.update()  # from what unscale_ has found
         if self.ema:
             self.ema.update()
-        self.updated = math.isfinite(grad_norm)
+        self._norm = HostCopy(grad_norm) if on_device else grad_norm
+        if not on_device:
+            self._count_skipped()
         if not self._checked:  # what no checkpoint can hold is known now, not hours later
             self.plain_values()
             self._checked = True
+
+    @property
+    def updated(self) -> bool:
+        """Whether the gradient of the last step was finite. The host waits for it."""
+        self._count_skipped()
+        return self._updated
+
+    def _count_skipped(self):
+        if self._norm is None:
+            return
+        self._updated = math.isfinite(self._norm)
+        self._norm = None
         if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
-            self.skipped = 0 if self.updated else self.skipped + 1
+            self.skipped = 0 if self._updated else self.skipped + 1
         if self.skipped >= self.MAX_SKIPPED:
             raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
                            "use --precision bf16 or fp32; the same command then resumes from the newest "
@@ -2700,7 +2774,9 @@ class StopVote:
         self.signal = 0  # received by this rank
         self._since = 0.0  # when it came
         self.agreed = 0  # the signal at which all ranks have agreed to stop
+        self._nccl = world.backend == "nccl"
         self._vote = torch.zeros((), device=world.device)  # the newest
+        self._result = self._vote  # the same, or a copy on its way to the host
         self._under_way = None  # waits for it, until it is read
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
@@ -2722,24 +2798,22 @@ class StopVote:
 
     def vote(self) -> int:
         """Starts a vote. Returns the result of the previous one: the signal that any rank got, or 0."""
-        if self._under_way:
-            self.read()
+        self.read()
         if self.is_orphan():  # so nothing else will stop us
             self._on_signal(signal.SIGHUP, None)
         self._vote.fill_(self.signal)
         self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
+        if self._nccl:
+            self._under_way.wait()  # the device does, not the host
+            self._result = HostCopy(self._vote)
         return self.agreed
 
-    def read(self, *others: Tensor) -> list[float]:
-        """Reads the newest vote. Returns the values of `others`, float32 scalars on the device, for which the
-        host waits at the same time.
-        """
+    def read(self):
+        """Reads the newest vote, unless that is done."""
         if self._under_way:
             self._under_way.wait()
             self._under_way = None
-        number, *values = torch.stack([self._vote, *others]).tolist()
-        self.agreed = self.agreed or int(number)
-        return values
+            self.agreed = self.agreed or int(float(self._result))
 
 
 class Metrics:

@@ -315,8 +315,8 @@ def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tens
     targets y (rows, 1). Returns the summed objective and loss, with `hits` whether each target has the
     largest logit, and the gradient of the bias. If `needs_grad`, the gradient overwrites `products`.
     `compiled` selects operations that Inductor fuses: they read the products twice and write them once. With
-    `of_target`, the products of the targets (rows, 1), they are one kernel, which need not read these between
-    the two. The gradient of a bias is a sum over the rows, in a kernel of its own.
+    `of_target`, the products of the targets (rows, 1), which then need not be read between the two, sums and
+    gradient are one kernel. The gradient of a bias is a sum over the rows, in a kernel of its own.
     """
     counted, y = y >= 0, y.clamp(min=0)
     logits = products.float()

@@ -579,6 +579,7 @@ class RunLog:
         if not self.wants(step, metrics.ends_epoch):  # the same on all ranks
             return
         means, epoch = metrics.reduce()
+        grad_norm = float(grad_norm)
         machines = metrics.machines()
         refuse_taken([*numbers, *means])
         for name, value in numbers.items():

@@ -497,8 +497,8 @@ def parse_args() -> argparse.Namespace:
                         "(gpt2, 25m, 17m)")
     parser.add_argument("--peer", choices=("hf", "trainer", "nanogpt"))
     parser.add_argument("--also", action="append", default=[], metavar="FLAGS", help="ours once more, with "
-                        "flags such as --also=--fast or --also='--checkpoint-activations block', or of another "
-                        "checkout: --also='--code DIR'")
+                        "flags such as --also=--fast or --also='--checkpoint-activations block', or of "
+                        "another checkout: --also='--code DIR'")
     parser.add_argument("--peer-source", metavar="DIR", help="where nanoGPT's model.py lies")
     parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt "
                         "on a CPU: fp32)")

@@ -3,6 +3,8 @@ runs on all ranks, and raises AssertionError there if it fails."""
 
 import argparse
 import contextlib
+import functools
+import math
 import os
 import signal
 import sys
@@ -148,6 +150,43 @@ def check_skipped_updates(world: World) -> None:
         step(False)
         assert not torch.equal(model.embed.weight, before["embed.weight"]) and state.skipped == 0
         ddp_utils.assert_in_sync(model)
+
+
+def check_skips_on_device(world: World) -> None:
+    """Updates that the device skips leave the same bits as those that the host skips: gradients that are not
+    finite on one rank only, in the first step too, and steps without labels. They are counted a step later.
+    """
+    weights = make().state_dict()
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        found = []
+        for on_device in (False, True):
+            model = ddp_utils.build_model(HRM, HRMConfig(**TINY), world, strategy)
+            ddp_utils.copy_weights(model, weights, world)
+            state = train_state(model, world, strategy=strategy, ema=0.9)
+            tensors = []
+
+            def step(factor, state=state, on_device=on_device):
+                objective, _ = state.wrapped(*batch(world.rank))
+                (objective * (factor if world.rank == 1 or not factor else 1.0)).backward()
+                norm = state.clip_gradients(1.0)
+                assert isinstance(norm, ddp_utils.Norm) == on_device
+                state.optimizer_step(1e-2, norm)
+
+            with mock.patch("ddp_utils.skips_on_device", return_value=on_device):
+                for factor in (math.inf, 1.0, 0.0, 1.0, math.nan, -math.inf, 1.0):
+                    step(factor)
+                    assert state.updated == math.isfinite(factor)
+                    held = [local_shard(t).clone() for _, _, t, _ in state.tensors() if not t.is_meta]
+                    tensors += held if factor == 1.0 else []  # the host's first step makes no moments
+                for _ in range(state.MAX_SKIPPED - 1):
+                    step(math.inf)
+                if on_device:
+                    step(math.inf)
+                last = functools.partial(step, 1.0 if on_device else math.inf)
+                assert "10 times in a row" in raises(RunError, last)
+            found.append(tensors)
+        assert len(found[0]) == len(found[1]) > 7
+        assert all(map(torch.equal, *found)), strategy
 
 
 def check_fp16_shards(world: World) -> None:

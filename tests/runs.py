@@ -156,8 +156,8 @@ class Trainer:
         return kill(process)
 
     def check_killed_run(self, tmp_path, ranks, shards, **changes) -> None:
-        """A run that is killed in the middle and started again equals one that was left alone. It compiles and
-        tunes its kernels anew, as on a machine that was started again.
+        """A run that is killed in the middle and started again equals one that was left alone. It compiles
+        and tunes its kernels anew, as on a machine that was started again.
         """
         # what has loaded CUDA cannot be forked
         undisturbed = self.train if torch.cuda.is_available() else self.fork

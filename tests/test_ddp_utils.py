@@ -1,8 +1,10 @@
 """ddp_utils.py: agreement of several processes, and checkpoints on disk."""
 
+import contextlib
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import ddp_worker
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Finished, finish, run, start
@@ -35,8 +38,8 @@ from ddp_utils import (
 )
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 
-CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates", "fp16_shards",
-          "bf16_gradients", "memory", "gathering", "bf16_shards", "owners",
+CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
+          "skips_on_device", "fp16_shards", "bf16_gradients", "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
           "who_writes_samples", "stop"]
 
@@ -552,39 +555,161 @@ def test_the_watchdog_of_nccl_does_not_wait_a_minute(world):
     assert int(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 2000
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adam-atan2"])
-def test_a_step_waits_for_the_device_once(world, optimizer):
-    """In clip_gradients, which reads the norm of the gradient and the vote in one transfer. What a CPU never
-    waits for is counted by the calls that would.
-    """
-    state = make_state(world, optimizer=optimizer, ema=0.9)
-    stop = ddp_utils.StopVote(world)
-    waits = []
+@pytest.fixture
+def waits():
+    """Returns a context in which calls are listed that would wait for a GPU. A CPU never waits."""
+    @contextlib.contextmanager
+    def counting():
+        found = []
 
-    def counted(name):
-        plain = getattr(torch.Tensor, name)
+        def counted(name):
+            plain = getattr(torch.Tensor, name)
 
-        def method(*args):
-            waits.append(name)
-            return plain(*args)
-        return method
+            def method(*args):
+                found.append(name)
+                return plain(*args)
+            return method
 
-    names = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
-    for step in range(3):
+        names = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
         with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in names}):
-            labels = ddp_utils.begin_sum(8, world)
-            objective, _ = state.wrapped(*ddp_worker.batch(step))
-            (objective / labels().clamp(min=1)).backward()
-            assert waits == []
-            norm = state.clip_gradients(1.0, stop)
-            assert waits == ["tolist"]
-            state.optimizer_step(1e-3, norm)
-            stop.vote()
-            assert waits == ["tolist"]
-        waits.clear()
-    with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in names}):  # the control
+            yield found
+    return counting
+
+
+def train_a_step(state, stop, world, step: int) -> float:
+    labels = ddp_utils.begin_sum(8, world)
+    objective, _ = state.wrapped(*ddp_worker.batch(step))
+    (objective / labels().clamp(min=1)).backward()
+    norm = state.clip_gradients(1.0, stop)
+    state.optimizer_step(1e-3, norm)
+    stop.vote()
+    return norm
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adam-atan2"])
+def test_a_step_waits_for_the_device_once(world, optimizer, waits):
+    """For the norm of the gradient, in clip_gradients, which also reads the vote of the step before."""
+    state, stop = make_state(world, optimizer=optimizer, ema=0.9), ddp_utils.StopVote(world)
+    for step in range(3):
+        with waits() as found:
+            train_a_step(state, stop, world, step)
+        assert found == ["__float__"] * (step > 0) + ["item"]
+    with waits() as found:  # the control
         stop.vote()
-    assert waits == ["tolist"]  # of a vote that clip_gradients did not read
+        state.optimizer_step(1e-3, torch.ones(()))
+    assert found[:2] == ["__float__", "__bool__"]  # the vote, and whether this norm is finite
+
+
+def test_a_step_that_the_device_may_skip_waits_for_the_step_before(world, waits):
+    """In clip_gradients: it reads the norm and the vote of that step, and nothing of its own."""
+    state, stop = make_state(world, ema=0.9), ddp_utils.StopVote(world)
+    with mock.patch("ddp_utils.skips_on_device", return_value=True):
+        train_a_step(state, stop, world, 0)
+        for step in range(1, 4):
+            with waits() as found:
+                norm = train_a_step(state, stop, world, step)
+            assert found == ["item", "__float__"]  # the norm and the vote of the step before
+            assert state._norm is not None and isinstance(norm, ddp_utils.Norm)
+        with waits() as found:
+            assert state.updated and state.updated and state._norm is None
+        assert found == ["item"]
+
+
+class Passes:
+    """Passes all attributes on to the optimizer inside, as wrappers of SAM and Lookahead do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class OfMyOwn(torch.optim.AdamW):
+    """Its step does more."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.5)
+
+
+def test_who_may_skip_an_update_on_the_device():
+    """torch's own fused classes, and nothing that could do more in a step than their kernels."""
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    here = SimpleNamespace(is_cuda=True)  # a norm, and parameters, on a GPU
+
+    def may(optimizer, norm=here) -> bool:
+        for group in optimizer.param_groups:
+            group["params"] = [here]
+        return ddp_utils.skips_on_device(optimizer, norm)
+
+    fused = [kind(params, fused=True) for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad)]
+    assert all(map(may, fused)) and not may(fused[0], SimpleNamespace(is_cuda=False))
+    assert not may(Passes(fused[0])) and fused[0]._step_supports_amp_scaling  # it says that it can
+    assert not may(OfMyOwn(params, fused=True)) and not may(torch.optim.AdamW(params, foreach=True))
+    assert not may(torch.optim.SGD(params, momentum=0.9, fused=True))
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        hooked = torch.optim.AdamW(params, fused=True)
+        handle = getattr(hooked, register)(lambda *_: None)
+        assert not may(hooked)
+        handle.remove()
+        assert may(hooked)
+    partly = torch.optim.AdamW([{"params": params}], fused=True)
+    partly.param_groups.append(partly.param_groups[0] | {"fused": None})
+    assert not may(partly)
+    offloaded = torch.optim.AdamW(params, fused=True)
+    assert not ddp_utils.skips_on_device(offloaded, here)  # its parameters are on the CPU
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad])
+def test_fused_optimizers_skip_where_found_inf_is_1(kind):
+    """Parameters and state keep their bits, in a first step as well. SGD keeps a momentum without values."""
+    def trained(kind, gradients, **settings):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(300))
+        optimizer = kind([p], lr=0.1, fused=True, **settings)
+        for gradient in gradients:
+            p.grad = torch.full_like(p, gradient)
+            optimizer.found_inf = torch.tensor(float(not math.isfinite(gradient)))
+            with mock.patch("torch.empty_like", torch.ones_like):  # what is in memory by chance
+                optimizer.step()
+        return [p.detach(), *optimizer.state[p].values()]
+
+    inf = math.inf
+    for with_inf, without in (([inf, 1.0, 2.0], [1.0, 2.0]), ([1.0, inf, -inf, 2.0], [1.0, 2.0])):
+        assert all(map(torch.equal, trained(kind, with_inf), trained(kind, without)))
+    assert not all(map(torch.equal, trained(kind, [1.0, 2.0]), trained(kind, [1.0, 1.0])))  # the control
+    sgd = [trained(torch.optim.SGD, steps, momentum=0.9) for steps in ([inf, 1.0], [1.0])]
+    assert not torch.equal(sgd[0][0], sgd[1][0])
+
+
+def test_an_update_is_skipped_on_all_ranks_the_right_way_round(world):
+    """The control of ddp_worker.check_skips_on_device."""
+    state = make_state(world)
+    state.wrapped(*ddp_worker.batch(0))[0].backward()
+    for factor, moves in ((1.0, True), (0.0, False), (math.inf, False), (math.nan, False)):
+        before = [p.detach().clone() for p in state.model.parameters()]
+        for p in state.model.parameters():
+            p.grad = torch.ones_like(p)
+        state.optimizer_step(1e-2, torch.tensor(factor).as_subclass(ddp_utils.Norm))
+        assert all(map(torch.equal, before, state.model.parameters())) == (not moves)
+        assert state.updated == math.isfinite(factor)
+
+
+def test_a_norm_on_the_device_is_used_as_a_number():
+    """By whoever copies a trainer: it compares, computes, formats and prints. float() makes it one for json
+    and numpy.
+    """
+    norm = torch.tensor(0.75).as_subclass(ddp_utils.Norm)
+    assert f"{norm:.2f} {norm:>8.1e} {norm}" == f"{0.75:.2f} {0.75:>8.1e} {0.75}" == "0.75  7.5e-01 0.75"
+    assert str(norm) == repr(norm) == "0.75" and f"{[norm]}" == "[0.75]"
+    assert 0 < norm < 1 and norm == 0.75 and norm != 1 and not norm > 2 and norm and norm > norm - 1
+    assert max(norm, 0.5) == 0.75 and min(0.5, norm) == 0.5 and sorted([1.0, norm])[0] == 0.75
+    assert 2 * norm + 1 == 2.5 and norm / 3 == 0.25 and sum([norm, norm]) / 2 == 0.75
+    assert math.isfinite(norm) and math.log(norm) < 0 and float(norm) == 0.75 and int(norm) == 0
+    assert json.dumps(float(norm)) == "0.75" and np.mean([float(norm)]) == 0.75
+    assert type(2 * norm) is torch.Tensor and norm.item() == 0.75  # as a logged number
 
 
 @pytest.mark.parametrize("loss, warned", [("all", True), ("response", False)])
