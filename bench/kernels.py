@@ -11,6 +11,7 @@ once. On a CPU the shapes are tiny: to try this out.
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import itertools
 import json
@@ -22,6 +23,7 @@ import time
 import timeit
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,6 +32,7 @@ PRODUCTS = [  # (name, rows, channels in, channels out)
     ("gpt2 down", 65536, 3072, 768), ("gpt2 head", 16384, 768, 50304), ("hrm gqkv", 24576, 1536, 6144),
     ("hrm attn_out", 24576, 1536, 1536), ("hrm gate_up", 24576, 1536, 8192), ("hrm down", 24576, 4096, 1536)]
 ATTENTION = [(64, 12, 1024, 64), (24, 12, 1024, 128)]  # (B, H, T, D) of GPT-2 124M and of HRM 1b
+progress = SimpleNamespace(row=0, said=0, command=[])  # in a part; `said` by an earlier process; to go on
 
 
 def milliseconds(function, device, repeats: int = 10) -> float:
@@ -49,18 +52,30 @@ def milliseconds(function, device, repeats: int = 10) -> float:
 
 
 def attempt(say, row: dict, measure) -> None:
-    """Says a row with what measure() finds, or with why that is refused here."""
+    """Says a row with what measure() finds, or with why that is refused here. Where a kernel asserts, this
+    process can use the GPU no more: another takes its place and goes on with the next row.
+    """
+    import torch
+    progress.row += 1
+    if progress.row <= progress.said:
+        return
     try:
         say(**row, **measure())
     except Exception as error:  # FlashAttention 4 asserts that it is not deterministic on Hopper
         say(**row, error=(str(error).strip() or type(error).__name__).splitlines()[0][:200])
+        if isinstance(error, torch.AcceleratorError):
+            os.execv(sys.executable, [*progress.command, "--said", str(progress.row)])
 
 
 def copy(say, device) -> None:
     import torch
     source = torch.randn(2**30 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
-    ms = milliseconds(partial(torch.empty_like(source).copy_, source), device)
-    say(gb=source.nbytes / 1e9, ms=ms, gb_per_sec=2 * source.nbytes / ms / 1e6)  # read and written
+
+    def measure():
+        ms = milliseconds(partial(torch.empty_like(source).copy_, source), device)
+        return {"ms": ms, "gb_per_sec": 2 * source.nbytes / ms / 1e6}  # read and written
+
+    attempt(say, {"gb": source.nbytes / 1e9}, measure)
 
 
 def matmul(say, device) -> None:
@@ -133,10 +148,20 @@ def attention(say, device) -> None:
                         partial(measure, None, partial(flex, *inputs, block_mask=mask), inputs, grad))
 
 
-def loss(say, device) -> None:
+def configs_since(known: list) -> dict:
+    """The kernels that Inductor has compiled since, and the shape it has picked for each."""
+    import torch._inductor.runtime.triton_heuristics as heuristics
+    found = [o for o in gc.get_objects() if heuristics.CachingAutotuner in type(o).__mro__
+             and len(o.launchers) == 1 and not any(o is other for other in known)]
+    known += found  # so that none has the address of another
+    return {kernel.fn.__name__: str(kernel.launchers[0].config) for kernel in found}
+
+
+def loss(say, device, chunks=(4096, 16384, 32768)) -> None:
     import torch
 
     import model
+    known = []
     on_gpu = device.type == "cuda"
     rows, width, table, ids, divisor = (65536, 768, 50304, 50257, 1) if on_gpu else (512, 32, 512, 500, 128)
     torch.use_deterministic_algorithms(True)
@@ -152,9 +177,11 @@ def loss(say, device) -> None:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         found["ms"] = milliseconds(call, device)
+        if compiled:
+            found["configs"] = configs_since(known)
         return found | {"gb": (torch.cuda.max_memory_allocated() - before) / 2**30}
 
-    for compiled, chunk in ((False, 4096), (True, 4096), (True, 16384), (True, 32768)):
+    for compiled, chunk in ((False, 4096), *((True, chunk) for chunk in chunks)):
         model.LOSS_ROWS[device.type] = chunk // divisor
         torch.compiler.reset()  # else another size makes a kernel for all sizes
         attempt(say, {"compiled": compiled, "rows": chunk // divisor}, partial(measure, compiled))
@@ -169,6 +196,8 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="append the lines to this file too")
+    parser.add_argument("--rows", type=int, help="of the compiled loss, instead of three sizes")
+    parser.add_argument("--said", type=int, default=0, help=argparse.SUPPRESS)  # see attempt
     parser.add_argument("--no-workspace", action="store_true", help=argparse.SUPPRESS)  # the second matmul
     args = parser.parse_args()
     if unknown := set(args.parts) - PARTS.keys():
@@ -188,12 +217,17 @@ def main() -> None:
         print(part, *(f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}"
                       for key, value in found.items()), sep="  ", file=sys.stderr, flush=True)
 
-    for part in args.parts or PARTS:
-        PARTS[part](say, torch.device(args.device))
+    parts = args.parts or list(PARTS)
+    options = [f"--{name}={value}" for name in ("device", "json", "rows") if (value := getattr(args, name))]
+    for i, part in enumerate(parts):
+        progress.row, progress.said = 0, args.said if i == 0 else 0
+        progress.command = [sys.executable, __file__, *parts[i:], *options,
+                            *["--no-workspace"] * args.no_workspace]
+        chosen = {"chunks": [args.rows]} if part == "loss" and args.rows else {}
+        PARTS[part](say, torch.device(args.device), **chosen)
         if part == "matmul" and not args.no_workspace:
-            json_file = ["--json", args.json] if args.json else []
-            subprocess.run([sys.executable, __file__, part, "--no-workspace", "--device", args.device,
-                            *json_file], check=True)
+            subprocess.run([sys.executable, __file__, part, "--no-workspace", *options], check=True)
+
 
 
 if __name__ == "__main__":

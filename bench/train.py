@@ -369,18 +369,27 @@ def contestant(args) -> None:
             steps = range(done, done + int(count))
             say(**{"train": train, "profile": profile}[what](step, steps, device))
             done = steps.stop
-    except torch.OutOfMemoryError as error:
-        say(error=str(error).splitlines()[0])
+    except Exception as error:
+        say(error=f"{type(error).__name__}: {(str(error).strip() or 'without a word').splitlines()[0][:200]}")
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+
+
+def of_checkout(flags: list[str]) -> tuple[Path, list[str]]:
+    """This script in the checkout that flags of --also name, and those that are left."""
+    of = argparse.ArgumentParser(prog="--also", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    of.add_argument("--code", metavar="DIR", type=Path, default=ROOT)
+    found, flags = of.parse_known_args(flags)
+    script = found.code / "bench" / "train.py"
+    if not script.is_file():
+        sys.exit(f"error: --also='--code {found.code}': there is no {script}.")
+    return script, flags
 
 
 class Process:
     """A contestant, seen from outside. `error` says why it is out of the race, if it is."""
 
-    def __init__(self, args, name: str, kind: str, flags: list[str]):
-        script = Path(__file__)
-        if "--code" in flags:
-            at = flags.index("--code")
-            script, flags = Path(flags[at + 1]) / "bench/train.py", flags[:at] + flags[at + 2:]
+    def __init__(self, args, name: str, kind: str, script: Path, flags: list[str]):
         command = [sys.executable, script, *sys.argv[1:], *flags, "--contestant", kind,
                    "--device", args.device, "--started", str(time.time())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -389,7 +398,10 @@ class Process:
 
     def listen(self) -> dict:
         line = self.process.stdout.readline()
-        message = json.loads(line) if line else {"error": "has died; --verbose shows what it said"}
+        try:
+            message = json.loads(line)
+        except ValueError:  # nothing, or half a line
+            message = {"error": "has died; --verbose shows what it said"}
         self.error = message.get("error")
         self.losses += message.pop("losses", [])
         return message
@@ -438,9 +450,8 @@ def append(args, kind: str, result: dict) -> None:
 
 def measure(args) -> dict:
     """Rounds in turn, of those that have not failed."""
-    contestants = [Process(args, "ours", "ours", []),
-                   *(Process(args, f"ours {flags}", "ours", shlex.split(flags)) for flags in args.also)]
-    contestants += [Process(args, args.peer, args.peer, [])] if args.peer else []
+    contestants = [Process(args, name, "ours", *started) for name, started in args.ours.items()]
+    contestants += [Process(args, args.peer, args.peer, Path(__file__), [])] if args.peer else []
 
     def running() -> list[Process]:
         return [c for c in contestants if not c.error]
@@ -532,6 +543,9 @@ def parse_args() -> argparse.Namespace:
         args.peer_precision = "fp32" if fp32 else "bf16"
     if args.peer == "nanogpt" and (args.model != "gpt2" or not args.peer_source):
         parser.error("--peer nanogpt is for gpt2 and needs --peer-source.")
+    args.ours = {"ours": (Path(__file__), [])}
+    if not args.contestant:
+        args.ours |= {f"ours {flags}": of_checkout(shlex.split(flags)) for flags in args.also}
     return args
 
 

@@ -162,6 +162,14 @@ def test_a_killed_run_resumes_at_gpt2_width(tmp_path, shards):
     trainer.check_killed_run(tmp_path, 1, shards)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_run_on_two_gpus_resumes_bit_for_bit(tmp_path, shards, strategy):
+    trainer = Trainer("train_gpt2.py", precision="bf16", compile=True, d_model=64, strategy=strategy)
+    trainer.check_killed_run(tmp_path, 2, shards)
+
+
 def test_shards_with_gloo_are_refused(tmp_path, shards):
     """torch would end in a segmentation fault."""
     done = Trainer("train_gpt2.py").train(1, shards, tmp_path / "run", strategy="zero3", backend="gloo")
