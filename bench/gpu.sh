@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2086  # variables of several flags
 # What only NVIDIA GPUs can tell, in two calls on one of them, and nothing runs beside a timing:
 #
 #   bench/gpu.sh A [OUT]    405 s: tests/test_cuda.py; GPT-2 124M and MLM base in turn with peers; the loss
 #   bench/gpu.sh B [OUT]    325 s: HRM 1b; attention; GB/s of each Triton kernel; what is picked for the loss
-#   bench/gpu.sh C [OUT]    200 s: do runs of two GPUs that are killed resume bit for bit? Where there are two
-#                           or more, A begins with it and has 200 s more.
+#   bench/gpu.sh C [OUT]    200 s: do runs on two GPUs that are killed resume bit for bit? Where there are two
+#                           or more, A begins with it and has 180 s more (timeout_s=600).
 #
 # To prepare, in the root of the repository, what A and B compare with; without it they measure the rest:
 #
@@ -27,10 +28,10 @@ part=${1:-} out=${2:-${OUT:-bench-gpu}} python=${PYTHON:-python3} try=${TRY:-}
 before=${BEFORE:-.ab/before} nanogpt=${NANOGPT:-.ab/nanogpt}
 gpus=$(nvidia-smi --list-gpus 2> /dev/null | grep -c ^GPU) two=""
 case $part in
-    A) budget=405; [ "$gpus" -lt 2 ] || { two=1 budget=605; } ;;
+    A) budget=405; [ "$gpus" -lt 2 ] || { two=1 budget=585; } ;;
     B) budget=325 ;;
     C) budget=200 two=1 ;;
-    *) sed -n '2,/^set/s/^# \?//p' "$0"; exit 2 ;;
+    *) sed -n '3,/^set/s/^# \?//p' "$0"; exit 2 ;;
 esac
 budget=${BUDGET:-$budget}
 mkdir -p "$out" && out=$(cd "$out" && pwd) && scratch=$(mktemp -d) || exit 2
@@ -149,7 +150,7 @@ for command in re.findall(r"^== (.*)", log, re.M):
 PYTHON
 }
 
-# sweep MARK: ends all that was started with it, also what has a session of its own, and waits until it is gone
+# sweep MARK: ends all that was started with it, also what has a session of its own, and waits for that
 sweep() {
     local pids
     for _ in {1..100}; do
@@ -162,14 +163,14 @@ sweep() {
 
 left_out() { echo "* $*" | tee -a "$log" >> "$left"; }
 
-# limited SECONDS FILE COMMAND…: runs it for so long at most and no longer than is left; FILE gets what it says
+# limited SECONDS FILE COMMAND…: runs it for so long at most, within what is left; FILE gets what it says
 limited() {
     local limit=$1 file=$2 rest=$((budget - SECONDS)) mark=$scratch/$BASHPID/ code; shift 2
     local command=${*//$out/OUT}
     [ "$limit" -gt "$rest" ] && limit=$rest
     if [ "$limit" -lt 15 ]; then left_out "no time for: $command"; return; fi
     echo "== at $SECONDS s, $limit at most: $command" | tee -a "$log"
-    BENCH_STEP=$mark timeout -k 5 -s INT "$limit" "$@" >> "$file" 2>&1; code=$?
+    BENCH_STEP=$mark timeout -k "${grace:-5}" -s INT "$limit" "$@" >> "$file" 2>&1; code=$?
     sweep "$mark"
     case $code in
         0) ;;
@@ -179,43 +180,44 @@ limited() {
     echo "-- at $SECONDS s: $code" >> "$log"
 }
 
-# tests SECONDS NAME FLAGS…; shellcheck disable=SC2086 (variables of several flags, here and below)
-tests() {
-    TORCHINDUCTOR_CACHE_DIR=$scratch/$2 limited "$1" "$out/part$part-$2.txt" \
+tests() {  # SECONDS NAME FLAGS…
+    grace=15 TORCHINDUCTOR_CACHE_DIR=$scratch/$2 limited "$1" "$out/part$part-$2.txt" \
         "$python" -m pytest -o addopts= -p no:cacheprovider -v "${@:3}"
 }
 bench() {  # SECONDS SCRIPT FLAGS…
-    TORCHINDUCTOR_CACHE_DIR=${cache:-$scratch/inductor} limited "$1" "$log" "$python" "bench/$2" "${@:3}" --json "$json"
+    TORCHINDUCTOR_CACHE_DIR=${cache:-$scratch/inductor} limited "$1" "$log" \
+        "$python" "bench/$2" "${@:3}" --json "$json"
     tables
 }
 train() { bench "$1" train.py "${@:2}" $few --verbose; }
 
 few="" device="" gpt2=gpt2 large=1b base=base killed=4 others=11 chunks="" old="" nano="" hf=""
+nvidia-smi >> "$log" 2>&1
 if [ -n "$try" ]; then
     device="--device cpu" gpt2=tiny large=tiny base=tiny killed=1 others=1 chunks="--rows 16384"
     few="$device --no-compile --batch 2 --seq-len 32 --n-layer 1 --steps 1 --pairs 2 --warmup 1"
 fi
-if [ -f "$before/bench/train.py" ]; then old="--also=--code $before"
+if [ "$part" = C ]; then :
+elif [ -f "$before/bench/train.py" ]; then old="--also=--code $before"
 else left_out "the older checkout: there is no $before/bench/train.py"; fi
-if [ -f "$nanogpt/model.py" ]; then nano="--peer nanogpt --peer-source $nanogpt"
-else left_out "nanoGPT: there is no $nanogpt/model.py"; fi
-if "$python" -c 'import importlib.util as u; exit(not u.find_spec("transformers"))'; then hf="--peer hf"
-else left_out "transformers: not installed"; fi
-nvidia-smi >> "$log" 2>&1
-rounds="--steps 5 --pairs 5 --warmup 3 --profile 3"
 
 if [ -n "$two" ]; then
     if [ -n "$try" ]; then
-        tests 190 two-gpus --long tests/test_train_gpt2.py -k "killed_run_resumes and changes0-2"
+        tests 180 two-gpus --long tests/test_train_gpt2.py -k "killed_run_resumes and changes0-2"
     else
-        tests 190 two-gpus tests/test_cuda.py -k two_gpus -n 4
+        tests 180 two-gpus tests/test_cuda.py -k two_gpus -n 4
     fi
     tables
 fi
 if [ "$part" = A ]; then
+    rounds="--steps 5 --pairs 5 --warmup 3 --profile 3"
+    if [ -f "$nanogpt/model.py" ]; then nano="--peer nanogpt --peer-source $nanogpt"
+    else left_out "nanoGPT: there is no $nanogpt/model.py"; fi
+    if "$python" -c 'import importlib.util as u; exit(not u.find_spec("transformers"))'; then hf="--peer hf"
+    else left_out "transformers: not installed"; fi
     # the resume tests on workers of their own, since one takes as long as all the others
-    tests 190 killed tests/test_cuda.py -k killed -n $killed &
-    tests 190 others tests/test_cuda.py -k "not killed and not two_gpus" -n $others --dist worksteal &
+    tests 180 killed tests/test_cuda.py -k killed -n $killed &
+    tests 180 others tests/test_cuda.py -k "not killed and not two_gpus" -n $others --dist worksteal &
     wait
     tables
     train 100 gpt2 --size $gpt2 --batch 64 --seq-len 1024 $rounds --also=--fast ${old:+"$old"} $nano

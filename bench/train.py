@@ -401,7 +401,9 @@ class Process:
         try:
             message = json.loads(line)
         except ValueError:  # nothing, or half a line
-            message = {"error": "has died; --verbose shows what it said"}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            message = {"error": f"has died, exit code {self.process.poll()}; --verbose shows what it said"}
         self.error = message.get("error")
         self.losses += message.pop("losses", [])
         return message
