@@ -86,10 +86,11 @@ print(f"# bench/gpu.sh {part}, {time.strftime('%F %T')}\n\n{gpu}; {os.cpu_count(
 
 outcomes = {}
 for path in sorted(out.glob(f"part{part}-*.txt")):
-    outcomes |= {test: outcome for outcome, test in
-                 re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(tests/\S+)", path.read_text())}
-    outcomes |= {test: outcome for test, outcome in  # without workers
-                 re.findall(r"^(tests/\S+) (PASSED|FAILED|ERROR|SKIPPED)", path.read_text(), re.M)}
+    text = path.read_text(errors="replace")
+    for outcome, test in re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (tests/.+?) *$", text, re.M):
+        outcomes[test] = outcome
+    for test, outcome in re.findall(r"^(tests/.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):  # no workers
+        outcomes[test] = outcome
 table("Tests:", ["outcome", "", "tests"], [
     [outcome, len(names), ", ".join(n.rpartition("::")[2] for n in names if outcome in ("FAILED", "ERROR"))]
     for outcome in sorted({*outcomes.values()})
