@@ -2047,9 +2047,7 @@ class Loader:
             self._micro_batches = micro_batches
         position, (parts, labels) = next(self._steps)
         self.position = position + micro_batches * self.stride
-        if self.device.type == "cuda":  # torch reuses pinned memory when the copy to the GPU is done
-            parts = [part.pin_memory() for part in parts]
-        parts = [part.to(self.device, non_blocking=True) for part in parts]
+        parts = to_device(parts, self.device)
         return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
 
     def _read(self, position: int, micro_batches: int) -> tuple[list, int]:
@@ -2072,19 +2070,31 @@ class Loader:
             self._steps.close()
 
 
+def to_device(parts: list, device) -> list:
+    """Tensors on a device. A GPU copies them while the host goes on; torch then reuses pinned memory."""
+    if device.type == "cuda":
+        parts = [part.pin_memory() for part in parts]
+    return [part.to(device, non_blocking=True) for part in parts]
+
+
 def validation_batches(shards: Shards, batch: int, world, limit: int | None = None,
                        masker: Masker | None = None):
-    """Yields batches like Loader's: the first `limit` rows (None: all) in order, equally many on each rank.
-    Past the last row, labels are −1, which the loss ignores, so each row counts once on any number of ranks.
+    """Yields batches like Loader's, and reads ahead like it: the first `limit` rows (None: all) in order,
+    equally many on each rank. Past the last row, labels are −1, which the loss ignores, so each row counts
+    once on any number of ranks.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
     stride = batch * world.world_size
-    for begin in range(world.rank * batch, -(-total // stride) * stride, stride):
+
+    def read(begin: int) -> list:
         rows = np.arange(begin, begin + batch)
         arrays = read_rows(shards, np.minimum(rows, total - 1), np.zeros_like(rows), masker)
         arrays[-1][rows >= total] = -1
-        yield tuple(torch.from_numpy(array.astype(np.int64)).to(world.device) for array in arrays)
+        return [torch.from_numpy(array.astype(np.int64)) for array in arrays]
+
+    for _, parts in in_order(range(world.rank * batch, -(-total // stride) * stride, stride), 1, read):
+        yield tuple(to_device(parts, world.device))
 
 
 def sources_of(data: str) -> list[str]:

@@ -211,6 +211,7 @@ def memory_asked_for(error: BaseException) -> str | None:
 
 
 launched = False  # whether `launch` runs main(), and ends the process
+at_end = contextlib.ExitStack()  # what `with_cleanup` undoes, however main() ends
 
 
 def launch(main):
@@ -247,10 +248,10 @@ def launch(main):
 
 
 def with_cleanup(main):
-    """Makes a main() that can be called again, as in a notebook. At its end signals are handled as before,
-    frozen garbage is thawed, locks are released, and the process group is gone, as is its network card (what
-    a notebook starts next may want another); but not where one of several processes has failed, because
-    destroying the group can hang.
+    """Makes a main() that can be called again, as in a notebook. At its end attention has torch's own kernels
+    again, signals are handled as before, frozen garbage is thawed, locks are released, and the process group
+    is gone, as is its network card (what a notebook starts next may want another); but where one of several
+    processes has failed only the first, because destroying the group can hang.
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None):
@@ -262,6 +263,7 @@ def with_cleanup(main):
             main(argv)
             failed = False
         finally:
+            at_end.close()
             if not heartbeat or not failed:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
@@ -313,7 +315,7 @@ class World:
 
 def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
-    world = init(args.backend, args.device, args.timeout, fast=bool(args.fast))
+    world = init(args.backend, args.device, args.timeout, fast=args.fast)
     flags = [*vars(args).items()]
 
     def compare():
@@ -327,7 +329,7 @@ def start(args: Namespace) -> World:
 
 
 def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None,
-         fast: bool = False) -> World:
+         fast: bool | None = False) -> World:
     """Joins the process group that torchrun describes, or creates one with a single process.
 
     `timeout`, in seconds, bounds every collective. `fast` gives up sums that are the same in each start.
@@ -366,11 +368,9 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     # raises. There is always a next one before a checkpoint is written.
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     # NVSwitches may add up in another order after a new start (issues 1497 and 2360 of NCCL), so a resumed
-    # run on eight GPUs would differ from an uninterrupted one. NCCL's own is 2; a process keeps the first.
-    switches = env.setdefault("NCCL_NVLS_ENABLE", "2" if fast else "0")
-    if not fast and switches != "0" and backend == "nccl" and local_rank() == 0:
-        say(f"WARNING: NCCL_NVLS_ENABLE is {switches}, so a resumed run may differ in the last bits: unset "
-            "it, and start another Python after a run with --fast")
+    # run on eight GPUs would differ from an uninterrupted one. NCCL keeps the first value that a process has.
+    if not fast:
+        env.setdefault("NCCL_NVLS_ENABLE", "0")
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     gpu = where if where.type == "cuda" else None
@@ -1219,6 +1219,7 @@ class Run:
     global_batch: int = 0  # sequences in a step, over all processes
     batch: int = 0  # sequences in a micro-batch
     grad_accum: int = 0  # micro-batches in a step
+    flash_attention_3: bool = False  # see set_modes
 
 
 def command_line(run: Run, argv: list[str] | None) -> str:
@@ -1575,7 +1576,8 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     args, dataset = run.args, run.dataset
     constants = {name: value for name, value in run.names.items()
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
-    plan = {name: getattr(run, name) for name in ("steps", "global_batch", "batch", "grad_accum")}
+    plan = {name: getattr(run, name)
+            for name in ("steps", "global_batch", "batch", "grad_accum", "flash_attention_3")}
     plan |= {"world_size": run.world.world_size, "threads": torch.get_num_threads(),
              "precision": str(model.compute_dtype).removeprefix("torch.")}
     settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
@@ -1748,11 +1750,12 @@ def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, check
 def set_modes(model: nn.Module, run: Run):
     """Applies --precision, --checkpoint-activations, --compile and --fast."""
     args, world = run.args, run.world
-    if world.device.type == "cuda" and not args.fast:
+    strict = world.device.type == "cuda" and not args.fast
+    if strict:
         # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
         # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
-        # attention kernels. With this setting Inductor has one shape for each kernel that sums. It still tries
-        # shapes of elementwise kernels, which changes no bits.
+        # attention kernels. With this setting Inductor has one shape for each kernel that sums. It still
+        # tries shapes of elementwise kernels, which changes no bits.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
@@ -1768,6 +1771,9 @@ def set_modes(model: nn.Module, run: Run):
                                 "deterministic": torch.are_deterministic_algorithms_enabled()}
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
+    if strict and all(from_all(HAS_CLUSTER)):
+        from cluster.flash_attention_3 import take
+        run.flash_attention_3 = take(model, run, from_all, at_end)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1870,13 +1876,11 @@ class HostCopy:
 
     def __init__(self, scalar: Tensor):
         self._scalar = scalar.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if scalar.is_cuda else None
-        if self._arrived:
-            self._arrived.record()
+        self._arrived = torch.get_device_module(scalar.device).Event()
+        self._arrived.record()
 
     def __float__(self) -> float:
-        if self._arrived:
-            self._arrived.synchronize()
+        self._arrived.synchronize()
         return self._scalar.item()
 
 
@@ -1887,11 +1891,10 @@ class Norm(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # as nn.Parameter has it
 
-    def __format__(self, spec: str) -> str:
+    def __format__(self, spec: str = "", **_) -> str:
         return format(self.item(), spec)
 
-    def __repr__(self, **_) -> str:
-        return repr(self.item())
+    __repr__ = __format__
 
 
 def skips_on_device(optimizer, norm: Tensor) -> bool:
@@ -1899,9 +1902,9 @@ def skips_on_device(optimizer, norm: Tensor) -> bool:
     What wraps or extends these classes may do more in a step. SGD would keep a first momentum without values.
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if not norm.is_cuda or type(optimizer) not in (AdamW, Adam, Adagrad) or hooks:
-        return False
-    return all(group["fused"] and p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    known = norm.is_cuda and type(optimizer) in (AdamW, Adam, Adagrad) and not hooks
+    groups = optimizer.param_groups
+    return known and all(group["fused"] and p.is_cuda for group in groups for p in group["params"])
 
 
 class TrainState:
@@ -1921,7 +1924,10 @@ class TrainState:
         self.zero1 = args.strategy == "zero1"
         if self.zero1:  # each process updates some of the parameters and sends them to the others
             from torch.distributed.optim import ZeroRedundancyOptimizer
-            self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"])
+            # in one broadcast from each process, if one buffer can hold them
+            one_type = len({p.dtype for p in model.parameters()}) == 1
+            self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
+                                                       parameters_as_bucket_view=one_type)
                                for o in optimizers]
         # those that hold the state, with zero1 of a part of the parameters
         self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
@@ -2774,9 +2780,7 @@ class StopVote:
         self.signal = 0  # received by this rank
         self._since = 0.0  # when it came
         self.agreed = 0  # the signal at which all ranks have agreed to stop
-        self._nccl = world.backend == "nccl"
         self._vote = torch.zeros((), device=world.device)  # the newest
-        self._result = self._vote  # the same, or a copy on its way to the host
         self._under_way = None  # waits for it, until it is read
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for number in STOP_SIGNALS:
@@ -2803,9 +2807,9 @@ class StopVote:
             self._on_signal(signal.SIGHUP, None)
         self._vote.fill_(self.signal)
         self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
-        if self._nccl:
-            self._under_way.wait()  # the device does, not the host
-            self._result = HostCopy(self._vote)
+        if self._vote.is_cuda:
+            self._under_way.wait()  # with NCCL the device waits, not the host
+        self._result = HostCopy(self._vote)
         return self.agreed
 
     def read(self):

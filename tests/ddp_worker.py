@@ -8,10 +8,13 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
+import flash3
 import torch
 from states import train_state
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,9 +23,10 @@ import data
 import ddp_utils
 import test_ddp
 import train_hrm
+from cluster.flash_attention_3 import take
 from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
-from model import HRM, HRMConfig
+from model import GPT2, HRM, GPT2Config, HRMConfig
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
 
@@ -387,6 +391,30 @@ def check_stop(world: World) -> None:
     assert vote.vote() == signal.SIGUSR1
     vote.read()
     assert vote.agreed == vote.vote() == signal.SIGUSR1
+
+
+def check_flash3(world: World) -> None:
+    """It is taken if both ranks can, and all say so alike, whatever keeps one of them from it."""
+    said = []
+    model = GPT2(GPT2Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16))
+    model.compute_dtype = torch.bfloat16
+    run = argparse.Namespace(args=argparse.Namespace(fast=False), saved=None,
+                             flash_attention_3=False, world=argparse.Namespace(device=flash3.GPU),
+                             log=argparse.Namespace(say=said.append))
+    only_some = "only some processes have it and a GPU for it"
+    for text, capability, why_not in [
+            (flash3.PACKAGE, (9, 0), None), (None, (9, 0), only_some), (flash3.PACKAGE, (8, 0), only_some),
+            ("import gone", (9, 0), "ModuleNotFoundError: No module named 'gone'")]:
+        if world.rank == 0:
+            text, capability = flash3.PACKAGE, (9, 0)
+        with tempfile.TemporaryDirectory() as directory:
+            package = flash3.install(Path(directory) / "package", text) if text else None
+            with flash3.gpu(package, capability):
+                taken = take(model, run, ddp_utils.from_all, ddp_utils.at_end)
+                assert taken == flash3.active() == (not why_not)
+        assert said == [f"WARNING: FlashAttention 3 is not used: {why_not}" if why_not else
+                        "attention: FlashAttention 3"], said
+        said.clear()
 
 
 def differing_depth(world: World, agree: bool) -> None:

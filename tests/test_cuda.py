@@ -1,5 +1,7 @@
 """What only a GPU can show: `pytest tests/test_cuda.py`. From all other tests GPUs are hidden."""
 
+import importlib.util
+
 import pytest
 import torch
 from runs import Trainer, assert_close_runs, assert_same_run
@@ -90,8 +92,20 @@ def test_checkpointing_is_exact(name, compiled, world):
         assert all(torch.equal(grad, found[mode][1][key]) for key, grad in found["none"][1].items())
 
 
+@pytest.fixture(params=["torch", "FA3"])
+def kernels(request):
+    """Those of attention: torch's own, or FlashAttention 3 if it is installed, on a GPU that it is for."""
+    if request.param == "FA3":
+        if not importlib.util.find_spec("flash_attn_3") or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs an H100 or H200 and flash-attn-3, see cluster/README.md")
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    yield request.param
+    if request.param == "FA3":
+        torch.nn.attention.restore_flash_attention_impl()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_backward_pass_of_attention_gives_the_same_bits_twice(head_dim, world):
+def test_the_backward_pass_of_attention_gives_the_same_bits_twice(head_dim, kernels, world):
     """Over several tiles of keys, whose sums have an order only in strict mode."""
     q, k, v, grad = (torch.randn(64, 12, 1024, head_dim, device="cuda", dtype=torch.bfloat16,
                                  requires_grad=True) for _ in range(4))
