@@ -1922,12 +1922,10 @@ class TrainState:
         self.world = world
         self.optimizers = optimizers
         self.zero1 = args.strategy == "zero1"
-        if self.zero1:  # each process updates some of the parameters and sends them to the others
+        if self.zero1:  # each process updates some of the parameters and sends those in one buffer
             from torch.distributed.optim import ZeroRedundancyOptimizer
-            # in one broadcast from each process, if one buffer can hold them
-            one_type = len({p.dtype for p in model.parameters()}) == 1
             self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
-                                                       parameters_as_bucket_view=one_type)
+                                                       parameters_as_bucket_view=True)
                                for o in optimizers]
         # those that hold the state, with zero1 of a part of the parameters
         self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]

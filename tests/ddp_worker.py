@@ -193,6 +193,29 @@ def check_skips_on_device(world: World) -> None:
         assert all(map(torch.equal, *found)), strategy
 
 
+def check_zero1_buffers(world: World) -> None:
+    """One broadcast from each rank for each optimizer, and not one for each parameter."""
+    for optimizer in ("adamw", "muon"):
+        model = make()
+        state = train_state(model, world, optimizer=optimizer, strategy="zero1", ema=0.9)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with mock.patch("torch.distributed.broadcast", wraps=torch.distributed.broadcast) as sent:
+            state.optimizer_step(1e-2, 1.0)
+        assert sent.call_count == 2 * len(state.optimizers) < len(list(model.parameters()))
+
+        def buffers(model=model) -> set:
+            return {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        assert len(buffers()) == sent.call_count
+        ddp_utils.assert_in_sync(model)
+        before = buffers()
+        with state.averaged_weights():
+            assert buffers() == before
+        ddp_utils.copy_weights(model, make(seed=1).state_dict(), world)
+        assert buffers() == before and torch.equal(model.embed.weight, make(seed=1).embed.weight)
+
+
 def check_fp16_shards(world: World) -> None:
     """An infinite gradient in the shard of one rank is skipped by all, and halves the scale of all."""
     for strategy in ("zero2", "zero3", "zero3-offload"):

@@ -159,15 +159,18 @@ class Trainer:
         """A run that is killed in the middle and started again equals one that was left alone. It compiles
         and tunes its kernels anew, as on a machine that was started again.
         """
+        settings = self.defaults | changes
         # what has loaded CUDA cannot be forked
         undisturbed = self.train if torch.cuda.is_available() else self.fork
         whole = undisturbed(ranks, shards, tmp_path / "whole", **changes)
         assert whole.code == 0, whole.out
         self.kill_after(8, ranks, shards, tmp_path / "killed", **changes)
-        assert log_of(tmp_path / "killed")[-1]["step"] < 40, "the run was over before it could be killed"
+        killed_at = log_of(tmp_path / "killed")[-1]["step"]
+        assert killed_at < settings["steps"], "the run was over before it could be killed"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))  # Triton's cache is in it
             resumed = self.train(ranks, shards, tmp_path / "killed", **changes)
         assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
         assert_same_run(tmp_path / "whole", tmp_path / "killed")
-        assert [line["step"] for line in steps_of(tmp_path / "killed")] == list(range(1, 41))
+        assert [r["step"] for r in steps_of(tmp_path / "killed")] == list(range(1, settings["steps"] + 1))
+        assert not settings.get("compile") or any((tmp_path / "compiled").iterdir()), "not compiled anew"

@@ -1,5 +1,6 @@
 """What only a GPU can show: `pytest tests/test_cuda.py`. From all other tests GPUs are hidden."""
 
+import contextlib
 import importlib.util
 
 import pytest
@@ -10,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
 import model as models
+import test_ddp
+import train_gpt2
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 
@@ -158,13 +161,55 @@ def test_a_gradient_that_is_not_finite_skips_the_update(optimizer, world):
         vote.vote()
         same = [torch.equal(p, before[n]) for n, p in model.named_parameters()]
         assert all(same) if factor > 1 else not any(same)
-    assert vote.agreed == 0 and state.skipped == 1
+    assert vote.agreed == 0 and not state.updated and state.skipped == 1
+
+
+@pytest.mark.parametrize("optimizer, waits", [("adamw", False), ("muon", True)])
+def test_a_step_of_adamw_does_not_wait_for_the_device(optimizer, waits, world):
+    """But for the step before, by an event, which this mode of torch allows. Muon is the control."""
+    model, vote = make("gpt2"), StopVote(world)
+    state = train_state(model, world, optimizer=optimizer, compile=False, ema=0.9)
+    inputs = batch("gpt2")
+
+    def step():
+        labels = ddp_utils.begin_sum(8, world)
+        objective, _ = state.wrapped(*inputs)
+        (objective / labels().clamp(min=1)).backward()
+        state.optimizer_step(1e-3, state.clip_gradients(1.0, vote))
+        vote.vote()
+
+    for _ in range(2):  # the first makes the state
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="synchronizing") if waits else contextlib.nullcontext():
+                step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits or state.updated and vote.vote() == 0
+
+
+def test_copies_of_a_checkpoint_take_the_host_memory_that_dry_run_says(tmp_path, world):
+    """torch pins more than what is asked for."""
+    model = make("gpt2")
+    state = train_state(model, world, compile=False)
+    model(*batch("gpt2"))[0].backward()
+    state.optimizer_step(1e-3, state.clip_gradients(1.0))
+    checkpoints = ddp_utils.Checkpoints(tmp_path, world, 1, print)
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    checkpoints.save(1, state, {"loss": 1.0, "settings": {"steps": 1}})
+    pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    said = test_ddp.pinned_bytes(model, train_gpt2.parse_args([]))
+    small = 2**12 * sum(1 for _ in model.parameters())  # the number of steps of each parameter
+    assert said <= pinned <= said + small, (said, pinned)
+    checkpoints.close()
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", ["train_hrm.py", "train_gpt2.py", "train_mlm.py"])
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, script):
-    trainer = Trainer(script, precision="bf16", compile=True, d_model=64)
+    trainer = Trainer(script, precision="bf16", compile=True, d_model=64, steps=120)
     trainer.check_killed_run(tmp_path, 1, shards)
 
 
@@ -172,7 +217,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, script):
 def test_a_killed_run_resumes_at_gpt2_width(tmp_path, shards):
     """With the rows, width and heads of GPT-2 124M, whose sums a GPU divides among many blocks."""
     trainer = Trainer("train_gpt2.py", precision="bf16", seq_len=1024, d_model=768, n_head=12, n_layer=2,
-                      global_batch=16, batch=8, max_new_tokens=8)
+                      global_batch=16, batch=8, max_new_tokens=8, compile=True, steps=60)
     trainer.check_killed_run(tmp_path, 1, shards)
 
 
@@ -180,7 +225,8 @@ def test_a_killed_run_resumes_at_gpt2_width(tmp_path, shards):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_run_on_two_gpus_resumes_bit_for_bit(tmp_path, shards, strategy):
-    trainer = Trainer("train_gpt2.py", precision="bf16", compile=True, d_model=64, strategy=strategy)
+    trainer = Trainer("train_gpt2.py", precision="bf16", compile=True, d_model=64, steps=120,
+                      strategy=strategy)
     trainer.check_killed_run(tmp_path, 2, shards)
 
 

@@ -25,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -1132,6 +1133,30 @@ def test_validation_counts_every_row_once_on_any_number_of_ranks(dataset, limit)
         found, found_total, lengths = validated(shards, batch, world_size, limit)
         assert found == rows and found_total == total, (world_size, batch)
         assert len(lengths) == 1, "a rank with fewer batches would leave the others waiting"
+
+
+def test_an_evaluation_reads_ahead(dataset, monkeypatch):
+    """While a batch is evaluated the next ones are read; and nothing goes on when it is cut short."""
+    reads, read = [], data.read_rows
+
+    def read_rows(*arguments):
+        reads.append(threading.current_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(data, "read_rows", read_rows)
+    batches = data.validation_batches(dataset.val[""], 1, place(0, 1))
+    next(batches)
+    deadline = time.monotonic() + 60
+    while len(reads) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 3 <= len(reads) < dataset.val[""].rows and threading.main_thread() not in reads
+    batches.close()
+    reads[0].join(60)
+    assert not reads[0].is_alive() and len(reads) < dataset.val[""].rows
+
+    monkeypatch.setattr(data, "read_rows", mock.Mock(side_effect=data.UserError("gone")))
+    with pytest.raises(data.UserError, match="gone"):
+        list(data.validation_batches(dataset.val[""], 1, place(0, 1)))
 
 
 def test_without_padding_rows_would_count_twice(dataset):

@@ -26,6 +26,7 @@ from states import train_state
 import ddp_utils
 import model as model_module
 import test_ddp
+import train_gpt2
 from data import UserError
 from ddp_utils import (
     Checkpoints,
@@ -39,7 +40,8 @@ from ddp_utils import (
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
-          "skips_on_device", "fp16_shards", "bf16_gradients", "memory", "gathering", "bf16_shards", "owners",
+          "skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients", "memory", "gathering",
+          "bf16_shards", "owners",
           "samples_have_one_prompt",
           "who_writes_samples", "stop", "flash3"]
 
@@ -548,6 +550,20 @@ def test_a_time_in_which_all_processes_stood_still_is_named(monkeypatch, capsys)
     assert code == 1 and text == f"error: {reason}" and "all processes stood still for 30 s" in reason
     beat.stood = 0.5
     assert "one was busy for longer than --timeout" in ddp_utils.ending_of(RuntimeError("gloo: no"))[1]
+
+
+@pytest.mark.parametrize("flags, before, after", [
+    ([], None, "0"), (["--fast"], None, None), ([], "1", "1"), (["--fast"], "0", "0")])
+def test_strict_runs_do_not_add_up_in_nvswitches(world, monkeypatch, flags, before, after):
+    """Their order can change from start to start. What the user has set stays."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", before or "")
+    if before is None:
+        monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    set_when_it_joined = []
+    monkeypatch.setattr(torch.distributed, "init_process_group",
+                        lambda *_, **__: set_when_it_joined.append(os.environ.get("NCCL_NVLS_ENABLE")))
+    ddp_utils.start(train_gpt2.parse_args(["--device", "cpu", *flags]))
+    assert set_when_it_joined == [after]
 
 
 def test_the_watchdog_of_nccl_does_not_wait_a_minute(world):
