@@ -114,7 +114,7 @@ def ours(args, row, device):
     import ddp_utils
     import train_gpt2
     from model import flops_per_token, make_optimizers
-    world = ddp_utils.init(device=device.type)
+    world = ddp_utils.init(device=device.type, fast=args.fast)
     made = make_model(args, row, world.device)
     model_class = type(made)
     model = ddp_utils.build_model(model_class, made.config, world)
@@ -123,7 +123,8 @@ def ours(args, row, device):
     flags = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    run = SimpleNamespace(args=flags, world=world, log=SimpleNamespace(say=print))
+    run = SimpleNamespace(args=flags, world=world, log=SimpleNamespace(say=print), saved=None,
+                          flash_attention_3=False)
     ddp_utils.set_modes(model, run)
     state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)
