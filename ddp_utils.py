@@ -1750,14 +1750,14 @@ def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, check
 def set_modes(model: nn.Module, run: Run):
     """Applies --precision, --checkpoint-activations, --compile and --fast."""
     args, world = run.args, run.world
-    strict = world.device.type == "cuda" and not args.fast
-    if strict:
+    if world.device.type == "cuda":
         # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
         # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
         # attention kernels. With this setting Inductor has one shape for each kernel that sums. It still
         # tries shapes of elementwise kernels, which changes no bits.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        if not args.fast:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(not args.fast)  # which an earlier run of this process may have set
         torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
     compiling = {}
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
@@ -1771,7 +1771,7 @@ def set_modes(model: nn.Module, run: Run):
                                 "deterministic": torch.are_deterministic_algorithms_enabled()}
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
-    if strict and all(from_all(HAS_CLUSTER)):
+    if all(from_all(torch.are_deterministic_algorithms_enabled() and HAS_CLUSTER)):
         from cluster.flash_attention_3 import take
         run.flash_attention_3 = take(model, run, from_all, at_end)
 
@@ -1897,13 +1897,14 @@ class Norm(Tensor):
     __repr__ = __format__
 
 
-def skips_on_device(optimizer, norm: Tensor) -> bool:
+def skips_on_device(optimizer, whole) -> bool:
     """Whether the device can skip an update of `optimizer`, as torch's fused kernels do if `found_inf` is 1.
-    What wraps or extends these classes may do more in a step. SGD would keep a first momentum without values.
+    With zero1, `whole` has the parameters of all ranks, so that they agree. What wraps or extends these
+    classes may do more in a step. SGD would keep a first momentum without values.
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    known = norm.is_cuda and type(optimizer) in (AdamW, Adam, Adagrad) and not hooks
-    groups = optimizer.param_groups
+    known = type(optimizer) in (AdamW, Adam, Adagrad) and not hooks
+    groups = whole.param_groups
     return known and all(group["fused"] and p.is_cuda for group in groups for p in group["params"])
 
 
@@ -1992,7 +1993,8 @@ class TrainState:
         self._count_skipped()
         if stop:
             stop.read()
-        if self.scaler.is_enabled() or not all(skips_on_device(optimizer, norm) for optimizer in self.inner):
+        steppers = self.inner if self.zero1 else self.optimizers  # a wrapper, not what it has inside
+        if self.scaler.is_enabled() or not all(map(skips_on_device, steppers, self.optimizers)):
             return norm.item()
         return norm.as_subclass(Norm)
 
@@ -2805,9 +2807,10 @@ class StopVote:
             self._on_signal(signal.SIGHUP, None)
         self._vote.fill_(self.signal)
         self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
-        if self._vote.is_cuda:
-            self._under_way.wait()  # with NCCL the device waits, not the host
-        self._result = HostCopy(self._vote)
+        self._result = self._vote
+        if dist.get_backend() == "nccl":
+            self._under_way.wait()  # the device does, not the host
+            self._result = HostCopy(self._vote)
         return self.agreed
 
     def read(self):
@@ -3179,7 +3182,7 @@ def evaluate_only(model: nn.Module, run: Run):
     """Evaluates the model of a checkpoint on the validation sets of --data, beside a training, too: takes no
     lock and writes nothing into the run. Prints the results as a line, and as JSON for a script. Every rank
     calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
-    were compiled.
+    were compiled or attention was FlashAttention 3.
     """
     args, world, saved = run.args, run.world, run.saved
     dataset = run.dataset = load_data(run)

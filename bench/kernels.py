@@ -151,8 +151,8 @@ def attention(say, device) -> None:
 def configs_since(known: list) -> dict:
     """The kernels that Inductor has compiled since, and the shape it has picked for each."""
     import torch._inductor.runtime.triton_heuristics as heuristics
-    found = [o for o in gc.get_objects() if heuristics.CachingAutotuner in type(o).__mro__
-             and len(o.launchers) == 1 and not any(o is other for other in known)]
+    tuned = [o for o in gc.get_objects() if heuristics.CachingAutotuner in type(o).__mro__]
+    found = [o for o in tuned if len(o.launchers) == 1 and not any(o is other for other in known)]
     known += found  # so that none has the address of another
     return {kernel.fn.__name__: str(kernel.launchers[0].config) for kernel in found}
 
@@ -227,7 +227,6 @@ def main() -> None:
         PARTS[part](say, torch.device(args.device), **chosen)
         if part == "matmul" and not args.no_workspace:
             subprocess.run([sys.executable, __file__, part, "--no-workspace", *options], check=True)
-
 
 
 if __name__ == "__main__":

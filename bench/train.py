@@ -124,7 +124,7 @@ def ours(args, row, device):
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
     run = SimpleNamespace(args=flags, world=world, log=SimpleNamespace(say=print), saved=None,
-                          flash_attention_3=False)
+                          config=model.config, flash_attention_3=False)
     ddp_utils.set_modes(model, run)
     state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)

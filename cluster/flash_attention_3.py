@@ -14,25 +14,27 @@ from data import UserError
 
 def take(model, run, from_all, at_end) -> bool:
     """Takes it if all ranks can, and returns whether they do. A resumed run takes it only if it did before.
-    Every rank calls this, for each model that it makes; the first decides. `from_all` is that of ddp_utils;
-    the ExitStack `at_end` gives torch its own kernels back.
+    Every rank calls this, for each model that it makes; the one in training decides. `from_all` is that of
+    ddp_utils; the ExitStack `at_end` gives torch its own kernels back.
     """
-    if run.flash_attention_3 or not run.log:  # an earlier model has it; a run is only used
+    if model.config is not run.config:  # a teacher, or a run that is only used
         return run.flash_attention_3
     began = not run.saved or run.saved["settings"].get("flash_attention_3")
-    why_not = activate(model, run.world.device, at_end) if began else None
+    why_not = activate(model, run.world.device) if began else None
     found = {*from_all(why_not)}
     if found == {""}:
+        at_end.callback(attention.restore_flash_attention_impl)
         run.log.say("attention: FlashAttention 3")
         return True
-    at_end.close()
+    if why_not == "":
+        attention.restore_flash_attention_impl()
     if found != {None}:
         why_not = max(filter(None, found), default="only some processes have it and a GPU for it")
         run.log.say(f"WARNING: FlashAttention 3 is not used: {why_not}")
     return False
 
 
-def activate(model, device: torch.device, at_end) -> str | None:
+def activate(model, device: torch.device) -> str | None:
     """Returns "" if this process has it now, None if it is not installed or not for this model or GPU, else
     what is wrong with it.
     """
@@ -48,5 +50,4 @@ def activate(model, device: torch.device, at_end) -> str | None:
         attention.activate_flash_attention_impl("FA3")
     except Exception as error:  # a broken package has many
         return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removeprefix("UserError: ")
-    at_end.callback(attention.restore_flash_attention_impl)
     return ""

@@ -16,7 +16,7 @@ from unittest import mock
 
 import flash3
 import torch
-from states import train_state
+from states import run_of, train_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -191,6 +191,22 @@ def check_skips_on_device(world: World) -> None:
             found.append(tensors)
         assert len(found[0]) == len(found[1]) > 7
         assert all(map(torch.equal, *found)), strategy
+
+
+def check_who_skips_on_device(world: World) -> None:
+    """With zero1 a rank without any parameters of an optimizer decides as the one that has them."""
+    for fused, on_device in ((True, True), (None, False)):
+        model = make()
+        model.requires_grad_(False)
+        model.embed.weight.requires_grad_()
+        optimizer = torch.optim.AdamW([model.embed.weight], lr=1e-2, fused=fused)
+        run = run_of(world, strategy="zero1")
+        state = ddp_utils.TrainState(model, [optimizer], run)
+        held = [p for group in state.inner[0].param_groups for p in group["params"]]
+        assert ddp_utils.from_all(len(held)) in ([1, 0], [0, 1])
+        model.embed.weight.grad = torch.zeros_like(model.embed.weight)
+        with mock.patch.object(torch.Tensor, "is_cuda", True):
+            assert ddp_utils.skips_on_device(state.inner[0], state.optimizers[0]) == on_device
 
 
 def check_zero1_buffers(world: World) -> None:
@@ -421,7 +437,7 @@ def check_flash3(world: World) -> None:
     said = []
     model = GPT2(GPT2Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16))
     model.compute_dtype = torch.bfloat16
-    run = argparse.Namespace(args=argparse.Namespace(fast=False), saved=None,
+    run = argparse.Namespace(args=argparse.Namespace(fast=False), saved=None, config=model.config,
                              flash_attention_3=False, world=argparse.Namespace(device=flash3.GPU),
                              log=argparse.Namespace(say=said.append))
     only_some = "only some processes have it and a GPU for it"

@@ -14,7 +14,7 @@ def run_of(world, **changes) -> SimpleNamespace:
     args = train_hrm.parse_args(["--precision", "fp32", "--lr", "1e-2"])
     vars(args).update(changes)
     return SimpleNamespace(args=args, world=world, log=SimpleNamespace(say=print), saved=None,
-                           flash_attention_3=False)
+                           config=None, flash_attention_3=False)
 
 
 def train_state(model, world, **changes) -> ddp_utils.TrainState:

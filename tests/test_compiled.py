@@ -302,13 +302,16 @@ def test_blocks_stay_compiled_after_many_recompilations(world, raised):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_gpus_add_up_in_one_order_unless_fast(monkeypatch, fast):
-    """Strictly: with warn_only torch takes cuDNN's attention, whose backward pass has no fixed order."""
+def test_gpus_add_up_in_one_order_unless_fast(world, monkeypatch, fast):
+    """Strictly: with warn_only torch takes cuDNN's attention, whose backward pass has no fixed order. Not
+    with --fast, also if a run before it in the same Python did.
+    """
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
         gpu = SimpleNamespace(device=torch.device("cuda", 0))
-        ddp_utils.set_modes(torch.nn.Linear(1, 1), run_of(gpu, fast=fast, compile=False))
+        ddp_utils.set_modes(MODELS["gpt2"](), run_of(gpu, fast=fast, compile=False))
         assert torch.are_deterministic_algorithms_enabled() is not fast
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is not fast

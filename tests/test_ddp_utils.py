@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Finished, finish, run, start
-from states import train_state
+from states import run_of, train_state
 
 import ddp_utils
 import model as model_module
@@ -40,8 +40,8 @@ from ddp_utils import (
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
-          "skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients", "memory", "gathering",
-          "bf16_shards", "owners",
+          "skips_on_device", "who_skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients",
+          "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
           "who_writes_samples", "stop", "flash3"]
 
@@ -609,11 +609,11 @@ def test_a_step_waits_for_the_device_once(world, optimizer, waits):
     for step in range(3):
         with waits() as found:
             train_a_step(state, stop, world, step)
-        assert found == ["item"] * (1 + (step > 0))
+        assert found == ["__float__"] * (step > 0) + ["item"]
     with waits() as found:  # the control
         stop.vote()
         state.optimizer_step(1e-3, torch.ones(()))
-    assert found[:2] == ["item", "__bool__"]  # the vote, and whether this norm is finite
+    assert found[:2] == ["__float__", "__bool__"]  # the vote, and whether this norm is finite
 
 
 def test_a_step_that_the_device_may_skip_waits_for_the_step_before(world, waits):
@@ -624,7 +624,7 @@ def test_a_step_that_the_device_may_skip_waits_for_the_step_before(world, waits)
         for step in range(1, 4):
             with waits() as found:
                 norm = train_a_step(state, stop, world, step)
-            assert found == ["item", "item"]  # the norm and the vote of the step before
+            assert found == ["item", "__float__"]  # the norm and the vote of the step before
             assert state._norm is not None and isinstance(norm, ddp_utils.Norm)
         with waits() as found:
             assert state.updated and state.updated and state._norm is None
@@ -653,17 +653,15 @@ class OfMyOwn(torch.optim.AdamW):
 def test_who_may_skip_an_update_on_the_device():
     """torch's own fused classes, and nothing that could do more in a step than their kernels."""
     params = [torch.nn.Parameter(torch.zeros(2))]
-    here = SimpleNamespace(is_cuda=True)  # a norm, and parameters, on a GPU
+    on_gpu = {"params": [SimpleNamespace(is_cuda=True)], "fused": True}
 
-    def may(optimizer, norm=here) -> bool:
-        for group in optimizer.param_groups:
-            group["params"] = [here]
-        return ddp_utils.skips_on_device(optimizer, norm)
+    def may(optimizer, *groups) -> bool:
+        return ddp_utils.skips_on_device(optimizer, SimpleNamespace(param_groups=groups or [on_gpu]))
 
     fused = [kind(params, fused=True) for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad)]
-    assert all(map(may, fused)) and not may(fused[0], SimpleNamespace(is_cuda=False))
+    assert all(map(may, fused))
     assert not may(Passes(fused[0])) and fused[0]._step_supports_amp_scaling  # it says that it can
-    assert not may(OfMyOwn(params, fused=True)) and not may(torch.optim.AdamW(params, foreach=True))
+    assert not may(OfMyOwn(params, fused=True))
     assert not may(torch.optim.SGD(params, momentum=0.9, fused=True))
     for register in ("register_step_pre_hook", "register_step_post_hook"):
         hooked = torch.optim.AdamW(params, fused=True)
@@ -671,11 +669,38 @@ def test_who_may_skip_an_update_on_the_device():
         assert not may(hooked)
         handle.remove()
         assert may(hooked)
-    partly = torch.optim.AdamW([{"params": params}], fused=True)
-    partly.param_groups.append(partly.param_groups[0] | {"fused": None})
-    assert not may(partly)
-    offloaded = torch.optim.AdamW(params, fused=True)
-    assert not ddp_utils.skips_on_device(offloaded, here)  # its parameters are on the CPU
+    assert not may(fused[0], on_gpu, on_gpu | {"fused": None})
+    assert not may(fused[0], *fused[0].param_groups)  # on a CPU, or offloaded to it
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Keeps its optimizer where zero1 does."""
+
+    def __init__(self, inner):
+        self.optim = inner
+        super().__init__(inner.param_groups, {})
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        self.optim.step()
+        params = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            torch._foreach_lerp_(params, self.slow, 0.5)
+
+
+def test_what_a_wrapper_does_beside_a_step_is_skipped_too(world):
+    """By the host, which asks the wrapper, and not the optimizer inside, whether it can skip."""
+    model = ddp_worker.make()
+    fused = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    state = ddp_utils.TrainState(model, [Lookahead(fused)], run_of(world))
+    with mock.patch("ddp_utils.skips_on_device", lambda optimizer, _: type(optimizer) is torch.optim.AdamW):
+        for factor in (1.0, math.inf):
+            before = [p.detach().clone() for p in model.parameters()]
+            (state.wrapped(*ddp_worker.batch(0))[0] * factor).backward()
+            norm = state.clip_gradients(1.0)
+            assert type(norm) is float
+            state.optimizer_step(0.1, norm)
+            assert all(map(torch.equal, before, model.parameters())) == (factor > 1)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad])

@@ -28,13 +28,18 @@ def world():
     torch.distributed.destroy_process_group()
 
 
-def takes(model=None, saved=None, dtype=torch.bfloat16, fast=False, trains=True) -> tuple[bool, list[str]]:
+def takes(model=None, saved=None, dtype=torch.bfloat16, fast=False) -> tuple[bool, list[str]]:
     """Whether set_modes takes it, and what it says, on a GPU for a run with these settings."""
     said, precision = [], {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     args = SimpleNamespace(fast=fast, precision=precision, checkpoint_activations="none", compile=False)
+    model = model or GPT2(GPT2Config(**TINY))
     run = SimpleNamespace(args=args, world=SimpleNamespace(device=flash3.GPU), saved=saved,
-                          log=SimpleNamespace(say=said.append) if trains else None, flash_attention_3=False)
-    flash3.set_modes(model or GPT2(GPT2Config(**TINY)), run)
+                          config=model.config, log=SimpleNamespace(say=said.append), flash_attention_3=False)
+    flash3.set_modes(model, run)
+    teacher = GPT2(GPT2Config(**TINY))
+    before = run.flash_attention_3
+    flash3.set_modes(teacher, run)
+    assert run.flash_attention_3 == before == flash3.active()  # whatever could be taken for another model
     return run.flash_attention_3, said
 
 
@@ -56,7 +61,6 @@ def test_it_is_taken_where_it_is_installed(tmp_path, world, make, dtype):
     ("masks", (9, 0), lambda: {"model": GPT2(GPT2Config(**TINY, attention="isolated"))}),
     ("wide heads", (9, 0), lambda: {"model": GPT2(GPT2Config(**TINY | {"d_model": 512}))}),
     ("the MLM", (9, 0), lambda: {"model": MLM(MLMConfig(**TINY, ff=24))}),
-    ("a run that is only used", (9, 0), lambda: {"trains": False}),
     ("begun without", (9, 0), lambda: {"saved": {"settings": {"flash_attention_3": False}}}),
     ("begun before there was the setting", (9, 0), lambda: {"saved": {"settings": {}}}),
 ], ids=lambda value: value if isinstance(value, str) else "")

@@ -71,7 +71,7 @@ class Two(torch.nn.Module):
 def state_of(world, step: int = 0, steps: int = 20) -> TrainState:
     """A run of 20 steps, of which 2 wait, with plain SGD."""
     run = run_of(world, comm="late")
-    run = SimpleNamespace(**vars(run), steps=steps, saved={"step": step} if step else None)
+    run = SimpleNamespace(**vars(run) | {"steps": steps, "saved": {"step": step} if step else None})
     model = Two()
     optimizers = [torch.optim.SGD([p], lr=1.0, weight_decay=0.5) for p in (model.a, model.b)]
     return TrainState(model, optimizers, run)
