@@ -38,9 +38,11 @@ def activate(model, device: torch.device) -> str | None:
     """Returns "" if this process has it now, None if it is not installed or not for this model or GPU, else
     what is wrong with it.
     """
-    c = model.config
-    plain = vars(c).get("attention") == "causal" and not vars(c).get("dropout") and c.head_dim <= 192
-    if not plain or model.compute_dtype == torch.float32 or not importlib.util.find_spec("flash_attn_3"):
+    if model.compute_dtype == torch.float32 or not importlib.util.find_spec("flash_attn_3"):
+        return None
+    about = vars(model.config)
+    narrow = getattr(model.config, "head_dim", 256) <= 192  # which a model of one's own may not have
+    if about.get("attention") != "causal" or about.get("dropout") or not narrow:
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None

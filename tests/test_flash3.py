@@ -28,6 +28,13 @@ def world():
     torch.distributed.destroy_process_group()
 
 
+def of_my_own():
+    """A model whose configuration has none of these names."""
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(attention="causal")
+    return model
+
+
 def takes(model=None, saved=None, dtype=torch.bfloat16, fast=False) -> tuple[bool, list[str]]:
     """Whether set_modes takes it, and what it says, on a GPU for a run with these settings."""
     said, precision = [], {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
@@ -60,6 +67,7 @@ def test_it_is_taken_where_it_is_installed(tmp_path, world, make, dtype):
     ("dropout", (9, 0), lambda: {"model": GPT2(GPT2Config(**TINY, dropout=0.1))}),
     ("masks", (9, 0), lambda: {"model": GPT2(GPT2Config(**TINY, attention="isolated"))}),
     ("wide heads", (9, 0), lambda: {"model": GPT2(GPT2Config(**TINY | {"d_model": 512}))}),
+    ("a model of one's own", (9, 0), lambda: {"model": of_my_own()}),
     ("the MLM", (9, 0), lambda: {"model": MLM(MLMConfig(**TINY, ff=24))}),
     ("begun without", (9, 0), lambda: {"saved": {"settings": {"flash_attention_3": False}}}),
     ("begun before there was the setting", (9, 0), lambda: {"saved": {"settings": {}}}),
