@@ -65,10 +65,59 @@ class NotNow(UserError):
     exit_code = 1
 
 
+class RunError(Exception):
+    """A failure that one sentence explains better than a traceback."""
+
+    exit_code = 1
+
+
 def first_line(error: BaseException) -> str:
     """An exception as one short line."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split("\n", 1)[0].split())[:300]
+
+
+def listed(names: list[str]) -> str:
+    """Names for a sentence: the first eight, then how many more."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+ROOMS = ("cluster",)  # folders beside this file, each of its own use
+
+
+def rooms_here() -> list[str]:
+    """Those of ROOMS that are there. A deleted folder may have left a __pycache__."""
+    return [name for name in ROOMS if Path(__file__).with_name(name).joinpath("__init__.py").is_file()]
+
+
+@contextlib.contextmanager
+def room(folder: str, asked: str = ""):
+    """Where something is imported from one of ROOMS, which may have been deleted. If it was, UserError says
+    what has `asked` for it; if nothing has, the rest of the block is skipped.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != folder:  # a package that is missing in there
+            raise
+        if asked:
+            refuse_without(folder, asked)
+
+
+def refuse_without(folder: str, asked: str):
+    """UserError if one of ROOMS is not there, in which is what `asked` for it."""
+    if folder not in rooms_here():
+        raise UserError(f"{asked} needs the folder {folder}/, which is not beside data.py: copy it there, or "
+                        "leave that out.") from None
+
+
+def refuse_moved(module: str, name: str, places: dict[str, str]):
+    """For __getattr__ of a module: UserError, for a copy of older code, where a name is in a room now."""
+    for place, names in places.items():
+        if name in names.split():
+            raise UserError(f"{name} of {module}.py has moved: write `from {place} import {name}`, and "
+                            f"{name} for {module}.{name}.")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 @contextlib.contextmanager
@@ -151,6 +200,14 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+def parse_count(text: str) -> int:
+    """'500k' → 500000; k, M and B stand for a thousand, a million and a billion."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbB]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count such as 5000, 500k, 20M or 1.5B")
+    return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()])
+
+
 def flag_group(parser: ArgumentParser, title: str):
     """Begins a group of flags. Returns a function that adds a flag, given name, type, help and default. The
     type is bool, an action of argparse, a tuple of choices or a function.
@@ -167,6 +224,9 @@ def flag_group(parser: ArgumentParser, title: str):
         group.add_argument(name, help=text, **kind)
 
     return flag
+
+
+say = functools.partial(print, flush=True)  # in a pipe, too, at once
 
 
 def cpu_count() -> int:
@@ -202,9 +262,6 @@ BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(17
 BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
 CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-
-
-say = functools.partial(print, flush=True)  # in a pipe, too, at once
 
 
 def without_surrogates(text: str) -> str:
@@ -972,6 +1029,21 @@ def replacing(path: Path):
         raise
 
 
+def lock_file(file, when_held) -> str:
+    """Locks an open file for this process until it is closed. If another process holds it, calls when_held(),
+    which may raise, and waits. Returns "", or why the file system has no locks.
+    """
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            when_held()
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        return error.strerror
+    return ""
+
+
 def why_not_made(directory: Path, error: OSError) -> str:
     """Why a directory cannot be made: the system's reason, or the link to nothing that leads to it."""
     for path in (directory, *directory.parents):
@@ -1108,14 +1180,6 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
 
 # -----------------------------------------------------------------------------------------------------------
 # prepare
-
-
-def parse_count(text: str) -> int:
-    """'500k' → 500000; k, M and B stand for a thousand, a million and a billion."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbB]?)", text.strip())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count such as 5000, 500k, 20M or 1.5B")
-    return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()])
 
 
 def parse_val_split(text: str) -> str:
@@ -1400,20 +1464,12 @@ def lock_directory(out: Path):
         reason = why_not_made(out, error)
         raise kind(f"{out} cannot be written: {reason}; give data.py prepare another --out.")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that is preparing {out}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
+        lock_file(lock, lambda: say(f"waiting for another process that is preparing {out}"))
         yield
 
 
 def row_of(dataset: str) -> int | None:
-    """The row length of prepared pairs, or the default row length of task:addition; otherwise None."""
-    if dataset == "task:addition":
-        return TASK_ROW
+    """The row length of prepared pairs; otherwise None."""
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(dataset)) or {}).get("row")
 

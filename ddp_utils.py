@@ -18,7 +18,6 @@ the same order.
 import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import gc
 import importlib.util
@@ -39,7 +38,7 @@ import threading
 import time
 import warnings
 import zipfile
-from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, ArgumentError, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
@@ -72,10 +71,12 @@ from torch.optim import Adagrad, Adam, AdamW
 import monitor
 from data import (
     GPT2_DIGEST,
+    ROOMS,
     ArgumentParser,
     Dataset,
     Masker,
     NotNow,
+    RunError,
     UserError,
     access,
     cpu_count,
@@ -83,12 +84,17 @@ from data import (
     first_line,
     flag_group,
     fsync_directory,
+    listed,
     load_tokenizer,
     locate,
+    lock_file,
     names_in,
     parse_count,
     prompt_ids,
+    refuse_without,
     replacing,
+    room,
+    rooms_here,
     row_of,
     say,
     sources_of,
@@ -143,12 +149,6 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
-
-
-class RunError(Exception):
-    """A failure that one sentence explains better than a traceback."""
-
-    exit_code = 1
 
 
 def local_rank() -> int:
@@ -323,6 +323,8 @@ def start(args: Namespace) -> World:
             name = flags[odd[0]][0].replace("_", "-")
             raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: start every node with "
                             "the same flags; prepared pairs need the same files everywhere.")
+        assert_same("which of the folders beside data.py are there", " ".join(rooms_here()),
+                    f"copy the same of {', '.join(ROOMS)} to every node")
 
     connect(world.backend, compare)
     return world
@@ -545,7 +547,8 @@ def join(timeout: float) -> tuple[int, int, dist.Store]:
 
 def address_towards(address: str) -> str:
     """This machine's IPv4 address on the way to that one, "" if it is not known or no other machine's way."""
-    from cluster import roll_call
+    with room("cluster", "choosing a network card"):
+        from cluster import roll_call
     own = ""
     with suppress(roll_call.Problem):  # as with IPv6
         own = roll_call.address_towards(address)
@@ -556,15 +559,11 @@ def choose_interface(own: str, other: str):
     """Makes gloo use the network interface of the address `own`, or that on the way to another node. By
     default it takes that of this machine's name, which is 127.0.1.1 on Debian and Ubuntu.
     """
-    from cluster import roll_call
+    with room("cluster", "choosing a network card"):
+        from cluster import roll_call
     own = own or address_towards(other)  # where MASTER_ADDR is this machine's name
     if interface := roll_call.interface_of(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def listed(names: list[str]) -> str:
-    """Names for a sentence: the first eight, then how many more."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @dataclass
@@ -1020,13 +1019,13 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
         raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
     if given.dry_run is not None and given.out and list_checkpoints(given.out):
         raise UserError(f"--dry-run does not read the run in {given.out}: give its flags, without --out.")
-    for name, row in sizes.items():
-        check_row(parser, name, row)
     saved = records.get("saved")
     record = saved or records.get("weights") or {"model_config": {}, "settings": {}}
+    size = saved["settings"]["size"] if saved else given.size or nearest_size(sizes, record)
+    check_row(parser, size, sizes.get(size, {}))
     of_model = {"vocab_size": None} | {field.name: field.default for field in flag_fields(config_class)}
     free = CHANGEABLE if saved else {*FREE, *(of_model.keys() - record["model_config"].keys())}
-    defaults = of_model | (flags_of_run(saved, sizes, given) if saved else recipe(sizes, given, record))
+    defaults = of_model | (flags_of_run(saved, sizes, given) if saved else recipe(sizes[size], size, given))
     if record["model_config"]:
         defaults |= shape_of(config_class, record, given, free)
     if given.steps:
@@ -1054,25 +1053,32 @@ def check_row(parser: ArgumentParser, name: str, row: dict):
     """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag refuses."""
     for key in row.keys() - {"vocab_size"}:
         flag, value = f"--{key.replace('_', '-')}", row[key]
+        sets = f"the row {name!r} of the sizes sets {key}={value!r}"
+        action = parser._option_string_actions.get(flag)
+        if not action:
+            near = parser.nearest_flag(flag)
+            raise UserError(f"{sets}: unrecognized{near and f', the nearest flag is {near}'}; --help lists "
+                            "all flags.")
+        switch = action.nargs == 0
+        if switch != isinstance(value, bool):
+            raise UserError(f"{sets}: argument {flag} takes {'True or False' if switch else 'a value'}.")
         try:
-            read = parser.parse_args([flag if isinstance(value, bool) else f"{flag}={value}"])
-        except UserError as error:
-            raise UserError(f"the row {name!r} of the sizes sets {key}={value!r}: {error}") from None
-        read = vars(read).get(key)  # a switch is True then
-        if read is not True and read != value:
-            raise UserError(f"the row {name!r} of the sizes sets {key}={value!r}: write names with "
-                            "underscores and numbers without quotes.")
+            read = value if switch else parser._get_value(action, str(value))
+            parser._check_value(action, read)
+        except ArgumentError as error:
+            raise UserError(f"{sets}: {error}.") from None
+        if read != value or key != action.dest:
+            raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Which run: its flags, directory, data, batches and model, and whether it may resume
 
 
-def recipe(sizes: dict[str, dict], given: Namespace, record: dict) -> dict:
+def recipe(row: dict, size: str, given: Namespace) -> dict:
     """The defaults of a new run: the row of its size, gentler if it continues from trained weights."""
-    size = given.size or nearest_size(sizes, record)
-    usual = sizes[size]["global_batch"]
-    row = sizes[size] | {"size": size, "eval_batch": usual}  # sequences in one of --eval-batches
+    usual = row["global_batch"]
+    row = row | {"size": size, "eval_batch": usual}  # sequences in one of --eval-batches
     if given.init_from:
         batch = min(32, usual)
         row |= {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
@@ -1444,9 +1450,7 @@ def open_run(run: Run):
 
 def refuse_late(args: Namespace, world: World):
     """Raises UserError where --comm late cannot be had."""
-    if not HAS_CLUSTER:
-        raise UserError("--comm late is in cluster/late.py, and there is no folder cluster/ beside "
-                        "ddp_utils.py: copy it there, or give --comm bf16.")
+    refuse_without("cluster", "--comm late")
     if args.strategy != "ddp" or compute_dtype(args.precision, world.device) == torch.float16:
         raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
                         "--comm fp32.")
@@ -1771,9 +1775,10 @@ def set_modes(model: nn.Module, run: Run):
                                 "deterministic": torch.are_deterministic_algorithms_enabled()}
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
-    if all(from_all(torch.are_deterministic_algorithms_enabled() and HAS_CLUSTER)):
-        from cluster.flash_attention_3 import take
-        run.flash_attention_3 = take(model, run, from_all, at_end)
+    if all(from_all(torch.are_deterministic_algorithms_enabled())):
+        with room("cluster"):
+            from cluster.flash_attention_3 import take
+            run.flash_attention_3 = take(model, run, from_all, at_end)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1940,7 +1945,8 @@ class TrainState:
         self.wrapped = wrap(model, world, args.comm)
         self.late = None
         if args.comm == "late":
-            from cluster.late import Late
+            with room("cluster", "--comm late"):
+                from cluster.late import Late
             self.late = Late(model, self.inner, run)
         self.skipped = 0  # updates in a row whose gradient was not finite
         self._checked = False  # whether checkpoints can hold the optimizers' state
@@ -2520,14 +2526,14 @@ class RunLock:
             raise (NotNow if error.errno == errno.ENOSPC else UserError)(
                 f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
         file = os.fdopen(descriptor, "r+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+
+        def refuse():
             with file:
                 raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
-        except OSError as error:
-            say(f"WARNING: {self.out} is on a file system without locks ({error.strerror}): make sure that "
-                "no other run writes there")
+
+        if why_not := lock_file(file, refuse):
+            say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
+                "run writes there")
         self._file = file
         self.held.append(file)
         self._owner = f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}"

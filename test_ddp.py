@@ -30,7 +30,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ddp_utils
-from data import ArgumentParser, Dataset, UserError, expected_ids, first_line, flag_group, say, sources_of
+from data import (
+    ROOMS,
+    ArgumentParser,
+    Dataset,
+    UserError,
+    expected_ids,
+    first_line,
+    flag_group,
+    say,
+    sources_of,
+)
 from ddp_utils import (
     HOST,
     SHARDED,
@@ -59,7 +69,9 @@ SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 
 def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
     """This rank's software, device and data. `wrong` is a sentence, or empty."""
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).resolve().parent.glob("*.py")))
+    beside = Path(__file__).resolve().parent
+    files = [*beside.glob("*.py"), *(path for room in ROOMS for path in beside.glob(f"{room}/*.py"))]
+    code = b"".join(path.read_bytes() for path in sorted(files))
     report = {"host": HOST, "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
               "backend": backend, "python": platform.python_version(), "torch": torch.__version__}
     report |= {"code": hashlib.sha256(code).hexdigest()[:12]}

@@ -11,6 +11,7 @@ from conftest import ROOT
 from runs import Trainer
 
 import test_ddp
+from data import ROOMS
 from ddp_utils import STRATEGIES, run_directory
 from model import GPT2, HRM, MLM, num_params
 
@@ -40,7 +41,7 @@ def test_links(path):
 
 def test_files_that_are_named_exist():
     for path in DOCUMENTS:
-        for name in re.findall(r"\b(?:bench|cluster|tests)/[\w@./-]*\w", path.read_text()):
+        for name in re.findall(rf"\b(?:bench|tests|{'|'.join(ROOMS)})/[\w@./-]*\w", path.read_text()):
             assert (ROOT / name).exists() or name == "cluster/.env", (path, name)
 
 

@@ -250,7 +250,8 @@ def test_a_value_that_its_flag_would_refuse_is_refused_in_a_row(row, words, monk
     """One that is no choice chose another without a word: schedule="cosin" trained with wsd."""
     monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | row)
     with pytest.raises(UserError, match=f"the row 'mine' of the sizes {re.escape(words)}"):
-        train_gpt2.parse_args([])
+        train_gpt2.parse_args(["--size", "mine"])
+    assert train_gpt2.parse_args([]).size == "tiny"  # only the row that is taken is looked at
     fine = {"modern": True, "compile": False, "vocab_size": 512, "warmup": 0.1, "schedule": "wsd", "lr": 1}
     monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | fine)
     assert train_gpt2.parse_args(["--size", "mine"]).schedule == "wsd"

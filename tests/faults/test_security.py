@@ -22,6 +22,7 @@ from model import GPT2, from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)
 SCRIPTS = sorted(ROOT.glob("*.py"))
+SCRIPTS += [path for room in data.ROOMS for path in sorted(ROOT.glob(f"{room}/**/*.py"))]
 
 
 class Planted:
@@ -54,7 +55,7 @@ def calls(path: Path):
                 yield name, {k.arg: k.value for k in node.keywords}
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_sources_call_nothing_that_executes_what_it_reads(path):
     imported = {alias.name.partition(".")[0] for node in ast.walk(ast.parse(path.read_text()))
                 if isinstance(node, ast.Import | ast.ImportFrom)
@@ -67,7 +68,8 @@ def test_the_sources_call_nothing_that_executes_what_it_reads(path):
         assert {"trust_remote_code", "allow_pickle", "shell"}.isdisjoint(keywords), name
         if name == "torch.load":
             assert ast.literal_eval(keywords["weights_only"]) is True
-        assert not name.endswith((".bind", ".listen", "HTTPServer")), "a port is opened"
+        opens = name.endswith((".bind", ".listen", "create_server", "HTTPServer"))
+        assert not opens or path.name == "roll_call.py", "a port is opened"  # that one is torchrun's own
     assert "weights_only=False" not in path.read_text()
 
 

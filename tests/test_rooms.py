@@ -1,0 +1,150 @@
+"""Rooms: the folders that can be taken out. What imports what, and what a run does without them."""
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run
+from runs import Trainer, log_of
+
+from data import ROOMS
+
+# Arrows that run up, from a file to a door's room that imports this file again. This list may only shrink.
+UPWARDS = {
+}
+# What runs in each step. Doors open once, at a start.
+IN_A_STEP = {"forward", "backward", "block", "attend", "attention", "step", "optimizer_step", "update",
+             "clip_gradients", "vote", "read", "add", "end_step", "no_sync", "begin_sum", "machines", "write"}
+TRAINERS = {name: Trainer(f"train_{name}.py") for name in ("gpt2", "hrm", "mlm")}
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The files of the program by module."""
+    rooms = {path.name for path in root.iterdir() if path.name in {*ROOMS, "upper", "lower"}}
+    paths = [*root.glob("*.py"), *(path for room in rooms for path in (root / room).glob("*.py"))]
+    return {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
+
+
+def imports(path: Path):
+    """(module, functions around it, rooms whose helper is around it) of each import in a file."""
+    def walk(node, functions: list[str], rooms: list[str]):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            functions = [*functions, getattr(node, "name", "lambda")]
+        if isinstance(node, ast.With):
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            rooms = rooms + [call.args[0].value for call in calls if ast.unparse(call.func).endswith("room")]
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, functions, rooms) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module, functions, rooms
+            yield from ((f"{node.module}.{alias.name}", functions, rooms) for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, functions, rooms)
+
+    yield from walk(ast.parse(path.read_text()), [], [])
+
+
+def arrows(root: Path) -> set[tuple[str, str]]:
+    known = modules(root)
+    return {(name, target) for name, path in known.items() for target, *_ in imports(path)
+            if target in known and target != name}
+
+
+def on_a_circle(found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of these arrows from whose end others lead back to their beginning."""
+    def reached(start: str) -> set[str]:
+        seen, new = set(), {start}
+        while new:
+            seen |= new
+            new = {target for source, target in found if source in new} - seen
+        return seen
+
+    return {(source, target) for source, target in found if source in reached(target)}
+
+
+def ill_placed(root: Path) -> list[str]:
+    """Imports of rooms, but for those of a room in itself, that are not in a function behind the helper, or
+    are in what runs in each step.
+    """
+    known = modules(root)
+    rooms = {name.partition(".")[0] for name in known if "." in name}
+    found = []
+    for name, path in known.items():
+        for target, functions, behind in imports(path):
+            room = target.partition(".")[0]
+            if room not in rooms or room == name.partition(".")[0]:
+                continue
+            if not functions or room not in behind or IN_A_STEP & {*functions}:
+                found.append(f"{name} imports {target} in {functions}")
+    return found
+
+
+def test_arrows_run_down():
+    found = arrows(ROOT)
+    assert not on_a_circle(found - UPWARDS.keys())
+    for arrow in UPWARDS:
+        assert arrow in on_a_circle(found - UPWARDS.keys() | {arrow}), f"{arrow} is no exception any more"
+
+
+def test_rooms_are_imported_in_functions_behind_the_helper():
+    assert not ill_placed(ROOT)
+
+
+DOOR = "def f():\n  with room('upper'):\n    from upper.a import b\n"
+
+
+@pytest.mark.parametrize("files, circle, placed", [
+    ({"core.py": DOOR}, False, ""),
+    ({"core.py": DOOR.replace("room(", "data.room(").replace("')", "', 'x')")}, False, ""),
+    ({"core.py": DOOR, "upper/a.py": "import core\n"}, True, ""),
+    ({"core.py": DOOR.replace("upper.a import b", "upper import a"), "upper/a.py": "import top\n",
+      "top.py": "from core import f\n"}, True, ""),
+    ({"core.py": "with room('upper'):\n  import upper.a\n"}, False, "core imports upper.a in []"),
+    ({"core.py": "def f():\n  from upper.a import b\n"}, False, "core imports upper.a in ['f']"),
+    ({"core.py": DOOR.replace("room('upper", "room('lower")}, False, "core imports upper.a in ['f']"),
+    ({"core.py": DOOR.replace("f()", "forward(self)")}, False, "core imports upper.a in ['forward']"),
+    ({"upper/a.py": "from lower import b\n"}, False, "upper.a imports lower in []")])
+def test_these_rules_find_what_breaks_them(tmp_path, files, circle, placed):
+    """Negative controls."""
+    usual = {"upper/__init__.py": "", "upper/a.py": "b = 1\n", "lower/__init__.py": "", "lower/b.py": ""}
+    for name, text in (usual | files).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert bool(on_a_circle(arrows(tmp_path))) is circle
+    found = ill_placed(tmp_path)
+    assert found[0].startswith(placed) if placed else not found
+
+
+# ----------------------------------------------------------------------------------- what a run does without
+
+
+def copy_without(rooms, directory: Path):
+    """The program in a directory, without some folders."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, directory)
+    for room in {*ROOMS} - {*rooms}:
+        shutil.copytree(ROOT / room, directory / room, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def losses(out: Path) -> list[float]:
+    return [record.get("loss", record.get("val_loss")) for record in log_of(out)]
+
+
+WITHOUT = [(2, ROOMS)] + [pytest.param(n, [room], marks=pytest.mark.full) for n in (1, 2) for room in ROOMS]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("processes, gone", [*WITHOUT, pytest.param(1, ROOMS, marks=pytest.mark.full)])
+def test_folders_can_be_deleted(name, processes, gone, tmp_path, shards):
+    """The trainers go on with prepared shards, and have the same losses."""
+    trainer, short = TRAINERS[name], {"steps": 3, "eval_every": 3}
+    (tmp_path / "program").mkdir()
+    copy_without(gone, tmp_path / "program")
+    flags = trainer.flags(shards, tmp_path / "without", **short)
+    done = run(processes, tmp_path / "program" / trainer.script, *flags, PYTHONPATH=None)
+    assert done.code == 0 and "Traceback" not in done.out, done.out
+    assert trainer.fork(processes, shards, tmp_path / "with", **short).code == 0
+    found, usual = losses(tmp_path / "without"), losses(tmp_path / "with")
+    assert len(found) == len(usual) == 4
+    assert found == (pytest.approx(usual, abs=1e-6) if "ops" in gone else usual)
