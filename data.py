@@ -82,7 +82,7 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-ROOMS = ("cluster",)  # folders beside this file, each of its own use
+ROOMS = ("cluster", "weights")  # folders beside this file, each of its own use
 
 
 def rooms_here() -> list[str]:
@@ -584,19 +584,6 @@ def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
     text = condition + prompt if ids is None else prompt
     before = [] if ids is None else [ids]
     return np.concatenate([[roles["start"], *before], tokenizer.encode(text), [roles["response"]]])
-
-
-def stream_text(tokenizer, ids):
-    """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character."""
-    context = []  # with some tokenizers the text of an id depends on the ids before it
-    pending = []
-    for i in ids:
-        pending.append(int(i))
-        text = tokenizer.decode(context + pending)
-        if not text.endswith("\ufffd"):
-            yield text[len(tokenizer.decode(context)):]
-            context, pending = (context + pending)[-8:], []
-    yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)):]
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@
     training state      TrainState: the model in training and the other tensors of a checkpoint
     checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
     around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
-    using a run         load_run, use_model: --prompt, --chat, --fill, --export, --eval-only
 
 The trainers show the order of the calls. One rule holds everywhere: all ranks call the same collectives in
 the same order.
@@ -46,7 +45,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -70,11 +68,9 @@ from torch.optim import Adagrad, Adam, AdamW
 
 import monitor
 from data import (
-    GPT2_DIGEST,
     ROOMS,
     ArgumentParser,
     Dataset,
-    Masker,
     NotNow,
     RunError,
     UserError,
@@ -85,12 +81,12 @@ from data import (
     flag_group,
     fsync_directory,
     listed,
-    load_tokenizer,
     locate,
     lock_file,
     names_in,
     parse_count,
     prompt_ids,
+    refuse_moved,
     refuse_without,
     replacing,
     room,
@@ -105,23 +101,13 @@ from data import (
     without_surrogates,
 )
 from model import (
-    GPT2,
-    HF_FAMILIES,
-    MLM,
-    VOCAB_TENSORS,
     CausalConfig,
     ModelConfig,
     blocks_of,
-    config_from_hf,
-    continue_text,
     copied_buffers,
-    fill_masks,
     flops_per_token,
-    from_hf,
     num_params,
     pad_vocab,
-    to_gguf,
-    to_hf,
 )
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
@@ -142,6 +128,8 @@ HOST = os.uname().nodename  # the name of this machine
 OF_EVALUATION = {"samples", "exact", "correct", "criterion"}  # no names for a metric
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# what a run does without where a folder is not there; of prepare/ only a new source needs anything
+WITHOUT = {"weights": "no samples are written"}
 HAS_CLUSTER = Path(__file__).with_name("cluster").is_dir()  # not where the trainers alone were copied
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -1130,44 +1118,6 @@ def shape_of(config_class: type, record: dict, given: Namespace, free: tuple[str
     return shape
 
 
-def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
-    """What is known of the weights of --init-from: `path`, `model_config` (what the model does not know of it
-    is in `left_over`), tokenizer, `settings` of their run, and on rank 0, if `complete`, their tensors in
-    `weights`. Raises UserError on all ranks.
-    """
-    weights = {}
-
-    def read_hf() -> dict:
-        theirs = next((base for base in model_class.__mro__ if base in HF_FAMILIES), model_class)
-        config, files = config_from_hf(theirs, source[3:])
-        if complete:
-            weights.update(from_hf(theirs, source[3:]).state_dict())
-        file = tokenizer_in(files[0].parent)
-        known = ""
-        with suppress(UserError):  # one that is refused matters only if it is used
-            known = tokenizer_id(load_tokenizer(file)) if file else ""
-            if known.endswith(GPT2_DIGEST):
-                load_tokenizer("gpt2")  # if that can be had
-                file = "gpt2"
-        return {"path": source, "model_config": asdict(config), "settings": {}, "tokenizer": known,
-                "tokenizer_file": file}
-
-    if source.startswith("hf:"):
-        found = on_rank0(read_hf)
-    else:
-        found = load_checkpoint(source, print, checked=complete)
-        weights = found["tensors"]["model"] | found["tensors"]["ema"]
-        if model_class in HF_FAMILIES:  # a model of one's own may start from any other
-            assert_family(found, model_class)
-            config_of(model_class.Config, found["model_config"], found["path"])
-    ours = {field.name for field in fields(model_class.Config)}
-    config = {name: value for name, value in found["model_config"].items() if name in ours}
-    # a new run may have longer rows than that one, and always has its tokenizer
-    return found | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
-                    "tokenizer_flag": found["tokenizer_file"],
-                    "left_over": sorted(found["model_config"].keys() - ours)}
-
-
 def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> dict | None:
     """The checkpoint that --resume names, or with `auto` the newest of a run directory; None if a run begins.
     Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
@@ -1255,6 +1205,8 @@ def find_run(model_class: type, args: Namespace, world: World, names: dict,
     weights = missing = None
     if args.init_from:
         try:
+            with room("weights", "--init-from"):
+                from weights.init_from import assert_context, weights_of
             weights = weights_of(model_class, args.init_from, complete=False)
         except UserError as error:  # does not matter to a run that has begun
             missing = error
@@ -1291,15 +1243,6 @@ def refuse_gloo(args: Namespace, world: World):
     if shards and world.backend == "gloo" and world.device.type == "cuda":
         raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL, and the backend is gloo: give "
                         "--strategy ddp or zero1, or --backend nccl.")
-
-
-def assert_context(model_class: type, weights: dict, seq_len: int):
-    """Raises UserError if weights cannot read rows of seq_len tokens."""
-    with torch.device("meta"):
-        model = model_class(model_class.Config(**weights["model_config"]))
-    known = model.config.seq_len
-    if seq_len > known and "positions.weight" in model.state_dict():
-        raise UserError(f"{weights['path']} has learned positions for {known} tokens: lower --seq-len.")
 
 
 def continue_branch(run: Run, parse_args, argv: list[str] | None):
@@ -1476,6 +1419,8 @@ def new_model(run: Run, **config) -> nn.Module:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
     elif args.init_from:
+        with room("weights", "--init-from"):
+            from weights.init_from import trained_model
         model = trained_model(run, asdict(config), changes)
     else:
         model = build_model(model_class, config, world, args.strategy, args.comm)
@@ -1486,81 +1431,6 @@ def new_model(run: Run, **config) -> nn.Module:
         run.initial = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
     torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
     run.config = model.config
-    return model
-
-
-def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
-    """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
-    the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
-    that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
-    Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
-    """
-    model_class, args, world, say = run.model_class, run.args, run.world, run.log.say
-    found = weights_of(model_class, args.init_from)
-    source, weights, known = found["path"], found["weights"], found["model_config"]
-    say(f"starting from {source}")
-    tokenizer = run.dataset.tokenizer
-    most, vocab_size = known["vocab_size"], config["vocab_size"]
-    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
-
-    def same_ids() -> bool:
-        """Whether each id that the weights know is that of the same token in the data."""
-        known_by = load_tokenizer(found["tokenizer_file"])
-        assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
-        theirs = known_by.vocab
-        return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
-
-    if not (found["tokenizer"] and found["tokenizer_file"]):
-        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
-            "here: use the tokenizer of that model")
-    elif not on_rank0(same_ids):
-        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
-                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-    if most < vocab_size and config.get("response", -1) < 0:
-        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-    theirs, ours = known.get("attention"), changes.get("attention")
-    says = theirs == "prefix" or not args.init_from.startswith("hf:")  # an export cannot say more
-    fits = theirs != "prefix" or config["response"] >= 0 and run.dataset.loss != "all"
-    if theirs and says and fits and not args.attention:
-        ours = changes["attention"] = theirs
-    if theirs and theirs != ours and "prefix" in (theirs, ours):
-        say(f"WARNING: {source} was trained with {theirs if says else 'causal or isolated'} attention, and "
-            f"this run has --attention {ours}")
-    changes["seq_len"] = max(args.seq_len, known["seq_len"])
-    if most < vocab_size:
-        say(f"{source} knows {most} of {vocab_size} ids: embeddings of new ids start as the mean of the "
-            "existing ones")
-        rows = max(pad_vocab(vocab_size), known["padded_vocab"])
-        changes |= {"vocab_size": vocab_size, "padded_vocab": rows}
-        for name in VOCAB_TENSORS & weights.keys():
-            mean = weights[name][:most].mean(0, keepdim=True)
-            weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
-    whole = model_class.Config(**config | known | changes)
-    model = build_model(model_class, whole, world, args.strategy, args.comm)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-    def complete() -> list[str]:
-        """Adds what the weights lack, and names it."""
-        for name in shapes.keys() & weights.keys():
-            if weights[name].shape != shapes[name]:
-                raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
-                                f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
-            if not weights[name].isfinite().all():
-                raise UserError(f"{name} of {source} is not finite, so nothing can be learned from it: take "
-                                "an earlier checkpoint, or other weights.")
-        lacking = shapes.keys() - weights.keys()
-        torch.manual_seed(args.seed)
-        fresh = model_class(model.config).state_dict() if lacking else {}
-        weights.update({name: fresh[name] for name in lacking})
-        return sorted(lacking)
-
-    left_over = found["left_over"] + sorted(weights.keys() - shapes.keys())
-    lacking = sorted(config.keys() - known.keys()) + on_rank0(complete)
-    if lacking:
-        say(f"{source} lacks {listed(lacking)}: as in a new model")
-    if left_over:
-        say(f"{source} has {listed(left_over)}, which this model does not use")
-    copy_weights(model, weights, world)
     return model
 
 
@@ -2610,6 +2480,8 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
 
     on_all(begin)
     say_plan(run, state, identity)
+    for folder in WITHOUT.keys() - rooms_here():
+        log.say(f"there is no folder {folder}/ beside ddp_utils.py, so {WITHOUT[folder]}")
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
     changed = [name for name, p in state.model.named_parameters()
@@ -3010,6 +2882,11 @@ def sample(state: TrainState, run: Run, step: int):
     holds a shard.
     """
     args, dataset, log = run.args, run.dataset, run.log
+    continue_text = None
+    with room("weights"):
+        from weights.sampling import continue_text
+    if not continue_text:  # as begin_log has said
+        return
     prompt, expected = sample_prompt(args, dataset)
 
     def write() -> str:
@@ -3054,158 +2931,8 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
     say_on_other_nodes(world, f"{ending} on node 0")
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Using a run
+MOVED = {"weights.init_from": "load_frozen", "weights.use": "load_model load_run use_model evaluate_only"}
 
 
-def load_model(model_class: type, saved: dict, world: World, strategy: str = "ddp", **changes) -> nn.Module:
-    """The model of a checkpoint, with averaged weights if there are any. `changes` replaces fields of the
-    configuration that do not affect the parameters.
-    """
-    config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-    model = build_model(model_class, config, world, strategy)
-    assert_same_parameters(model, saved)
-    copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
-    return model
-
-
-def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
-    """A model beside the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a checkpoint
-    or a run directory: with averaged weights if there are any, frozen, in the modes and shards of the run.
-    The weights of --init-from get the attention of the model in training; others keep theirs, and a warning
-    says if that is another. Every rank calls this, after new_model and before identity_of, by which
-    config.json has its path and step, and a resume says if they have changed. Raises UserError on all ranks.
-    """
-    if run.described or not run.config:
-        raise UserError("load_frozen comes after new_model and before identity_of, so that config.json names "
-                        "the model.")
-    found = weights_of(model_class, source)
-    known = found["model_config"]
-    more = known["vocab_size"] < run.config.vocab_size and run.dataset.roles["response"] >= 0
-    way_out = "pairs add ids to that, so train it on them first" if more else (
-        "prepare the data with its tokenizer.json")
-    if found["tokenizer"]:
-        assert_tokenizer(found, run.dataset.tokenizer, way_out)
-    assert_context(model_class, found, run.args.seq_len)
-    trained = asdict(run.config)
-    ours = {name: trained[name] for name in READING if name in known and name in trained}
-    if source == run.args.init_from:
-        known |= ours
-    elif known.get("attention") != ours.get("attention"):
-        run.log.say(f"WARNING: {found['path']} has {known['attention']} attention, the model in training "
-                    f"{ours['attention']}")
-    config = model_class.Config(**known | {"seq_len": max(run.args.seq_len, found["seq_len"])})
-    model = build_model(model_class, config, run.world, run.args.strategy, run.args.comm)
-    odd = found["left_over"] + on_rank0(lambda: sorted(model.state_dict().keys() ^ found["weights"].keys()))
-    if odd:
-        raise UserError(f"{found['path']} is of another model than {model_class.__name__} (only one of them "
-                        f"has {odd[0]}): load it with its own class.")
-    copy_weights(model, found["weights"], run.world)
-    set_modes(model, run)
-    run.args.frozen = vars(run.args).get("frozen", {}) | {source: found.get("step")}  # a setting, too
-    return model.requires_grad_(False).eval()
-
-
-def load_run(model_class: type, run: str | Path, device: str = "cpu", precision: str | None = None) -> tuple:
-    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
-    use in a script of one's own: with averaged weights if there are any, on a device, in a --precision
-    (default: that of the run), without a World. Raises RunError.
-    """
-    path = next(iter(list_checkpoints(run)), Path(run))
-    if path.is_dir():
-        raise RunError(f"{run} holds no checkpoint: name another run directory, or train first.")
-    saved = read_checkpoint(path)
-    model = model_class(config_of(model_class.Config, saved["model_config"], path))
-    assert_same_parameters(model, saved | {"path": path})
-    model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
-    where = torch.device(device)
-    use_device(model.to(where), where, compute_dtype(precision or saved["settings"]["precision"], where))
-    return model.eval(), load_tokenizer(str(path.parent.parent))
-
-
-def use_model(run: Run):
-    """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
-    --resume.
-    """
-    model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
-    if args.export == "gguf" and not importlib.util.find_spec("gguf"):
-        raise UserError("--export gguf needs the package gguf: pip install gguf.")
-    changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
-    model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
-    args.compile = False  # which takes longer than an answer
-    set_modes(model, run)
-    model.eval()
-    if args.eval_only:
-        return evaluate_only(model, run)
-    if not world.is_rank0:
-        return
-    out = args.out or Path(saved["path"]).parent.parent
-    if not (out / "tokenizer.json").exists():
-        raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
-    tokenizer = load_tokenizer(str(out))
-    assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
-    say(f"step {saved['step']} from {saved['path']}")
-    if args.export == "gguf":
-        path, modern = out / "model.gguf", vars(model.config).get("modern")
-        to_gguf(model, path, tokenizer)
-        say(f"{path} is ready for llama-cli -m, {'' if modern else 'Ollama '}and LM Studio")
-        size = path.stat().st_size / (4 * num_params(model))
-        if modern and size > 1.3:
-            say(f"it has {size:.1f} times the bytes of the weights, because llama.cpp wants further layers, "
-                "which do nothing: those are packed if --d-model is a multiple of 32")
-    if args.export == "hf":
-        to_hf(model, out / "hf", tokenizer)
-        say(f"{out / 'hf'} is ready for from_pretrained of transformers")
-        prefix = vars(model.config).get("attention") == "prefix"
-        if prefix and model_class is GPT2:
-            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
-        elif prefix:
-            print("its tokenizer takes one text for a question: to train on answers there, give each as the "
-                  "second, tokenizer(question, answer), or it would see itself")
-    if vars(args).get("fill") is not None:
-        print(*fill_masks(model, tokenizer, args.fill), sep="\n")
-    answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
-    chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
-    if prompt is not None:
-        pieces = answer(prompt)
-        print(prompt, end="\n" * (model.config.response >= 0))
-        print_pieces(pieces)
-    with suppress(EOFError, KeyboardInterrupt):
-        while chat:
-            try:
-                print_pieces(answer(input("> ")))
-            except UserError as error:  # the prompt is too long
-                print(f"error: {error}")
-
-
-def print_pieces(pieces):
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-
-
-def evaluate_only(model: nn.Module, run: Run):
-    """Evaluates the model of a checkpoint on the validation sets of --data, beside a training, too: takes no
-    lock and writes nothing into the run. Prints the results as a line, and as JSON for a script. Every rank
-    calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
-    were compiled or attention was FlashAttention 3.
-    """
-    args, world, saved = run.args, run.world, run.saved
-    dataset = run.dataset = load_data(run)
-    assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
-    if not dataset.val:
-        lacks = f"{dataset.name} has no validation set: prepare it with --val-split {dataset.would_split}"
-        raise UserError(f"{dataset.too_short or lacks}.")
-    masker = None
-    if isinstance(model, MLM):
-        masker = Masker(dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
-    state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
-    run.batch = args.batch or saved["settings"]["batch"]
-    found = evaluate(state, run, StopVote(world), masker)
-    if found is None:  # a signal has cut it short
-        raise KeyboardInterrupt
-    if world.is_rank0:
-        where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
-        print(" | ".join([where, *monitor.results(found)]))
-        record = {"step": saved["step"], "data": dataset.name} | found
-        print(json.dumps(monitor.without_nan(record)), flush=True)
+def __getattr__(name: str):
+    refuse_moved(__name__, name, MOVED)

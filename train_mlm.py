@@ -90,7 +90,9 @@ def main(argv: list[str] | None = None):
     run = ddp.find_run(MLM, args, world, globals(), argv)
     args = run.args  # what is not given is as in the run that is resumed
     if ddp.uses_model(args):
-        return ddp.use_model(run)
+        with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
+            from weights.use import use_model
+        return use_model(run)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
     ddp.open_run(run)

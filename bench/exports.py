@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import data  # noqa: E402
-from model import GPT2, HRM, MLM, continue_text, fill_masks, from_hf, num_params, pad_vocab, to_gguf, to_hf  # noqa: E402
+from model import GPT2, HRM, MLM, num_params, pad_vocab  # noqa: E402
+from weights.huggingface import from_hf, to_hf  # noqa: E402
+from weights.llama_cpp import to_gguf  # noqa: E402
+from weights.sampling import continue_text, fill_masks  # noqa: E402
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 96}
 MODELS = {"GPT-2": (GPT2, {}), "--modern": (GPT2, {"modern": True}),

@@ -161,7 +161,7 @@ def class_of_transformers(args, row, device, **options):
     import transformers
 
     from data import load_tokenizer
-    from model import to_hf
+    from weights.huggingface import to_hf
     made = make_model(args, row, device)
     names = {"gpt2": "GPT2LMHeadModel", "hrm": "HrmTextForCausalLM", "mlm": "ModernBertForMaskedLM"}
     if args.model == "hrm":

@@ -23,7 +23,8 @@ import ddp_utils
 import model
 import test_ddp
 import train_hrm
-from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy, sample_ids
+from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
+from weights.sampling import sample_ids
 
 GPU = torch.device("cuda")  # is not touched
 SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 64, "n_layer": 1, "n_head": 4, "d_model": 64}

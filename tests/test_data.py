@@ -35,6 +35,8 @@ from conftest import ROOT, SHARED, finish, place, run, start, torchrun
 import data
 import ddp_utils
 import model
+from weights import huggingface as weights_huggingface
+from weights import sampling as weights_sampling
 
 EOT = data.EOT
 
@@ -857,15 +859,15 @@ def test_a_text_too_short_for_its_ids_is_told_so(corpus, tmp_path, capsys):
 def test_stream_text_gives_whole_characters(tokenizer):
     for text in TRICKY:
         tokens = tokenizer.encode(text)
-        chunks = list(data.stream_text(tokenizer, tokens[:600]))
+        chunks = list(weights_sampling.stream_text(tokenizer, tokens[:600]))
         assert "".join(chunks) == tokenizer.decode(tokens[:600])
         assert not any("\ufffd" in chunk for chunk in chunks)
     tokens = tokenizer.encode("\U0001f9ff")
     assert len(tokens) > 1, "one token: nothing to hold back"
     assert any("\ufffd" in tokenizer.decode([i]) for i in tokens), "a naive stream would show halves"
-    assert "".join(data.stream_text(tokenizer, tokens[:-1])) == tokenizer.decode(tokens[:-1])
+    assert "".join(weights_sampling.stream_text(tokenizer, tokens[:-1])) == tokenizer.decode(tokens[:-1])
     special = [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
-    assert "".join(data.stream_text(tokenizer, special)) == f"a{EOT}b"
+    assert "".join(weights_sampling.stream_text(tokenizer, special)) == f"a{EOT}b"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1332,7 +1334,7 @@ def test_a_proxy_that_is_no_address_is_a_sentence(tmp_path, monkeypatch, proxy):
     with pytest.raises(data.UserError, match="stanfordnlp/imdb cannot be read .ValueError: "):
         data.prepare("imdb", tmp_path / "out", "bytes")
     with pytest.raises(data.UserError, match="hf:none/such is neither a directory nor a repository that can"):
-        model.config_from_hf(model.GPT2, "none/such")
+        weights_huggingface.config_from_hf(model.GPT2, "none/such")
 
 
 def test_a_preparation_without_a_terminal_has_lines(corpus, tmp_path, monkeypatch, capsys):

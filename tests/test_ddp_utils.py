@@ -28,16 +28,9 @@ import model as model_module
 import test_ddp
 import train_gpt2
 from data import UserError
-from ddp_utils import (
-    Checkpoints,
-    RunError,
-    World,
-    list_checkpoints,
-    load_checkpoint,
-    load_model,
-    read_checkpoint,
-)
+from ddp_utils import Checkpoints, RunError, World, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
+from weights.use import load_model
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
           "skips_on_device", "who_skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients",

@@ -13,8 +13,11 @@ from runs import Trainer
 
 import data
 from data import UserError
-from ddp_utils import load_run
-from model import GPT2, HF_FAMILIES, HRM, MLM, continue_text, flag, generate, num_params, to_gguf, to_hf
+from model import GPT2, HRM, MLM, flag, num_params
+from weights.huggingface import HF_FAMILIES, to_hf
+from weights.llama_cpp import to_gguf
+from weights.sampling import continue_text, generate
+from weights.use import load_run
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="no wheel of llama.cpp fits this machine: pip install xllamacpp")

@@ -10,7 +10,7 @@ from test_model import hrm, transformers  # noqa: F401 (a fixture)
 from test_model_gpt2_mlm import gpt2
 
 import data
-from model import to_hf
+from weights.huggingface import to_hf
 
 TEXTS = ["def main():\n    return 1\n", "import sys\nprint(sys.argv)\n", "über alles, sat on 12 mats"]
 BOUND = 1e-4  # nats a token

@@ -33,20 +33,17 @@ from model import (
     KVCache,
     Linear,
     Stack,
-    continue_text,
     flops_per_token,
-    from_hf,
-    generate,
     learning_rate,
     linear_cross_entropy,
     make_optimizers,
     num_params,
     pad_vocab,
     rms_norm,
-    sample_ids,
-    to_hf,
 )
 from train_gpt2 import parse_args
+from weights.huggingface import from_hf, to_hf
+from weights.sampling import continue_text, generate, sample_ids
 
 VOCAB, PADDED, SEQ_LEN = 60, 64, 16  # padded, so that every test has ids that must not matter
 MODES = ("block", "selective")

@@ -50,14 +50,13 @@ from model import (
     MLMBlock,
     MLMConfig,
     flops_per_token,
-    from_hf,
-    generate,
     linear_cross_entropy,
     make_optimizers,
     num_params,
     pad_vocab,
-    to_hf,
 )
+from weights.huggingface import from_hf, to_hf
+from weights.sampling import generate
 
 EOT, WINDOW = 0, 6  # three tokens to either side
 KINDS = {"gpt2": {}, "modern": {"modern": True}}

@@ -32,6 +32,8 @@ import model as model_module
 import monitor
 from ddp_utils import TrainState, UserError, list_checkpoints, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
+from weights.init_from import load_frozen
+from weights.use import load_model, load_run
 
 FLAGS = {"steps": 8, "save_every": 4, "eval_every": 4, "max_new_tokens": 2, "batch": 3, "eval_batches": 1}
 GUIDE = (ROOT / "tests" / "README.md").read_text()
@@ -78,7 +80,7 @@ DRAWS = """class GPT2(GPT2):
         return super().loss(hidden, idx, targets)
 
 """
-HEAD = "import torch\nimport torch.nn.functional as F\n"
+HEAD = "import torch\nimport torch.nn.functional as F\nfrom weights.init_from import load_frozen\n"
 
 
 def guide_blocks(item: str) -> list[str]:
@@ -93,7 +95,7 @@ def guide_blocks(item: str) -> list[str]:
 
 def expected(run, shards) -> dict[str, float]:
     """The metric above, computed from the checkpoint of a run alone."""
-    model, _ = ddp_utils.load_run(GPT2, run)
+    model, _ = load_run(GPT2, run)
     hits = spaces = first = rows = 0
     with torch.no_grad():
         for x, y in data.validation_batches(data.Dataset([shards], 32).val[""], 1, place(0, 1), 16):
@@ -313,7 +315,7 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     assert short.code == 2 and "has learned positions for 32 tokens: lower --seq-len." in short.out, short.out
     load, _ = guide_blocks("A teacher")
     load = load.replace("TEACHER", repr(str(own)))
-    late = changed(tmp_path / "train_late.py", (load, "step, samples = check"))
+    late = changed(tmp_path / "train_late.py", (HEAD, "import data"), (load, "step, samples = check"))
     late = late.train(0, shards, tmp_path / "late")
     assert late.code == 2 and "and before identity_of, so that" in late.out, late.out
     gone = distilling(tmp_path / "train_gone.py", tmp_path / "none").train(0, shards, tmp_path / "gone")
@@ -327,13 +329,13 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     assert trainer.fork(0, shards, tmp_path / "run").code == 0
     run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none", seq_len=32)
     run.dataset, run.described = data.Dataset([shards], 32), False
-    run.config = ddp_utils.load_run(GPT2, tmp_path / "run")[0].config
-    reference = ddp_utils.load_frozen(run, GPT2, str(tmp_path / "run"))
+    run.config = load_run(GPT2, tmp_path / "run")[0].config
+    reference = load_frozen(run, GPT2, str(tmp_path / "run"))
     assert run.args.frozen == {str(tmp_path / "run"): 2} and not reference.training
     assert not any(p.requires_grad for p in reference.parameters())
-    loaded, _ = ddp_utils.load_run(GPT2, tmp_path / "run")
+    loaded, _ = load_run(GPT2, tmp_path / "run")
     saved = ddp_utils.load_checkpoint(tmp_path / "run", print)
-    trained = ddp_utils.load_model(GPT2, saved, world)
+    trained = load_model(GPT2, saved, world)
     ddp_utils.set_modes(trained, run)
     x = torch.arange(64).view(2, 32)
     found = [m(x, x, per_token=True)[0] for m in (trained, reference, loaded)]
@@ -355,7 +357,7 @@ labels = ddp.begin_sum(count * run.grad_accum, world)"""
 def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shards, tmp_path):
     """DPO as the guide has it, on random pairs, in bf16; the loss of the first step is ln 2 exactly."""
     loss, _ = guide_blocks("Preferences")
-    reference = "reference = ddp.load_frozen(run, GPT2, args.init_from)"
+    reference = "reference = load_frozen(run, GPT2, args.init_from)"
     trainer = changed(tmp_path / "train_dpo.py", (HEAD, "import data"), (reference, "identity = "),
                       (f"={PAIRS}\n{loss}", "objective, sums = "))
     flags = {"precision": "bf16", "lr": 1e-3, "warmup": 1, "steps": 3, "n_layer": None}
@@ -452,7 +454,7 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(
     """Weights of --init-from that get another --attention; the same weights as a teacher are warned of."""
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
-    load = "reference = ddp.load_frozen(run, GPT2, SOURCE)".replace(
+    load = "reference = load_frozen(run, GPT2, SOURCE)".replace(
         "SOURCE", "args.init_from" if source == "run" else repr(str(other)))
     same = "log.say(f'the same: {torch.equal(model.eval()(z), reference(z))}')"
     draw = "z = torch.randint(0, 257, (2, 32), generator=ddp.generator(0, 0))\nz[:, 9] = 256"
@@ -467,8 +469,8 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(
 def test_a_reference_without_the_ids_of_pairs_is_named(pairs, shards, tmp_path):
     base = tmp_path / "base"
     assert Trainer("train_gpt2.py", **FLAGS | {"steps": 1}).train(0, shards, base, seq_len=128).code == 0
-    load = "reference = ddp.load_frozen(run, GPT2, args.init_from)"
-    trainer = changed(tmp_path / "train_pairs.py", (load, "identity = "))
+    load = "reference = load_frozen(run, GPT2, args.init_from)"
+    trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (load, "identity = "))
     done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
     assert done.code == 2 and "pairs add ids to that, so train it on them first." in done.out, done.out
 
@@ -601,7 +603,7 @@ def test_the_plan_says_who_trains_what(shards, tmp_path):
     said = re.search(r"of these parameters (.*), and ([\d,]+) are frozen", done.out)
     counts = {name: number(count) for name, count in re.findall(r"(\w+) trains ([\d,]+\d)", said[1])}
     whole = number(re.search(r"([\d,]+) parameters, ", done.out)[1])
-    model, _ = ddp_utils.load_run(GPT2, tmp_path / "run")
+    model, _ = load_run(GPT2, tmp_path / "run")
     matrices = sum(p.numel() for p in model_module.hidden_matrices(model))
     frozen = model.embed.weight.numel()
     assert counts == {"AdamW": whole - matrices - frozen, "Muon": matrices}

@@ -21,6 +21,7 @@ import model as model_module
 from data import UserError
 from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
+from weights import use as weights_use
 
 
 class Counting(GPT2):
@@ -511,7 +512,7 @@ def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
 def test_a_run_is_loaded_for_use_as_it_was_evaluated(ema, shards, tmp_path):
     trainer = Trainer("train_gpt2.py", **FLAGS)
     assert trainer.train(0, shards, tmp_path / "run", ema=ema, eval_batches=0).code == 0
-    model, tokenizer = ddp_utils.load_run(GPT2, tmp_path / "run")
+    model, tokenizer = weights_use.load_run(GPT2, tmp_path / "run")
     loss = labels = 0
     for x, y in data.validation_batches(data.Dataset([shards], 32).val[""], 4, place(0, 1), 0):
         logits = model(x)
@@ -522,7 +523,7 @@ def test_a_run_is_loaded_for_use_as_it_was_evaluated(ema, shards, tmp_path):
     assert loss / labels == pytest.approx(evaluations_of(tmp_path / "run")[-1]["val_loss"], abs=1e-5)
     assert tokenizer.decode(tokenizer.encode("def").tolist()) == "def"
     with pytest.raises(RunError):
-        ddp_utils.load_run(GPT2, tmp_path)
+        weights_use.load_run(GPT2, tmp_path)
 
 
 HEAD = """

@@ -16,7 +16,9 @@ from processes import fork
 from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
-from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache, generate
+from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache
+from weights import sampling
+from weights.sampling import generate
 
 START, RESPONSE, END = 256, 258, 259
 ROLES = {"start": START, "response": RESPONSE, "end": -1}
@@ -467,14 +469,13 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
 @pytest.mark.parametrize("stop", [True, False])
 def test_while_training_all_ranks_write_equally_many_tokens(monkeypatch, stop):
     """Logits of unlike processors may end an answer elsewhere, and with zero3 a rank would be alone."""
-    import model as models
     count, decode = [], GPT2.decode
     monkeypatch.setattr(GPT2, "decode", lambda *args: count.append(1) or decode(*args))
     monkeypatch.setattr(
-        models, "sample_ids", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
+        sampling, "sample_ids", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
     flags = argparse.Namespace(max_new_tokens=7, temperature=0, top_k=0, seed=0, condition="")
     tokenizer = data.with_roles(data.load_tokenizer("bytes"))
-    text = "".join(models.continue_text(gpt2(), tokenizer, "cpu", "why", flags, stop))
+    text = "".join(sampling.continue_text(gpt2(), tokenizer, "cpu", "why", flags, stop))
     assert text == "AA" and len(count) == (3 if stop else 7)
 
 
@@ -712,7 +713,7 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
 @pytest.mark.parametrize("script, build", [("train_gpt2.py", gpt2), ("train_hrm.py", hrm)])
 def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     """Weights that know the 257 ids of plain bytes learn to answer: [MASK] and <|response|> are new."""
-    from model import to_hf
+    from weights.huggingface import to_hf
     model = build(vocab_size=257, response=-1)
     to_hf(model, tmp_path / "hf", data.load_tokenizer("bytes"))
     out = prepare(write(tmp_path / "p.jsonl", samples(300)), tmp_path / "p", row=T)
@@ -766,21 +767,20 @@ def test_weights_with_a_prefix_learn_plain_text(pairs, shards, tmp_path):
 
 
 def test_an_answer_goes_on_to_the_end_of_the_context_and_a_cut_is_said(capsys, monkeypatch):
-    import model as models
-    monkeypatch.setattr(models, "sample_ids", lambda logits, *_: torch.tensor([65]))  # it never ends
+    monkeypatch.setattr(sampling, "sample_ids", lambda logits, *_: torch.tensor([65]))  # it never ends
     tokenizer = data.with_roles(data.load_tokenizer("bytes"))
     flags = argparse.Namespace(max_new_tokens=None, temperature=0, top_k=0, seed=0, condition="")
     answering = gpt2(seq_len=300)
-    written = "".join(models.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))
+    written = "".join(sampling.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))
     assert written == "A" * (300 - 5 + 1)
     assert "note: the answer is cut" in capsys.readouterr().err
     flags.max_new_tokens = 7
-    assert len("".join(models.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))) == 7
+    assert len("".join(sampling.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))) == 7
     assert "note: the answer is cut" in capsys.readouterr().err
     plain = gpt2(response=-1, attention="causal")
-    "".join(models.continue_text(plain, tokenizer, "cpu", "why", flags, stop=True))
+    "".join(sampling.continue_text(plain, tokenizer, "cpu", "why", flags, stop=True))
     assert not capsys.readouterr().err
-    "".join(models.continue_text(plain, tokenizer, "cpu", "why " * 30, flags, stop=True))
+    "".join(sampling.continue_text(plain, tokenizer, "cpu", "why " * 30, flags, stop=True))
     said = capsys.readouterr().err
     assert f"note: the prompt has 121 tokens, of which the model reads the last {T}" in said
 
@@ -814,7 +814,7 @@ def test_a_run_on_plain_text_learns_to_answer(shards, pairs, tmp_path):
 
 def test_logits_and_tokens_of_transformers_with_a_prefix(tmp_path):
     transformers = pytest.importorskip("transformers")
-    from model import from_hf, to_hf
+    from weights.huggingface import from_hf, to_hf
     ours, tokenizer = hrm(), data.with_roles(data.load_tokenizer("bytes"))
     ours.config.vocab_size = tokenizer.vocab_size
     to_hf(ours, tmp_path / "hf", tokenizer)

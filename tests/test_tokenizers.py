@@ -13,8 +13,9 @@ from test_model_gpt2_mlm import export, tiny
 
 import data
 from data import UserError
-from ddp_utils import GPT2_DIGEST, tokenizer_id
-from model import GPT2, MLM, from_hf
+from data import GPT2_DIGEST, tokenizer_id
+from model import GPT2, MLM
+from weights.huggingface import from_hf
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_a_mask_takes_one_blank_only_where_a_token_would(tmp_path, name, lstrip)
     ("bytes", "the [MASK]", "the "), ("bpe", "the [MASK]", "the"), ("bpe", "the  [MASK]", "the "),
     ("bytes", "a\t[MASK]", "a\t"), ("bpe", "a\t[MASK]", "a\t"), ("bpe", "a\n[MASK]", "a\n")])
 def test_fill_asks_about_the_position_of_the_mask(name, text, before):
-    from model import fill_masks
+    from weights.sampling import fill_masks
     bpe = data.train_bpe(["the cat sat on the mat"] * 30, 300)
     tokenizer = bpe if name == "bpe" else data.load_tokenizer("bytes")
     seen = []

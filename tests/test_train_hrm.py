@@ -28,6 +28,7 @@ import ddp_utils
 import test_ddp
 import train_hrm
 from ddp_utils import RunError, list_checkpoints, read_checkpoint
+from weights import sampling as weights_sampling
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
@@ -163,7 +164,7 @@ def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
 
 
 def test_a_directory_of_plain_shards_trains(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(ddp_utils, "continue_text", lambda *_: ["some text"])
+    monkeypatch.setattr(weights_sampling, "continue_text", lambda *_: ["some text"])
     for shard in shards.glob("*.bin"):
         (tmp_path / shard.name).symlink_to(shard)
     done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2, sample_prompt="def")

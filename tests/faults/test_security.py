@@ -18,7 +18,8 @@ from runs import Trainer
 
 import data
 from ddp_utils import RunError, list_checkpoints, read_checkpoint
-from model import GPT2, from_hf
+from model import GPT2
+from weights.huggingface import from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)
 SCRIPTS = sorted(ROOT.glob("*.py"))

@@ -19,8 +19,10 @@ from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import data
 import monitor
-from ddp_utils import list_checkpoints, load_run, read_checkpoint
-from model import GPT2, from_hf
+from ddp_utils import list_checkpoints, read_checkpoint
+from model import GPT2
+from weights.huggingface import from_hf
+from weights.use import load_run
 
 LOOP = "cannot be accessed (Too many levels of symbolic links)"
 

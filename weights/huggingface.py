@@ -1,0 +1,419 @@
+"""Hugging Face: config.json, model.safetensors and tokenizer.json, in both directions."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data import NotNow, UserError, access, first_line, names_in, read_json
+from model import (
+    GPT2,
+    HRM,
+    MLM,
+    MODERN_THETA,
+    VOCAB_TENSORS,
+    GPT2Config,
+    HRMConfig,
+    MLMConfig,
+    ModelConfig,
+    pad_vocab,
+)
+
+
+@dataclass(frozen=True)
+class HFFamily:
+    """How a model here ("ours") maps to its counterpart in transformers ("theirs")."""
+
+    model_type: str
+    architecture: str
+    # ours → theirs: the parts between the dots of a parameter's name; a matrix with several names is divided
+    names: dict[str, str]
+    fields: dict[str, str]  # ours → theirs: fields of the configuration with the same value in both
+    covered: str  # our other fields that `to_hf` translates, or that matter to training only
+    to_hf: Callable[[Any], dict]  # our configuration → their other fields
+    from_hf: Callable[[dict], dict]  # their configuration → our other fields; may raise UserError
+    transposed: tuple[str, ...] = ()  # name endings (ours) of matrices that they store transposed
+    # what a name cannot say: changes tensors by name, given the configuration, and changes them back
+    joined: Callable[[dict, Any], dict] = lambda tensors, c: tensors
+    divided: Callable[[dict, Any], dict] = lambda tensors, c: tensors
+
+
+def refuse_export(c: ModelConfig, family: HFFamily):
+    """Raises UserError for a field that an export would lose. Both exports call this."""
+    known = {*family.fields, *family.covered.split(), "padded_vocab", "start", "response", "end"}
+    for f in fields(c):
+        if f.name not in known and getattr(c, f.name) != f.default:
+            raise UserError(f"a model with --{f.name.replace('_', '-')} has no counterpart in transformers "
+                            "nor llama.cpp, so it cannot be exported: train one without it.")
+
+
+def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):
+    """Raises UserError for the first key of config.json that is `odd`, or differs from the required value."""
+    odd = odd | {key: config.get(key, value) != value for key, value in required.items()}
+    for key in odd:
+        if odd[key]:
+            raise UserError(f"this model sets {key} to {config.get(key)}, which {trainer} does not support.")
+
+
+def hrm_to_hf(c: HRMConfig) -> dict:
+    return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
+            # their cache has a layer for each attention call
+            "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,
+            "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+            "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
+            "tie_word_embeddings": False, "prefix_lm": c.attention == "prefix"}
+
+
+def hrm_from_hf(config: dict) -> dict:
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    odd = {"rope_parameters": rope.get("rope_type", "default") != "default",
+           "head_dim": config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]}
+    refuse_import(config, odd, "train_hrm.py", hidden_act="silu", attention_bias=False, mlp_bias=False,
+                  tie_word_embeddings=False)
+    return {"n_layer": config.get("num_layers_per_stack") or config["num_hidden_layers"],
+            "rope_theta": rope["rope_theta"], "attention": "prefix" if config.get("prefix_lm") else "causal",
+            "embed_scale": config.get("embedding_scale") or 1.0 / config["initializer_range"]}
+
+
+def gpt2_to_hf(c: GPT2Config) -> dict:
+    return {"activation_function": "gelu_new", "tie_word_embeddings": True, "resid_pdrop": c.dropout,
+            "n_ctx": c.seq_len, "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+
+
+def gpt2_from_hf(config: dict) -> dict:
+    if config.get("activation_function") == "gelu_pytorch_tanh":  # a later name
+        config = config | {"activation_function": "gelu_new"}
+    odd = {"n_inner": config.get("n_inner") not in (None, 4 * config["n_embd"])}
+    refuse_import(config, odd, "train_gpt2.py", activation_function="gelu_new", scale_attn_weights=True,
+                  scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False,
+                  add_cross_attention=False, tie_word_embeddings=True)
+    return {"dropout": config.get("resid_pdrop", 0.1)}
+
+
+def modern_to_hf(c: GPT2Config) -> dict:
+    rope = {"rope_type": "default", "rope_theta": MODERN_THETA, "partial_rotary_factor": 1.0}
+    return {"intermediate_size": c.ff, "num_key_value_heads": c.n_head, "head_dim": c.head_dim,
+            "layer_types": ["full_attention"] * c.n_layer, "hidden_act": "silu", "attention_bias": False,
+            "rope_parameters": rope, "tie_word_embeddings": False}
+
+
+def modern_from_hf(config: dict) -> dict:
+    ours = GPT2Config(n_layer=config["num_hidden_layers"], n_head=config["num_attention_heads"],
+                      d_model=config["hidden_size"], modern=True)
+    wanted = modern_to_hf(ours)
+    rope = wanted["rope_parameters"].items() - config["rope_parameters"].items()
+    odd = {key: config[key] != value for key, value in wanted.items()} | {"rope_parameters": bool(rope)}
+    refuse_import(config, odd, "train_gpt2.py", attn_output_gate=True)
+    return {"modern": True}
+
+
+def query_and_gate(query: Tensor, gate: Tensor, c: GPT2Config) -> Tensor:
+    """Qwen3.5's q_proj (2 C, C) of two matrices (C, C): head by head the rows of the query, then of the gate.
+    """
+    parts = [matrix.view(c.n_head, c.head_dim, c.d_model) for matrix in (query, gate)]
+    return torch.cat(parts, dim=1).view(2 * c.d_model, c.d_model)
+
+
+def modern_joined(tensors: dict, c: GPT2Config) -> dict:
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * c.d_model ** 0.5
+    tensors["model.norm.weight"] = torch.zeros(c.d_model)  # their norms multiply by 1 + weight
+    norms = {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim, "input_layernorm": c.d_model,
+             "post_attention_layernorm": c.d_model}
+    for i in range(c.n_layer):
+        layer = f"model.layers.{i}."
+        query, gate = (tensors.pop(f"{layer}self_attn.{name}.weight") for name in ("query", "gate"))
+        tensors[f"{layer}self_attn.q_proj.weight"] = query_and_gate(query, gate, c)
+        tensors |= {f"{layer}{norm}.weight": torch.zeros(size) for norm, size in norms.items()}
+    return tensors
+
+
+def modern_divided(tensors: dict, c: GPT2Config) -> dict:
+    for name in tensors:
+        if "norm" in name and tensors[name].count_nonzero():
+            raise UserError(f"this model has weights in {name}, which train_gpt2.py does not support.")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] / c.d_model ** 0.5
+    for i in range(c.n_layer):
+        layer = f"model.layers.{i}.self_attn."
+        joined = tensors.pop(f"{layer}q_proj.weight").view(c.n_head, 2, c.head_dim, c.d_model)
+        for name, matrix in zip(("query", "gate"), joined.unbind(1)):
+            tensors[f"{layer}{name}.weight"] = matrix.reshape(c.d_model, c.d_model)
+    return tensors
+
+
+def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
+    return ["sliding_attention" if i % global_every else "full_attention" for i in range(n_layer)]
+
+
+def mlm_to_hf(c: MLMConfig) -> dict:
+    return {"layer_types": mlm_layer_types(c.n_layer, c.global_every),
+            "global_attn_every_n_layers": c.global_every, "global_rope_theta": c.global_theta,
+            "local_rope_theta": c.local_theta,  # as transformers 4 calls them
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": c.global_theta},
+                "sliding_attention": {"rope_type": "default", "rope_theta": c.local_theta}},
+            "attention_dropout": c.dropout, "embedding_dropout": c.dropout, "mlp_dropout": c.dropout,
+            "cls_token_id": c.eot, "sep_token_id": c.eot, "tie_word_embeddings": True}
+
+
+def mlm_from_hf(config: dict) -> dict:
+    n_layer = config["num_hidden_layers"]
+    every = config.get("global_attn_every_n_layers", 3)
+    types = config.get("layer_types") or mlm_layer_types(n_layer, every)
+    fitting = [n for n in (every, *range(1, n_layer + 1)) if mlm_layer_types(n_layer, n) == types]
+    ropes = config.get("rope_parameters") or {  # older files on the hub have none
+        "full_attention": {"rope_theta": config.get("global_rope_theta", 160000.0)},
+        "sliding_attention": {"rope_theta": config.get("local_rope_theta", 10000.0)}}
+    odd = {"layer_types": not fitting, "eos_token_id": not isinstance(config["eos_token_id"], int),
+           "rope_parameters": any(rope.get("rope_type", "default") != "default" for rope in ropes.values())}
+    refuse_import(config, odd, "train_mlm.py", hidden_activation="gelu", classifier_activation="gelu",
+                  attention_bias=False, mlp_bias=False, norm_bias=False, classifier_bias=False,
+                  decoder_bias=True, tie_word_embeddings=True)
+    return {"global_every": fitting[0], "global_theta": ropes["full_attention"]["rope_theta"],
+            "local_theta": ropes["sliding_attention"]["rope_theta"],
+            "dropout": config.get("mlp_dropout", 0.0), "eot": config["eos_token_id"]}
+
+
+USUAL_FIELDS = {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
+                "n_head": "num_attention_heads", "d_model": "hidden_size"}
+HF_FAMILIES = {
+    HRM: HFFamily(
+        "hrm_text", "HrmTextForCausalLM",
+        {"embed": "model.embed_tokens", "z_l_init": "model.z_L_init", "head": "lm_head",
+         "H": "model.H_module", "L": "model.L_module", "blocks": "layers", "gqkv": "attn.gqkv_proj",
+         "attn_out": "attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"},
+        USUAL_FIELDS | {"ff": "intermediate_size", "h_cycles": "H_cycles", "l_cycles": "L_cycles",
+                        "norm_eps": "rms_norm_eps"},
+        "n_layer attention dropout init rope_theta embed_scale bp_cycles eval_cycles least_cycles max_cycles",
+        hrm_to_hf, hrm_from_hf),
+    GPT2: HFFamily(
+        "gpt2", "GPT2LMHeadModel",
+        {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f",
+         "blocks": "h", "attn_norm": "ln_1", "qkv": "attn.c_attn", "attn_out": "attn.c_proj",
+         "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+        {"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer", "n_head": "n_head",
+         "d_model": "n_embd", "norm_eps": "layer_norm_epsilon"},
+        "attention dropout", gpt2_to_hf, gpt2_from_hf,
+        transposed=("qkv.weight", "attn_out.weight", "up.weight", "down.weight")),
+    MLM: HFFamily(
+        "modernbert", "ModernBertForMaskedLM",
+        {"embed": "model.embeddings.tok_embeddings", "embed_norm": "model.embeddings.norm",
+         "norm": "model.final_norm", "head_dense": "head.dense", "head_norm": "head.norm",
+         "head_bias": "decoder.bias", "transformer": "model", "blocks": "layers", "qkv": "attn.Wqkv",
+         "attn_out": "attn.Wo", "gate_up": "mlp.Wi", "down": "mlp.Wo"},
+        USUAL_FIELDS | {"n_layer": "num_hidden_layers", "ff": "intermediate_size",
+                        "window": "local_attention", "norm_eps": "norm_eps"},
+        "dropout eot global_every global_theta local_theta", mlm_to_hf, mlm_from_hf)}
+MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
+    "qwen3_5_text", "Qwen3_5ForCausalLM",
+    {"embed": "model.embed_tokens", "head": "lm_head", "transformer": "model", "blocks": "layers",
+     "gqkv": "self_attn.gate self_attn.query self_attn.k_proj self_attn.v_proj",
+     "attn_out": "self_attn.o_proj", "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj"},
+    USUAL_FIELDS | {"n_layer": "num_hidden_layers", "norm_eps": "rms_norm_eps"},
+    "attention dropout modern", modern_to_hf, modern_from_hf, joined=modern_joined, divided=modern_divided)
+CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['content'] or [] %}"  # text or parts
+                 "{% set text = parts if parts is string else parts | map(attribute='text') | join %}"
+                 "{% if m['role'] == 'assistant' %}ANSWER{% generation %}{{ text + eos_token }}"
+                 "{% endgeneration %}{% else %}{{ text }}{% endif %}{% endfor %}"
+                 "{% if add_generation_prompt %}ANSWER{% endif %}")
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+        return safetensors
+    except ImportError:
+        raise UserError("Hugging Face weights need the package safetensors: pip install safetensors.")
+
+
+def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
+    """Our tensors by Hugging Face names, as views with Hugging Face shapes, without padding rows."""
+    family, tensors = hf_family(type(model), model.config), {}
+    for ours, tensor in model.state_dict().items():
+        tensor = tensor[:model.config.vocab_size] if ours in VOCAB_TENSORS else tensor
+        tensor = tensor.T if ours.endswith(family.transposed) else tensor
+        parts = [family.names.get(part, part).split() for part in ours.split(".")]
+        several = max(map(len, parts))
+        for i, piece in enumerate(tensor.chunk(several)):
+            tensors[".".join(names[i % len(names)] for names in parts)] = piece
+    return tensors
+
+
+def hf_family(model_class: type, config) -> HFFamily:
+    if model_class not in HF_FAMILIES:
+        raise UserError(f"{model_class.__name__} has no entry in HF_FAMILIES of weights/huggingface.py, "
+                        "which says what its parts are called in transformers: so it cannot be exported, nor "
+                        "read from hf:.")
+    return MODERN if vars(config).get("modern") else HF_FAMILIES[model_class]
+
+
+def ends_of(c: ModelConfig, tokenizer) -> tuple[int, int, str | None]:
+    """The ids that begin and end a text, and for pairs the template of a chat."""
+    if vars(c).get("response", -1) < 0:
+        return tokenizer.eot, tokenizer.eot, None
+    template = CHAT_TEMPLATE.replace("ANSWER", tokenizer.decode([c.response]))
+    return c.start, c.end if c.end >= 0 else c.start, template
+
+
+def to_hf(model: nn.Module, directory: str | Path, tokenizer):
+    """Writes a directory for `from_pretrained` of transformers, without the rows that pad the vocabulary.
+    Raises UserError if transformers has no counterpart of the model.
+    """
+    c, masked = model.config, isinstance(model, MLM)
+    family = hf_family(type(model), c)
+    refuse_export(c, family)
+    prefix = isinstance(model, HRM) and c.attention == "prefix"
+    first, last, template = ends_of(c, tokenizer)
+    ends = {"bos_token_id": first, "eos_token_id": last}
+    config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32"}
+    config |= {theirs: getattr(c, ours) for ours, theirs in family.fields.items()}
+    # usual collators take no label that is the pad, so an answer's end should be another token: [MASK], where
+    # the table of a causal model holds it
+    pad = tokenizer.mask if not masked and tokenizer.mask < c.vocab_size else last
+    config |= family.to_hf(c) | ends | {"pad_token_id": pad}
+
+    bos, eos = tokenizer.decode([first]), tokenizer.decode([last])
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": bos,
+               "eos_token": eos, "pad_token": tokenizer.decode([pad]), "unk_token": eos,
+               "clean_up_tokenization_spaces": False,
+               "padding_side": "right" if masked else "left",  # generate goes on at the right
+               # transformers 4 would add other types to the embeddings of GPT-2
+               "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
+    around = {bos: first}
+    if template:
+        around |= {tokenizer.decode([c.response]): c.response, eos: last}
+        special["chat_template"] = template  # sets no types, so with a prefix pass token_type_ids of ones
+    if masked:
+        special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.mask_token,
+                                 "lstrip": tokenizer.takes_blank, "rstrip": False, "normalized": False,
+                                 "single_word": False, "special": True}
+    words = json.loads(tokenizer.to_json())
+    if not masked:  # [MASK] may be the only id beyond the table
+        words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < c.vocab_size]
+    for token in words["added_tokens"]:
+        if token["id"] == tokenizer.mask:
+            token["lstrip"] = tokenizer.takes_blank
+    stage = words["pre_tokenizer"] or {}
+    for part in (stage, *stage.get("pretokenizers", [])):
+        if template and part.get("prepend_scheme") == "first":  # here a prompt and a response are texts of
+            part["prepend_scheme"] = "always"  # their own, in a chat parts of one
+    words["post_processor"] = _post_processor(around, prefix)
+    contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
+    if not masked:
+        contents["generation_config.json"] = ends | {"do_sample": True}
+
+    directory, safetensors = Path(directory), _safetensors()
+    tensors = {name: t.float().cpu() for name, t in _as_theirs(model).items()}
+    tensors = {name: t.contiguous() for name, t in family.joined(tensors, c).items()}
+    file = directory / "model.safetensors"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+        for name, content in contents.items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+        shutil.copymode(directory / "config.json", file)  # saved for its owner only
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", error)
+        raise NotNow(f"{directory} cannot be written ({reason}): free some space, or move away what is "
+                     "there.")
+
+
+def _post_processor(around: dict[str, int], prefix: bool) -> dict:
+    """Puts tokens around a text, as --prompt and --fill do: the first token of `around` before it and the
+    second, <|response|>, if there is one, after it. A pair is then a question with its answer, and ends with
+    the third. With `prefix`, a question has type 1, by which each of its tokens sees all of it, and an answer
+    type 0. data.py ignores post-processors.
+    """
+    def token(name: str, kind: int = int(prefix)) -> dict:
+        return {"SpecialToken": {"id": name, "type_id": kind}}
+
+    def text(name: str, kind: int = int(prefix)) -> dict:
+        return {"Sequence": {"id": name, "type_id": kind}}
+
+    start, *answers = around
+    question = [token(start), text("A"), *map(token, answers[:1])]
+    pair = [*question, token(start), text("B")]
+    if answers:
+        pair = [*question, text("B", 0), token(answers[-1] if len(answers) > 1 else start, 0)]
+    known = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in around.items()}
+    return {"type": "TemplateProcessing", "single": question, "pair": pair, "special_tokens": known}
+
+
+def config_from_hf(model_class: type, source: str):
+    """Returns the configuration of a Hugging Face directory or repository, and its weight files. Raises
+    UserError if it holds another architecture.
+    """
+    family, directory = hf_family(model_class, model_class.Config()), Path(os.path.expanduser(source))
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download  # comes with datasets
+        try:
+            directory = Path(snapshot_download(source, allow_patterns=[
+                "*config.json", "*.safetensors*", "tokenizer.json", "vocab.json", "merges.txt"]))
+        except Exception as error:  # of the hub, or of httpx below it
+            raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
+                            f"{first_line(error)}")
+    files = [directory / name for name in names_in(directory) if name == "model.safetensors"]
+    index = directory / "model.safetensors.index.json"
+    try:
+        config = read_json(directory / "config.json")
+        if not files and index.exists():  # as transformers does; other files may be left over
+            names = read_json(index)["weight_map"].values()
+            files = [directory / Path(name).name for name in sorted({*names})]  # none elsewhere
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        config = None
+    if not isinstance(config, dict) or not files:
+        raise UserError(f"{source} has no readable config.json with model.safetensors beside it: where there "
+                        "is a pytorch_model.bin, transformers' from_pretrained and save_pretrained write it; "
+                        "an adapter of peft has to be merged before (merge_and_unload).")
+    if model_class is GPT2 and config.get("model_type") == MODERN.model_type:
+        family = MODERN
+    if config.get("model_type") != family.model_type:
+        raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; "
+                        f"{model_class.__name__} reads {family.model_type!r}.")
+    try:
+        same = {ours: config[theirs] for ours, theirs in family.fields.items()}
+        config = model_class.Config(padded_vocab=pad_vocab(same["vocab_size"]), **same,
+                                    **family.from_hf(config))
+        with torch.device("meta"):
+            model_class(config)
+    except KeyError as error:
+        raise UserError(f"the config.json of {source} lacks {error}.")
+    except (ArithmeticError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the config.json of {source} makes no model: {str(error).splitlines()[0]}.")
+    return config, files
+
+
+def from_hf(model_class: type, source: str) -> nn.Module:
+    """Loads a model of this class from a Hugging Face directory or a repository on the hub. Raises UserError
+    if it holds another architecture, or shapes that differ from its config.json.
+    """
+    config, files = config_from_hf(model_class, source)
+    model = model_class(config)
+    safetensors, tensors = _safetensors(), {}
+    for file in files:
+        try:
+            # of a file that it may not open, safetensors would say that it is not there
+            with access(file), open(file, "rb") as content:
+                try:
+                    tensors |= safetensors.torch.load_file(file)
+                except OSError:  # the file system cannot map it
+                    tensors |= safetensors.torch.load(content.read())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
+    try:
+        tensors = hf_family(model_class, config).divided(tensors, config)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{source} has no tensor {error} of the shape that its config.json says.")
+    with torch.no_grad():
+        for name, tensor in _as_theirs(model).items():
+            if name not in tensors:  # files of the original GPT-2 models lack the prefix
+                tensors[name] = tensors.get(name.removeprefix("transformer."))
+            if tensors[name] is None or tensors[name].shape != tensor.shape:
+                raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
+            tensor.copy_(tensors[name])
+    return model

@@ -1,0 +1,183 @@
+"""The weights that a run starts from (--init-from), and models beside the one in training (load_frozen)."""
+
+from contextlib import suppress
+from dataclasses import asdict, fields
+
+import torch
+from torch import nn
+
+from data import GPT2_DIGEST, UserError, listed, load_tokenizer, tokenizer_id
+from ddp_utils import (
+    READING,
+    Run,
+    assert_family,
+    assert_tokenizer,
+    build_model,
+    config_of,
+    copy_weights,
+    load_checkpoint,
+    on_rank0,
+    set_modes,
+    tokenizer_in,
+)
+from model import VOCAB_TENSORS, pad_vocab
+from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
+
+
+def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
+    """What is known of the weights of --init-from: `path`, `model_config` (what the model does not know of it
+    is in `left_over`), tokenizer, `settings` of their run, and on rank 0, if `complete`, their tensors in
+    `weights`. Raises UserError on all ranks.
+    """
+    weights = {}
+
+    def read_hf() -> dict:
+        theirs = next((base for base in model_class.__mro__ if base in HF_FAMILIES), model_class)
+        config, files = config_from_hf(theirs, source[3:])
+        if complete:
+            weights.update(from_hf(theirs, source[3:]).state_dict())
+        file = tokenizer_in(files[0].parent)
+        known = ""
+        with suppress(UserError):  # one that is refused matters only if it is used
+            known = tokenizer_id(load_tokenizer(file)) if file else ""
+            if known.endswith(GPT2_DIGEST):
+                load_tokenizer("gpt2")  # if that can be had
+                file = "gpt2"
+        return {"path": source, "model_config": asdict(config), "settings": {}, "tokenizer": known,
+                "tokenizer_file": file}
+
+    if source.startswith("hf:"):
+        found = on_rank0(read_hf)
+    else:
+        found = load_checkpoint(source, print, checked=complete)
+        weights = found["tensors"]["model"] | found["tensors"]["ema"]
+        if model_class in HF_FAMILIES:  # a model of one's own may start from any other
+            assert_family(found, model_class)
+            config_of(model_class.Config, found["model_config"], found["path"])
+    ours = {field.name for field in fields(model_class.Config)}
+    config = {name: value for name, value in found["model_config"].items() if name in ours}
+    # a new run may have longer rows than that one, and always has its tokenizer
+    return found | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
+                    "tokenizer_flag": found["tokenizer_file"],
+                    "left_over": sorted(found["model_config"].keys() - ours)}
+
+
+def assert_context(model_class: type, weights: dict, seq_len: int):
+    """Raises UserError if weights cannot read rows of seq_len tokens."""
+    with torch.device("meta"):
+        model = model_class(model_class.Config(**weights["model_config"]))
+    known = model.config.seq_len
+    if seq_len > known and "positions.weight" in model.state_dict():
+        raise UserError(f"{weights['path']} has learned positions for {known} tokens: lower --seq-len.")
+
+
+def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
+    """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
+    the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
+    that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
+    Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
+    """
+    model_class, args, world, say = run.model_class, run.args, run.world, run.log.say
+    found = weights_of(model_class, args.init_from)
+    source, weights, known = found["path"], found["weights"], found["model_config"]
+    say(f"starting from {source}")
+    tokenizer = run.dataset.tokenizer
+    most, vocab_size = known["vocab_size"], config["vocab_size"]
+    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
+
+    def same_ids() -> bool:
+        """Whether each id that the weights know is that of the same token in the data."""
+        known_by = load_tokenizer(found["tokenizer_file"])
+        assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
+        theirs = known_by.vocab
+        return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
+
+    if not (found["tokenizer"] and found["tokenizer_file"]):
+        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
+            "here: use the tokenizer of that model")
+    elif not on_rank0(same_ids):
+        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
+                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+    if most < vocab_size and config.get("response", -1) < 0:
+        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+    theirs, ours = known.get("attention"), changes.get("attention")
+    says = theirs == "prefix" or not args.init_from.startswith("hf:")  # an export cannot say more
+    fits = theirs != "prefix" or config["response"] >= 0 and run.dataset.loss != "all"
+    if theirs and says and fits and not args.attention:
+        ours = changes["attention"] = theirs
+    if theirs and theirs != ours and "prefix" in (theirs, ours):
+        say(f"WARNING: {source} was trained with {theirs if says else 'causal or isolated'} attention, and "
+            f"this run has --attention {ours}")
+    changes["seq_len"] = max(args.seq_len, known["seq_len"])
+    if most < vocab_size:
+        say(f"{source} knows {most} of {vocab_size} ids: embeddings of new ids start as the mean of the "
+            "existing ones")
+        rows = max(pad_vocab(vocab_size), known["padded_vocab"])
+        changes |= {"vocab_size": vocab_size, "padded_vocab": rows}
+        for name in VOCAB_TENSORS & weights.keys():
+            mean = weights[name][:most].mean(0, keepdim=True)
+            weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
+    whole = model_class.Config(**config | known | changes)
+    model = build_model(model_class, whole, world, args.strategy, args.comm)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+    def complete() -> list[str]:
+        """Adds what the weights lack, and names it."""
+        for name in shapes.keys() & weights.keys():
+            if weights[name].shape != shapes[name]:
+                raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
+                                f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
+            if not weights[name].isfinite().all():
+                raise UserError(f"{name} of {source} is not finite, so nothing can be learned from it: take "
+                                "an earlier checkpoint, or other weights.")
+        lacking = shapes.keys() - weights.keys()
+        torch.manual_seed(args.seed)
+        fresh = model_class(model.config).state_dict() if lacking else {}
+        weights.update({name: fresh[name] for name in lacking})
+        return sorted(lacking)
+
+    left_over = found["left_over"] + sorted(weights.keys() - shapes.keys())
+    lacking = sorted(config.keys() - known.keys()) + on_rank0(complete)
+    if lacking:
+        say(f"{source} lacks {listed(lacking)}: as in a new model")
+    if left_over:
+        say(f"{source} has {listed(left_over)}, which this model does not use")
+    copy_weights(model, weights, world)
+    return model
+
+
+def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
+    """A model beside the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a checkpoint
+    or a run directory: with averaged weights if there are any, frozen, in the modes and shards of the run.
+    The weights of --init-from get the attention of the model in training; others keep theirs, and a warning
+    says if that is another. Every rank calls this, after new_model and before identity_of, by which
+    config.json has its path and step, and a resume says if they have changed. Raises UserError on all ranks.
+    """
+    if run.described or not run.config:
+        raise UserError("load_frozen comes after new_model and before identity_of, so that config.json names "
+                        "the model.")
+    found = weights_of(model_class, source)
+    known = found["model_config"]
+    more = known["vocab_size"] < run.config.vocab_size and run.dataset.roles["response"] >= 0
+    way_out = "pairs add ids to that, so train it on them first" if more else (
+        "prepare the data with its tokenizer.json")
+    if found["tokenizer"]:
+        assert_tokenizer(found, run.dataset.tokenizer, way_out)
+    assert_context(model_class, found, run.args.seq_len)
+    trained = asdict(run.config)
+    ours = {name: trained[name] for name in READING if name in known and name in trained}
+    if source == run.args.init_from:
+        known |= ours
+    elif known.get("attention") != ours.get("attention"):
+        run.log.say(f"WARNING: {found['path']} has {known['attention']} attention, the model in training "
+                    f"{ours['attention']}")
+    config = model_class.Config(**known | {"seq_len": max(run.args.seq_len, found["seq_len"])})
+    model = build_model(model_class, config, run.world, run.args.strategy, run.args.comm)
+    odd = found["left_over"] + on_rank0(lambda: sorted(model.state_dict().keys() ^ found["weights"].keys()))
+    if odd:
+        raise UserError(f"{found['path']} is of another model than {model_class.__name__} (only one of them "
+                        f"has {odd[0]}): load it with its own class.")
+    copy_weights(model, found["weights"], run.world)
+    set_modes(model, run)
+    run.args.frozen = vars(run.args).get("frozen", {}) | {source: found.get("step")}  # a setting, too
+    return model.requires_grad_(False).eval()

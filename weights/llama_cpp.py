@@ -1,0 +1,160 @@
+"""GGUF, the file of llama.cpp and of what stands on it."""
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+from data import EOT, PATTERNS, NotNow, Tokenizer, UserError
+from model import GPT2, HRM, MODERN_THETA
+from weights.huggingface import ends_of, hf_family, query_and_gate, refuse_export
+
+# ours → theirs: the last part of a parameter's name; a matrix with several names is divided
+GGUF_NAMES = {
+    "embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output",
+    "z_l_init": "hrm.z_l_init", "attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "qkv": "attn_qkv",
+    "attn_out": "attn_output", "up": "ffn_up", "down": "ffn_down",
+    "gqkv": "attn_gate attn_q attn_k attn_v", "gate_up": "ffn_gate ffn_up"}
+# the names that llama.cpp has for the patterns by which words are cut; without merges any will do
+GGUF_CUTS = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx"}
+GGUF_STATE, GGUF_CONV = 16, 4  # of the recurrent layers that llama.cpp wants between those of a modern GPT-2
+GGUF_PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
+
+
+def _gguf_shape(writer, model, architecture: str):
+    c = model.config
+    writer.add_context_length(c.seq_len)
+    writer.add_embedding_length(c.d_model)
+    writer.add_head_count(c.n_head)
+    writer.add_file_type(0)  # all float32
+    writer.add_feed_forward_length(c.ff)
+    if architecture == "gpt2":
+        writer.add_block_count(c.n_layer)
+        writer.add_layer_norm_eps(c.norm_eps)
+        return
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(MODERN_THETA if architecture == "qwen35" else c.rope_theta)
+    if architecture == "qwen35":
+        writer.add_block_count(2 * c.n_layer)
+        writer.add_head_count_kv(c.n_head)
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
+        # for images, whose three positions take turns; in a text all are the same
+        pairs = c.head_dim // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+        writer.add_uint32("qwen35.full_attention_interval", 2)
+        writer.add_ssm_conv_kernel(GGUF_CONV)
+        writer.add_ssm_state_size(GGUF_STATE)
+        writer.add_ssm_inner_size(GGUF_STATE)
+        writer.add_ssm_group_count(1)
+        writer.add_ssm_time_step_rank(1)
+        return
+    # one slot of the cache for each call
+    writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))
+    writer.add_embedding_scale(c.embed_scale)
+    writer.add_uint32("hrm_text.hrm.layers_per_stack", c.n_layer)  # gguf 0.19 has no names for these
+    writer.add_uint32("hrm_text.hrm.h_cycles", c.used_cycles)
+    writer.add_uint32("hrm_text.hrm.l_cycles", c.l_cycles)
+    writer.add_bool("hrm_text.hrm.prefix_lm", False)
+
+
+def _gguf_tokenizer(writer, tokenizer: Tokenizer, c, TokenType):
+    """Tokens in the order of their ids; those that the table has beyond them are unused."""
+    model = json.loads(tokenizer.to_json())["model"]
+    tokens = [f"[PAD{i}]" for i in range(c.vocab_size)]
+    types = [TokenType.UNUSED] * c.vocab_size
+    for kind, named in ((TokenType.NORMAL, model["vocab"]), (TokenType.CONTROL, tokenizer.specials)):
+        for token, i in named.items():
+            if i < c.vocab_size:  # [MASK] can lie beyond
+                tokens[i], types[i] = token, kind
+    first, last, template = ends_of(c, tokenizer)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(GGUF_CUTS[tokenizer.pattern])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    # llama.cpp wants a merge; this one never applies
+    writer.add_token_merges([" ".join(parts) for parts in model["merges"]] or [f"{EOT} {EOT}"])
+    writer.add_bos_token_id(first)
+    writer.add_eos_token_id(last)
+    writer.add_add_bos_token(True)
+    if template:
+        writer.add_chat_template(template)
+
+
+def _gguf_identity(writer, c, block: str, Types):
+    """A recurrent layer of Qwen3.5 that adds nothing. llama.cpp wants some, each with an MLP as wide as the
+    others; these are zero, so they take few bits.
+    """
+    state, width = GGUF_STATE, c.d_model
+    for name, shape in {"attn_qkv.weight": (3 * state, width), "attn_gate.weight": (state, width),
+                        "ssm_conv1d.weight": (3 * state, GGUF_CONV), "ssm_dt.bias": (1,), "ssm_a": (1,),
+                        "ssm_beta.weight": (1, width), "ssm_alpha.weight": (1, width),
+                        "ssm_norm.weight": (state,), "ssm_out.weight": (width, state)}.items():
+        writer.add_tensor(block + name, np.full(shape, -1.0 if name == "ssm_a" else 0.0, np.float32))
+    for name, rows, columns in ("gate", c.ff, width), ("up", c.ff, width), ("down", width, c.ff):
+        kind, zeros = None, np.zeros((rows, columns), np.float32)
+        if columns % 32 == 0:  # blocks of 32 numbers in 18 bytes
+            kind, zeros = Types.Q4_0, np.zeros((rows, columns // 32 * 18), np.uint8)
+        writer.add_tensor(f"{block}ffn_{name}.weight", zeros, raw_dtype=kind)
+
+
+def to_gguf(model, path: Path, tokenizer):
+    """Writes a GPT-2 or an HRM and its tokenizer as GGUF, for llama.cpp and what stands on it (Ollama, LM
+    Studio). Needs the package gguf. Raises UserError for what llama.cpp cannot run.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+    if type(model) not in (GPT2, HRM):
+        raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
+    refuse_export(model.config, hf_family(type(model), model.config))
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.pattern not in GGUF_CUTS:
+        raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
+                        "bytes or bpe:N.")
+    c = model.config
+    if c.attention == "prefix":  # its hrm_text keeps the field, but attends causally (xllamacpp 2026.10)
+        raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with "
+                        "it would answer otherwise there: train with --attention isolated.")
+    temporary = path.with_name(f".tmp-{path.name}")  # a kill leaves no half of a model
+    modern = vars(c).get("modern", False)
+    architecture = "hrm_text" if isinstance(model, HRM) else "qwen35" if modern else "gpt2"
+    writer = GGUFWriter(temporary, architecture)
+    _gguf_shape(writer, model, architecture)
+    _gguf_tokenizer(writer, tokenizer, c, TokenType)
+    for ours, tensor in model.state_dict().items():
+        stack, number, part, kind = GGUF_PARAMETER.fullmatch(ours).groups()
+        at = int(number or 0) + c.n_layer * (stack == "H")  # L's blocks come first
+        block = f"blk.{2 * at + 1 if modern else at}." if number else ""
+        tensor = tensor.float().cpu()
+        if part in ("embed", "head"):
+            tensor = tensor[:c.vocab_size]
+        if part == "embed" and modern:
+            tensor = tensor * c.d_model ** 0.5
+        names = GGUF_NAMES[part].split()
+        pieces = dict(zip(names, tensor.chunk(len(names))))
+        if part == "gqkv" and modern:
+            pieces["attn_q"] = query_and_gate(pieces["attn_q"], pieces.pop("attn_gate"), c)
+        for name, piece in pieces.items():
+            writer.add_tensor(f"{block}{name}" + f".{kind}" * bool(kind), piece.contiguous().numpy())
+    if modern:
+        ones = {"output_norm": c.d_model}  # the norms, which have no parameters here
+        for i in range(c.n_layer):
+            _gguf_identity(writer, c, f"blk.{2 * i}.", GGMLQuantizationType)
+            ones |= {f"blk.{at}.{norm}": c.d_model for at in (2 * i, 2 * i + 1)
+                     for norm in ("attn_norm", "post_attention_norm")}
+            ones |= {f"blk.{2 * i + 1}.{norm}": c.head_dim for norm in ("attn_q_norm", "attn_k_norm")}
+        for name, size in ones.items():
+            writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            writer.close()  # else Python 3.13 prints the same error again
+        raise NotNow(f"{path} cannot be written ({error.strerror}): free some space, or move away what is "
+                     "there.")

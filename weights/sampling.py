@@ -1,0 +1,116 @@
+"""Text that a model writes, and masks that it fills."""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from data import UserError, prompt_ids
+from model import MLM, KVCache
+
+
+def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
+    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise from the top k."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k:
+        kept = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kept, -torch.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+
+
+@torch.no_grad()
+def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
+             seed: int = 0, stop: int | None = None):
+    """Yields the next ids, int64 (B,), `max_new_tokens` times or, for a single sequence, through the first
+    `stop`. The prompt idx (B, T) has up to seq_len tokens. When the context is full, its second half becomes
+    the new prompt; if the model answers prompts, generation ends instead. Padding ids are never sampled.
+    """
+    training, c = model.training, model.config
+    model.eval()
+    generator = torch.Generator(device=idx.device).manual_seed(seed)
+    cache, new = KVCache(c.seq_len), idx
+    try:
+        for _ in range(max_new_tokens):
+            if cache.length + new.size(1) > c.seq_len:
+                if c.response >= 0:
+                    break
+                cache.length, new = 0, idx[:, -max(c.seq_len // 2, 1):]
+            with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
+                logits = model.decode(new, cache)
+            new = sample_ids(logits, temperature, top_k, generator)[:, None]
+            idx = torch.cat((idx, new), dim=1)
+            yield new[:, 0]
+            if stop is not None and idx.size(0) == 1 and new.item() == stop:
+                break
+    finally:
+        model.train(training)
+
+
+def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
+    """Pieces of text that continue a prompt, which may be empty, or answer it if the model was trained on
+    pairs. With `stop`, generation ends with the document, and stderr says where a text is cut. `sampling` has
+    these flags of a trainer: max_new_tokens (None: 200, or with `stop` an answer's to the end of the
+    context), temperature, top_k, seed and condition. Raises UserError immediately.
+    """
+    c = model.config
+    answers = c.response >= 0
+    most = sampling.max_new_tokens or (c.seq_len if stop and answers else 200)
+    if answers:
+        end = c.end if c.end >= 0 else c.start
+        ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
+        if len(ids) >= c.seq_len:
+            raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
+                            "shorten it.")
+    else:
+        isolated = getattr(c, "attention", "causal") != "causal"
+        end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
+        ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
+        if len(ids) > c.seq_len:
+            print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
+                  file=sys.stderr)
+            ids = ids[-c.seq_len:]
+    new = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
+                   sampling.seed, end if stop else None)
+    new = map(int, new if stop else list(new))  # in training, all ranks generate the same number of ids
+
+    def through_the_end():
+        for i in new:
+            if i == end:
+                return
+            yield i
+        if stop and answers:
+            print("\nnote: the answer is cut: --max-new-tokens and the context of the model are its limits",
+                  file=sys.stderr)
+
+    return stream_text(tokenizer, through_the_end())
+
+
+@torch.no_grad()
+def fill_masks(model: MLM, tokenizer, text: str):
+    """Yields a line for each [MASK] in a text: its five most likely tokens with their probabilities."""
+    if "[MASK]" not in text:
+        raise UserError('--fill needs a text with [MASK] in it, such as "The [MASK] sat on the mat".')
+    ids = [tokenizer.eot, *tokenizer.encode_masked(text)]
+    if len(ids) > model.config.seq_len:
+        raise UserError(f"the text has {len(ids)} tokens, more than the {model.config.seq_len} of the model.")
+    x = torch.tensor([ids], device=model.embed.weight.device)
+    logits = model(x)[0].float()[:, :tokenizer.vocab_size]  # (T, V); [MASK] is no answer
+    for position in (x[0] == tokenizer.mask).nonzero()[:, 0].tolist():
+        probabilities, best = logits[position].softmax(dim=-1).topk(5)
+        yield "  ".join(f"{tokenizer.decode([i])!r} {p:.1%}"
+                        for i, p in zip(best.tolist(), probabilities.tolist()))
+
+
+def stream_text(tokenizer, ids):
+    """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character."""
+    context = []  # with some tokenizers the text of an id depends on the ids before it
+    pending = []
+    for i in ids:
+        pending.append(int(i))
+        text = tokenizer.decode(context + pending)
+        if not text.endswith("\ufffd"):
+            yield text[len(tokenizer.decode(context)):]
+            context, pending = (context + pending)[-8:], []
+    yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)):]

@@ -1,0 +1,152 @@
+"""Uses a run: --prompt, --chat, --fill, --export and --eval-only, and load_run for a script of one's own."""
+
+import contextlib
+import functools
+import importlib.util
+import json
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+import monitor
+from data import Masker, RunError, UserError, load_tokenizer, say
+from ddp_utils import (
+    Run,
+    StopVote,
+    World,
+    assert_same_parameters,
+    assert_tokenizer,
+    build_model,
+    compute_dtype,
+    config_of,
+    copy_weights,
+    evaluate,
+    list_checkpoints,
+    load_data,
+    read_checkpoint,
+    set_modes,
+    use_device,
+)
+from model import GPT2, MLM, num_params
+from weights.huggingface import to_hf
+from weights.llama_cpp import to_gguf
+from weights.sampling import continue_text, fill_masks
+
+
+def load_model(model_class: type, saved: dict, world: World, strategy: str = "ddp", **changes) -> nn.Module:
+    """The model of a checkpoint, with averaged weights if there are any. `changes` replaces fields of the
+    configuration that do not affect the parameters.
+    """
+    config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
+    model = build_model(model_class, config, world, strategy)
+    assert_same_parameters(model, saved)
+    copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
+    return model
+
+
+def load_run(model_class: type, run: str | Path, device: str = "cpu", precision: str | None = None) -> tuple:
+    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
+    use in a script of one's own: with averaged weights if there are any, on a device, in a --precision
+    (default: that of the run), without a World. Raises RunError.
+    """
+    path = next(iter(list_checkpoints(run)), Path(run))
+    if path.is_dir():
+        raise RunError(f"{run} holds no checkpoint: name another run directory, or train first.")
+    saved = read_checkpoint(path)
+    model = model_class(config_of(model_class.Config, saved["model_config"], path))
+    assert_same_parameters(model, saved | {"path": path})
+    model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
+    where = torch.device(device)
+    use_device(model.to(where), where, compute_dtype(precision or saved["settings"]["precision"], where))
+    return model.eval(), load_tokenizer(str(path.parent.parent))
+
+
+def use_model(run: Run):
+    """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
+    --resume.
+    """
+    model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
+    if args.export == "gguf" and not importlib.util.find_spec("gguf"):
+        raise UserError("--export gguf needs the package gguf: pip install gguf.")
+    changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
+    model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
+    args.compile = False  # which takes longer than an answer
+    set_modes(model, run)
+    model.eval()
+    if args.eval_only:
+        return evaluate_only(model, run)
+    if not world.is_rank0:
+        return
+    out = args.out or Path(saved["path"]).parent.parent
+    if not (out / "tokenizer.json").exists():
+        raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
+    tokenizer = load_tokenizer(str(out))
+    assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
+    say(f"step {saved['step']} from {saved['path']}")
+    if args.export == "gguf":
+        path, modern = out / "model.gguf", vars(model.config).get("modern")
+        to_gguf(model, path, tokenizer)
+        say(f"{path} is ready for llama-cli -m, {'' if modern else 'Ollama '}and LM Studio")
+        size = path.stat().st_size / (4 * num_params(model))
+        if modern and size > 1.3:
+            say(f"it has {size:.1f} times the bytes of the weights, because llama.cpp wants further layers, "
+                "which do nothing: those are packed if --d-model is a multiple of 32")
+    if args.export == "hf":
+        to_hf(model, out / "hf", tokenizer)
+        say(f"{out / 'hf'} is ready for from_pretrained of transformers")
+        prefix = vars(model.config).get("attention") == "prefix"
+        if prefix and model_class is GPT2:
+            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
+        elif prefix:
+            print("its tokenizer takes one text for a question: to train on answers there, give each as the "
+                  "second, tokenizer(question, answer), or it would see itself")
+    if vars(args).get("fill") is not None:
+        print(*fill_masks(model, tokenizer, args.fill), sep="\n")
+    answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
+    chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
+    if prompt is not None:
+        pieces = answer(prompt)
+        print(prompt, end="\n" * (model.config.response >= 0))
+        print_pieces(pieces)
+    with suppress(EOFError, KeyboardInterrupt):
+        while chat:
+            try:
+                print_pieces(answer(input("> ")))
+            except UserError as error:  # the prompt is too long
+                print(f"error: {error}")
+
+
+def print_pieces(pieces):
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def evaluate_only(model: nn.Module, run: Run):
+    """Evaluates the model of a checkpoint on the validation sets of --data, beside a training, too: takes no
+    lock and writes nothing into the run. Prints the results as a line, and as JSON for a script. Every rank
+    calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
+    were compiled or attention was FlashAttention 3.
+    """
+    args, world, saved = run.args, run.world, run.saved
+    dataset = run.dataset = load_data(run)
+    assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
+    if not dataset.val:
+        lacks = f"{dataset.name} has no validation set: prepare it with --val-split {dataset.would_split}"
+        raise UserError(f"{dataset.too_short or lacks}.")
+    masker = None
+    if isinstance(model, MLM):
+        masker = Masker(dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
+    state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
+    run.batch = args.batch or saved["settings"]["batch"]
+    found = evaluate(state, run, StopVote(world), masker)
+    if found is None:  # a signal has cut it short
+        raise KeyboardInterrupt
+    if world.is_rank0:
+        where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
+        print(" | ".join([where, *monitor.results(found)]))
+        record = {"step": saved["step"], "data": dataset.name} | found
+        print(json.dumps(monitor.without_nan(record)), flush=True)
