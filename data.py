@@ -17,37 +17,20 @@ What all commands of this project share is defined here, too: the errors that en
 """
 
 import argparse
-import bisect
-import bz2
-import codecs
 import contextlib
-import datetime
 import difflib
 import errno
 import fcntl
 import functools
-import glob
-import gzip
 import hashlib
 import itertools
 import json
-import lzma
 import mmap
-import numbers
 import os
-import random
 import re
-import shlex
-import socket
 import sys
-import sysconfig
-import time
-import urllib.parse
-import urllib.request
-import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +65,7 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-ROOMS = ("cluster", "weights")  # folders beside this file, each of its own use
+ROOMS = ("cluster", "prepare", "weights")  # folders beside this file, each of its own use
 
 
 def rooms_here() -> list[str]:
@@ -253,9 +236,6 @@ PATTERNS = {
                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 GPT2_DIGEST = "ce2c7b368254)"  # with which tokenizer_id ends
-BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
-LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
-LONGEST_RUN = 2000  # bpe:N is trained in a time that grows with the square of a run without a break
 LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
 BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
@@ -382,70 +362,6 @@ class Tokenizer(Vocabulary):
                            "decoder": BYTE_LEVEL, "model": model}, ensure_ascii=False)
 
 
-class HuggingFaceTokenizer(Vocabulary):
-    """Any tokenizer.json that this file did not write, run by the `tokenizers` package."""
-
-    def __init__(self, name: str, text: str):
-        import tokenizers
-        self._tokenizer = package = tokenizers.Tokenizer.from_str(text)
-        package.encode_special_tokens = True  # "</s>" inside a text is text like any other
-        package.no_truncation()
-        package.no_padding()
-        if hasattr(package.model, "dropout"):  # with which a text has other ids each time
-            package.model.dropout = None
-        vocab = package.get_vocab()
-        ends = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
-        eot = next((s for s in ends if s in vocab), EOT)
-        mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
-        package.add_special_tokens([eot, mask])
-        vocab = package.get_vocab()
-        added = package.get_added_tokens_decoder()
-        specials = {token.content: i for i, token in added.items() if token.special}
-        super().__init__(name, vocab, specials, eot, mask, "ByteLevel" in str(package.decoder))
-        spec = json.loads(text)
-        declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
-        if len({*vocab.values()}) < len(vocab) or vocab != vocab | declared:  # tokenizers fills gaps
-            raise UserError(f"the ids of {name} have gaps, so that special tokens would get those of others: "
-                            "number its tokens from 0 without gaps.")
-        unknown = spec["model"].get("unk_id", vocab.get(spec["model"].get("unk_token")))
-        for special in self.specials:
-            if {*self.encode(f"{special} a{special}a").tolist()} & {*self.specials.values()} - {unknown}:
-                raise UserError(f"{name} encodes the text {special} to a special id, so a text could forge "
-                                "the end of a document: use another tokenizer, such as gpt2 or bpe:N.")
-
-    def lost_in(self, text: str, ids: np.ndarray) -> Counter:
-        """Of the characters of a text, normalized and without white space, how many there are in `all`, and
-        how many are `lost` in its ids, to which special ones may be added.
-        """
-        normalizer = self._tokenizer.normalizer
-        text = without_surrogates(text)
-        wanted = Counter("".join((normalizer.normalize_str(text) if normalizer else text).split()))
-        found = Counter(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-        return Counter({"all": wanted.total(), "lost": (wanted - found).total()})
-
-    def encode(self, text: str) -> np.ndarray:
-        # unlike `encode`, this releases Python's lock; a batch of one text takes one core
-        found, = self._tokenizer.encode_batch([without_surrogates(text)], add_special_tokens=False)
-        return np.array(found.ids, dtype=np.uint32)
-
-    def encode_masked(self, text: str) -> list[int]:
-        """As an export does it: the parts between masks are no texts of their own, before which some
-        tokenizers put a blank, and the mask takes all white space before it.
-        """
-        import tokenizers
-        whole = tokenizers.Tokenizer.from_str(self.to_json())
-        mask = tokenizers.AddedToken(self.mask_token, lstrip=self.takes_blank)
-        whole.add_special_tokens([mask])
-        whole.no_truncation()
-        return whole.encode(text.replace(MASK, self.mask_token), add_special_tokens=False).ids
-
-    def decode(self, ids) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def to_json(self) -> str:
-        return self._tokenizer.to_str()
-
-
 def tokenizer_id(tokenizer) -> str:
     """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
@@ -459,32 +375,6 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
         i = pairs.index(min(pairs))
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return parts
-
-
-def short_runs(texts):
-    """Yields the texts for train_bpe, in pieces of LONGEST_RUN characters if one piece is a single run."""
-    for text in map(without_surrogates, texts):
-        pieces = [text[i:i + LONGEST_RUN] for i in range(0, len(text), LONGEST_RUN)]
-        one_run = rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}"
-        yield from pieces if any(re.match(one_run, piece) for piece in pieces) else [text]
-
-
-def train_bpe(texts, vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE on texts; end-of-text and [MASK] are among its `vocab_size` ids."""
-    try:
-        from tokenizers import Regex, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as Trainable
-    except ImportError:
-        raise UserError("bpe:N needs the tokenizers package: pip install tokenizers, or use bytes.")
-    pattern = PATTERNS["cl100k_base"]
-    bpe = Trainable(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.train_from_iterator(short_runs(texts), trainers.BpeTrainer(
-        vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in bpe.get_vocab().items()}
-    return Tokenizer(f"bpe:{vocab_size}", ranks, pattern, {EOT: len(ranks), MASK: len(ranks) + 1})
 
 
 def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
@@ -513,11 +403,13 @@ def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
     return found if ours or tokenizer_id(found).endswith(GPT2_DIGEST) else None
 
 
-def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokenizer:
+def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     """Reads a tokenizer.json. If it is not a `byte_level_bpe`, the package `tokenizers` runs it."""
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         if found := byte_level_bpe(name, json.loads(text)):
             return found
+    with room("prepare", f"the tokenizer {name}"):
+        from prepare.tokenizer_json import HuggingFaceTokenizer
     try:
         return HuggingFaceTokenizer(name, text)
     except ImportError:
@@ -529,7 +421,7 @@ def parse_tokenizer_json(name: str, text: str) -> Tokenizer | HuggingFaceTokeniz
                         "a vocab.json with merges.txt, name the directory.")
 
 
-def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
+def load_tokenizer(name: str) -> Vocabulary:
     """Loads a tokenizer by name, or from a tokenizer.json or its directory. (For `bpe:N` see train_bpe.)"""
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
@@ -547,21 +439,16 @@ def load_tokenizer(name: str) -> Tokenizer | HuggingFaceTokenizer:
         path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
         if path.is_file():
             return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
-    merges = Path(name, "merges.txt")
-    if merges.is_file():  # the older form of GPT-2's tokenizer
-        try:
-            from tokenizers import ByteLevelBPETokenizer
-            old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise UserError(f"{merges} and vocab.json beside it cannot be read by tokenizers: {error}.")
-        old.add_special_tokens([EOT])
-        return parse_tokenizer_json(name, old.to_str())
+    if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
+        with room("prepare", f"the tokenizer {name}"):
+            from prepare.tokenizer_json import from_merges
+        return from_merges(name)
     if re.fullmatch(r"bpe:\d+", name):
         raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
     raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
 
 
-def with_roles(tokenizer: Tokenizer | HuggingFaceTokenizer) -> Tokenizer | HuggingFaceTokenizer:
+def with_roles(tokenizer: Vocabulary) -> Vocabulary:
     """The tokenizer with ids that mark a response: its own, or otherwise an additional <|response|>."""
     if tokenizer.roles:
         return tokenizer
@@ -587,396 +474,6 @@ def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Sources
-
-SHORT_NAMES = {  # repository, configuration
-    "imdb": ("stanfordnlp/imdb", None),
-    "wikipedia-en": ("wikimedia/wikipedia", "20231101.en"),
-    "wikipedia-es": ("wikimedia/wikipedia", "20231101.es"),
-    "c4": ("allenai/c4", "en"),
-    "c4-es": ("allenai/c4", "es"),
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-}
-SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
-           + ", ".join(SHORT_NAMES))
-FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source, such as _jsonl
-BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
-
-
-class Source:
-    """Documents in a fixed order, readable from any index on. `fields` names the text field, or for pairs the
-    fields of prompt, response and optionally condition; the field of the validation set, if any, comes last.
-    A resumed `prepare` must find the same `identity`. The progress bar shows `done` of `total` bytes.
-    """
-
-    def __init__(self, dataset: str, settings: dict):
-        self.dataset = dataset
-        self.pairs = settings.get("row") is not None
-        self.val_field = settings.get("val_field")
-        self.tokenizer = ""  # as a flag, for a command in an error
-        if settings.get("tokenizer"):
-            self.tokenizer = f" --tokenizer {shlex.quote(settings['tokenizer'])}"
-        names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
-        self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
-        self.split_on = settings.get("split_on")
-        self.divided = False  # whether split_on occurred
-        self.seen = 0  # documents that were read to their end, or skipped
-        self.named = {}  # the value behind the name of each validation set
-        self.unread = {}  # other fields that there are, in their order
-        self.done = 0
-        self.total = None
-        self.files = []
-        prefix, _, where = dataset.partition(":")
-        refuse_saved(where or dataset)
-        if dataset == "task:addition":
-            self.identity = f"{dataset}, the harder half of the levels held out"
-        elif dataset == "stdlib":
-            self.files = stdlib_files()
-        elif prefix in FILE_PREFIXES and where:
-            self.files = find_files(where, print)
-            if not self.files:
-                hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
-                raise UserError(f"no file matches {where!r}{hint}.")
-        elif dataset in SHORT_NAMES or prefix == "hf" and where:
-            self.repo, self.config = SHORT_NAMES.get(dataset) or [*where.split(":"), None][:2]
-            self.repo = os.path.expanduser(self.repo)
-            prefix = "hub"
-            self.identity = f"{self.repo}:{self.config}"
-            self.files = find_files(f"{self.repo}/**")  # if it is a directory here
-        elif Path(dataset).is_file():
-            raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: before it.")
-        else:
-            raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
-        self._read = getattr(self, f"_{prefix}")
-        if self.files:
-            sizes = [[p.name, p.stat().st_size] for p in self.files]
-            self.total = sum(size for _, size in sizes)
-            self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
-            digest = sha256_of if self.total < 64 * BLOCK else sample_digest
-            content = digest_json([prefix == "hub" and where, *map(digest, self.files)])[:16]
-            self.identity += f", content {content}"
-        val_split = settings["val_split"]
-        self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
-        if self.tail and prefix != "text":
-            raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
-
-    def documents(self, start: int):
-        """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
-        of text, or a tuple with the fields of a pair. If split is None, a hash of the text or prompt decides.
-        """
-        for texts, split in itertools.islice(self._read(), start, None):  # skipped texts stay unread
-            name = ""
-            if self.val_field:
-                *texts, value = texts
-                name = re.sub(r"[^\w-]+", "-", value).strip("-") or "none"
-                if self.named.setdefault(name, value) != value:
-                    raise UserError(f"the values {self.named[name]!r} and {value!r} of {self.val_field} "
-                                    f"would share the validation set val_{name}: rename one in the data.")
-            yield (tuple(texts) if self.pairs else texts), split, name
-
-    def _stdlib(self):
-        for path in self.files:
-            raw = path.read_bytes()
-            self.done += len(raw)
-            try:
-                yield [raw.decode("utf-8")], None
-            except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
-                yield [], None
-
-    def _task(self):
-        """Each sample is a function of its number. Its level names its validation set. All samples of the
-        harder half of the levels are held out.
-        """
-        for number in itertools.count():
-            some = random.Random(f"addition {number}")
-            untrained = some.random() < UNTRAINED
-            level = some.randint(1, LEVELS // 2) + untrained * LEVELS // 2
-            name = f"{'un' * untrained}trained-{level}"
-            yield (*addition(some, level), name), "val" if untrained else None
-
-    def _text(self):
-        """One document per file, or one between two --split-on; tail:F divides the file at the boundary."""
-        sizes = [self._length(path) for path in self.files]
-        self.total = sum(sizes)
-        train_bytes = int(self.total * (1 - (self.tail or 0)))
-        for path, size in zip(self.files, sizes):
-            if self.tail is None:
-                yield from self._documents(path, 0, size, None)
-                continue
-            cut = min(max(train_bytes, 0), size)
-            with self._open(path) as file:
-                file.seek(cut)
-                while (byte := file.read(1)) and byte[0] & 0xC0 == 0x80:  # inside a UTF-8 character
-                    cut += 1
-            if cut:
-                yield from self._documents(path, 0, cut, "train")
-            if cut < size:
-                yield from self._documents(path, cut, size, "val")
-            train_bytes -= size
-
-    def _length(self, path):
-        with self._open(path) as file:
-            return file.seek(0, os.SEEK_END)
-
-    def _documents(self, path, begin, end, split):
-        blocks = self._text_blocks(path, begin, end)
-        if not self.split_on:
-            yield blocks, split
-            return
-        rest = ""
-        for block in blocks:
-            *texts, rest = (rest + block).split(self.split_on)
-            self.divided |= bool(texts)
-            yield from (([text], split) for text in texts)
-            if len(rest) > 64 * BLOCK:
-                raise UserError(f"{path} has {len(rest):,} characters without a {self.split_on!r}: leave "
-                                "--split-on out, or name what is between its documents.")
-        yield [rest], split
-
-    def _text_blocks(self, path, begin, end):
-        decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()  # without its mark
-        with self._open(path) as file:
-            file.seek(begin)
-            while raw := file.read(min(BLOCK, end - begin)):
-                try:
-                    text = decoder.decode(raw, final=begin + len(raw) == end)
-                    refuse_zero(raw)
-                except UnicodeDecodeError as error:
-                    at = begin + len(raw) - len(error.object) + error.start
-                    file.seek(0)
-                    line = 1 + sum(end <= at for end in itertools.accumulate(map(len, file)))
-                    raise not_utf8(path, f"byte {at + 1} in line {line}", error)
-                begin += len(raw)
-                self.done += len(raw)
-                yield text
-
-    def _jsonl(self):
-        for path in self.files:
-            before = self.done
-            with self._open(path) as file:
-                for number, line in enumerate(file, 1):
-                    self.done = before + self._raw.tell()
-                    if not line.isspace():
-                        yield self._json_texts(path, number, line), None
-
-    def _json_texts(self, path, number, line):
-        where = f"{path}, line {number},"
-        try:
-            text = line.decode("utf-8-sig", "surrogatepass")
-            refuse_zero(line)
-            row = json.loads(text, parse_float=str, parse_int=str, parse_constant=constant)
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line must be one "
-                            "JSON object.")
-        self._check_fields(where, row)
-        yield from self._texts(where, [row[field] for field in self.fields])
-
-    def _texts(self, where, values):
-        return [text_of(value, f"{where} field {field!r},") for field, value in zip(self.fields, values)]
-
-    def _parquet(self):
-        from pyarrow import parquet
-
-        def batches(path):
-            file = parquet.ParquetFile(path)
-            self._check_fields(path, file.schema_arrow.names)
-            for batch in file.iter_batches(1000, columns=self.fields):
-                yield batch.to_pydict()
-
-        for path in self.files:
-            yield from self._rows(path, batches(path))
-            self.done += path.stat().st_size
-
-    def _hub(self):
-        def batches():
-            hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-            if not Path(self.repo).exists() and not reachable(hub):
-                raise NotNow(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
-                             "parquet:) or the source stdlib, which every machine has.")
-            import datasets  # takes 1.2 s
-            rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
-            if rows.column_names:
-                self._check_fields(self.repo, rows.column_names)
-            yield from rows.select_columns(self.fields).iter(batch_size=1000)  # row by row is far slower
-
-        return self._rows(self.repo, batches())
-
-    def _rows(self, name, batches):
-        """The documents of batches of rows, each with a list for each field."""
-        try:
-            for batch in batches:
-                for values in zip(*(batch[field] for field in self.fields)):
-                    yield self._texts(name, values), None
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:  # missing, damaged, in need of a script, or any of httpx
-            reason = first_line(error).rstrip(".")
-            raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
-
-    def _check_fields(self, where, there):
-        self.unread |= dict.fromkeys(name for name in there if name not in self.fields)
-        if missing := [field for field in self.fields if field not in there]:
-            flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
-            flag = "--val-field NAME" if missing[0] == self.val_field else flag
-            raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
-                            f"in python data.py prepare --dataset {shlex.quote(self.dataset)}"
-                            f"{self.tokenizer} {flag} and train on the directory that this makes. Rows that "
-                            "lack it need a null there, and fields inside of others have to be moved out.")
-
-    @contextlib.contextmanager
-    def _open(self, path):
-        """Opens a file for reading, unpacked. An error while it is open becomes a UserError."""
-        try:
-            with access(path), open(path, "rb") as self._raw:
-                head = self._raw.peek(10)[:10]
-                unpack = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)
-                if unpack == "zstd":
-                    raise UserError(f"{path} is packed: unpack it with zstd -d, and name what that writes.")
-                yield unpack(self._raw)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
-
-
-PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open,
-          rb"\x28\xb5\x2f\xfd": "zstd"}  # by the first bytes of a file
-
-
-def stdlib_files() -> list[Path]:
-    """The sources of Python's standard library, sorted."""
-    skipped = {"site-packages", "dist-packages"}
-    files = Path(sysconfig.get_path("stdlib")).rglob("*.py")
-    return sorted(path for path in files if not skipped & {*path.parts})
-
-
-def find_files(where: str, say=lambda text: None) -> list[Path]:
-    """The files of a path or pattern, sorted, each real file once. Brackets may be part of a name."""
-    path = Path(os.path.expanduser(where))
-    for pattern in (path, *path.parents):
-        if glob.has_magic(pattern.name):
-            for folder in glob.glob(f"{pattern.parent}/", recursive=True):
-                names_in(Path(folder))  # glob leaves out what cannot be listed
-    names = glob.glob(str(path), recursive=True) if not path.is_file() else [path]
-    names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
-    found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
-    # some file systems give no numbers
-    files = {(path.stat().st_dev, path.stat().st_ino or path): path for path in found}
-    if len(files) < len(found):
-        say(f"note: {len(found)} names of {where} lead to {len(files)} files: each is read once")
-    return sorted(files.values())
-
-
-def refuse_saved(where: str):
-    """Raises UserError for a folder that save_to_disk of datasets has written, or files in it."""
-    path = Path(os.path.expanduser(where))
-    for folder in (path, path.parent):
-        part = ""
-        if (several := folder / "dataset_dict.json").is_file():
-            names = re.findall(r'"([^"]+)"', several.read_text(encoding="utf-8").partition("[")[2])
-            part = f"[{'train' if 'train' in names else names[0]!r}]" if names else ""
-        single = (folder / "state.json").is_file() and [*folder.glob("*.arrow")]
-        if several.is_file() or single:
-            raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
-                            f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
-                            "file for parquet:x.parquet.")
-
-
-def refuse_zero(raw: bytes):
-    """Raises UnicodeDecodeError for a zero byte, as in UTF-16."""
-    if (zero := raw.find(0)) >= 0:
-        raise UnicodeDecodeError("utf-8", raw, zero, zero + 1, "a zero byte")
-
-
-def constant(text: str) -> str | None:
-    """NaN, Infinity or -Infinity in JSON; numbers stay as they are written."""
-    return None if text == "NaN" else text
-
-
-def text_of(value, where: str) -> str:
-    """A value of JSON or of a table as text, "" for null and NaN. Raises UserError for what is no text."""
-    if isinstance(value, numbers.Number) and value != value:  # missing, among numbers
-        return ""
-    if isinstance(value, bytes):
-        value = value.decode()  # ValueError if it is no text
-    if isinstance(value, bool):
-        value = "true" if value else "false"
-    if isinstance(value, str | None):
-        return value or ""
-    if not isinstance(value, numbers.Number | datetime.date | datetime.time):
-        raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
-                        'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field '
-                        "prompt --response-field response (cluster/RUNS.md, Chats).")
-    return str(value)
-
-
-def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
-    """Names the first byte of a file that is not UTF-8, and commands that mend it."""
-    name = shlex.quote(str(path))
-    return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
-                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16 if "
-                     "it begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
-                     f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes "
-                     f"with tr -d '\\000' < {name} > new.txt. A packed file has to be unpacked before that, "
-                     "and a parquet file named as parquet:.")
-
-
-def addition(some: random.Random, level: int) -> tuple[str, str]:
-    """Two twelve-digit numbers and their sum, highest digit first. The longest run of columns whose digits
-    add up to 9 has `level` columns, so a carry from the right passes through all.
-    """
-    while True:
-        begin = some.randrange(13 - level)
-        first = some.choices(range(10), k=12)
-        second = [9 - a if begin <= i < begin + level else some.randrange(10) for i, a in enumerate(first)]
-        nines = "".join("9" if a + b == 9 else " " for a, b in zip(first, second))
-        if max(map(len, nines.split())) == level:
-            a, b = (int("".join(map(str, digits))) for digits in (first, second))
-            return f"{a:012}+{b:012}", f"{a + b:013}"
-
-
-LEVELS = 8  # of task:addition; training has the lower half
-TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `puzzle` need
-UNTRAINED = 0.025  # fraction of samples from the upper half, all held out; also fraction held out of the rest
-LARGEST_ROW = 1024  # the largest default for pairs
-
-
-def reachable(url: str, seconds: float = 1.0) -> bool:
-    """Whether the host of `url`, or the proxy in front of it, accepts a connection within `seconds`."""
-    parts = urllib.parse.urlsplit(url)
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if proxy and not urllib.request.proxy_bypass(parts.hostname):
-        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with contextlib.suppress(OSError):  # in a thread, because a DNS look-up has no time-out
-        connecting = ThreadPoolExecutor(1).submit(socket.create_connection, (parts.hostname, port), seconds)
-        connecting.result(seconds).close()
-        return True
-    return False
-
-
-def pieces(blocks):
-    """Cuts a document, unless it is a pair, into about BLOCK characters that end with a line or a word."""
-    if isinstance(blocks, tuple):
-        yield blocks
-        return
-    rest = ""
-    for block in blocks:
-        for i in range(0, len(block), BLOCK):
-            rest += block[i:i + BLOCK]
-            if len(rest) >= BLOCK:
-                cut = rest.rfind("\n") + 1 or max(rest.rfind(" ", 1), 0) or len(rest)
-                yield rest[:cut]
-                rest = rest[cut:]
-    if rest:
-        yield rest
-
-
-# -----------------------------------------------------------------------------------------------------------
 # Shards: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens; as in llm.c.
 # Each machine that torch has a build for is little-endian.
 
@@ -984,10 +481,6 @@ HEADER_BYTES = 1024
 # of a damaged file: with its manifest there, `prepare` would say that it is prepared
 WAY_BACK = "copy it, or delete its directory and prepare it again."
 FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
-
-
-def shard_dtype(vocab_size: int) -> str:
-    return "uint16" if vocab_size < 65_536 else "uint32"  # < because [MASK] may be one more id
 
 
 def fsync_directory(path: Path):
@@ -1049,14 +542,6 @@ def write_atomically(path: Path, *chunks):
                      "place, and run the same command again.")
 
 
-def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
-    """Writes the arrays as one shard. Returns its sha256."""
-    header = np.zeros(256, dtype="int32")
-    header[:3] = *FORMATS[dtype], sum(map(len, arrays))
-    write_atomically(path, header, *(a.astype(dtype, copy=False) for a in arrays))
-    return sha256_of(path)
-
-
 def map_file(file) -> mmap.mmap | bytes:
     """The content of an open file, read into memory where its file system cannot map it (some FUSE)."""
     try:
@@ -1080,9 +565,10 @@ def open_shard(path: Path) -> np.ndarray:
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
     if dtype is None or len(header) < 256:
         raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. A file "
-                        "of nanoGPT becomes one in an existing directory x with python -c \"import data, "
-                        "numpy; data.write_shard(data.Path('x/train_000000.bin'), [numpy.fromfile("
-                        "'train.bin', 'uint16')], 'uint16')\", and val.bin as x/val_000000.bin.")
+                        "of nanoGPT becomes one in an existing directory x with python -c \"import numpy; "
+                        "from pathlib import Path; from prepare.packing import write_shard; write_shard("
+                        "Path('x/train_000000.bin'), [numpy.fromfile('train.bin', 'uint16')], 'uint16')\", "
+                        "and val.bin as x/val_000000.bin.")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     if size != expected:
         raise UserError(f"{path} has {size} bytes instead of {expected}: {WAY_BACK}")
@@ -1129,11 +615,6 @@ def manifest_digest(manifest: dict) -> str:
     return digest_json(manifest | {"checksum": None})
 
 
-def write_manifest(directory: Path, manifest: dict):
-    manifest["checksum"] = manifest_digest(manifest)
-    write_atomically(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
-
-
 def read_json(path: Path):
     """The content of a JSON file, see `access`. Raises ValueError if it is no JSON."""
     with access(path):
@@ -1165,470 +646,10 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     return text
 
 
-# -----------------------------------------------------------------------------------------------------------
-# prepare
-
-
-def parse_val_split(text: str) -> str:
-    match = re.fullmatch(r"(hash|tail):0\.\d+", text if ":" in text else f"{text}:0.01")
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a fraction F such as 0.01")
-    return match[0]
-
-
-def default_tokenizer(dataset: str) -> str:
-    return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
-
-
-def default_directory(dataset: str, tokenizer: str) -> Path:
-    """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
-    prefix, _, where = dataset.partition(":")
-    source = dataset if prefix == "task" else where or prefix
-    if prefix in FILE_PREFIXES:  # in books/*.txt only the directory has a name
-        path = Path(where)
-        source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
-    if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is named `any`
-        path = Path(tokenizer)
-        named = (part for part in (path.stem, *reversed(path.parts[:-1])) if part not in ("tokenizer", "hf"))
-        tokenizer = next(named, "tokenizer")
-    tokenizer = tokenizer.replace(":", "")
-    return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
-
-
-@dataclass
-class Packer:
-    """Packs whole samples into rows of `row` tokens. Each goes into the open row with the tightest fit; at
-    most WINDOW rows are open. Start tokens fill the rest of a row. If they also end samples, each row keeps
-    room for one. With `truncate`, a response that is too long is cut and loses its end; otherwise the sample
-    is dropped. Samples whose prompt is too long or whose response is empty are always dropped.
-    """
-
-    WINDOW = 1000
-
-    row: int
-    roles: dict[str, int]
-    truncate: bool
-    counts: Counter
-
-    def __post_init__(self):
-        self.space = self.row - (self.roles["end"] < 0)
-        self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
-
-    def add(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """Adds a sample; returns the rows that this closes."""
-        prompt = 1 + int((tokens == self.roles["response"]).argmax())
-        dropped = None
-        if len(tokens) - (self.roles["end"] >= 0) == prompt:
-            dropped = "empty responses"
-        elif prompt >= self.row:
-            dropped = "too long prompts"
-        elif len(tokens) > self.space and not self.truncate:
-            dropped = "too long responses"
-        if dropped:
-            self.counts[dropped] += 1
-            return []
-        if len(tokens) > self.space:
-            self.counts["truncated responses"] += 1
-            tokens = tokens[:self.row]
-        if prompt == 2:  # the start and the marker alone
-            self.counts["empty prompts"] += 1
-        self.counts["samples"] += 1
-        self.counts["tokens"] += len(tokens)
-        at = bisect.bisect_left(self.open, (len(tokens),))
-        free, number, samples = self.open.pop(at) if at < len(self.open) else (
-            self.space, self.counts["samples"], [])
-        bisect.insort(self.open, (free - len(tokens), number, [*samples, tokens]))
-        return self.close(1) if len(self.open) > self.WINDOW else []
-
-    def close(self, count: int) -> list[np.ndarray]:
-        """Closes the `count` fullest open rows and returns them."""
-        rows = []
-        for _, _, samples in self.open[:count]:
-            used = np.concatenate(samples)
-            rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.roles["start"]))
-        del self.open[:count]
-        return rows
-
-
-@dataclass
-class ShardWriter:
-    """Collects tokens and writes them as shards in a thread. Pairs are packed into rows; their shard ends
-    with one more start token, because a row is read with the token after it. All splits are committed
-    together, so a resumed run needs only one position: the end of the newest shard.
-    """
-
-    MOST_SETS = 16  # validation sets
-
-    directory: Path
-    manifest: dict
-    thread: ThreadPoolExecutor
-
-    def __post_init__(self):
-        shards = self.manifest["shards"]
-        self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
-        self.splits = {shard["split"] for shard in shards}
-        self.packers: dict[str, Packer] = {}
-        self.writing = self.thread.submit(lambda: None)  # the last write, a Future
-        self.lost = Counter(self.manifest.get("lost"))
-        self.lowest = self.manifest.get("lowest_hash", 2**64)  # of the documents, until one is held out
-        self.counts = Counter(self.manifest.get("pairs"))
-        if not self.counts:
-            self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
-            self.counts["documents"] = sum(s["documents"] for s in shards)
-        self._begin_shard()
-
-    def _begin_shard(self):
-        self.arrays = defaultdict(list)
-        self.tokens = Counter()
-        self.documents = Counter()
-
-    def add(self, document: int, piece: int, split: str, tokens: np.ndarray):
-        settings = self.manifest["settings"]
-        arrays = [tokens]
-        self.splits.add(split)
-        if len(self.splits - {"train"}) > self.MOST_SETS:
-            raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, and "
-                            "each would be a validation set: name another field, or leave it out.")
-        if roles := self.manifest.get("roles"):
-            if split not in self.packers:
-                truncate = settings["long"] == "truncate"
-                self.packers[split] = Packer(settings["row"], roles, truncate, self.counts)
-            arrays = self.packers[split].add(tokens)
-        self.arrays[split] += arrays
-        self.tokens[split] += len(tokens)
-        self.documents[split] += piece == 0
-        self.counts["read"] += len(tokens) * (split == "train")
-        self.counts["documents"] += piece == 0
-        self.position = [document, piece + 1]
-        if self.tokens[split] >= settings["shard_tokens"]:
-            self.commit()
-
-    def commit(self, complete: bool = False):
-        """Starts writing the collected tokens. Raises UserError if the previous write failed."""
-        self.writing.result()
-        for split, packer in self.packers.items():
-            self.arrays[split] += packer.close(Packer.WINDOW)
-            if self.arrays[split]:
-                self.arrays[split].append(self.arrays[split][0][:1])
-        if not complete and not any(self.arrays.values()):
-            return  # all pairs so far were dropped; only a shard records the position
-        if self.packers:
-            self.manifest["pairs"] = dict(self.counts)
-        if self.splits == {"train"}:
-            self.manifest["lowest_hash"] = self.lowest
-        else:
-            self.manifest.pop("lowest_hash", None)
-        if self.lost["lost"]:
-            self.manifest["lost"] = dict(self.lost)
-        self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
-        self._begin_shard()
-
-    def _write(self, arrays: dict, documents: Counter, position: list, complete: bool):
-        shards = self.manifest["shards"]
-        number = int(shards[-1]["file"][-10:-4]) + 1 if shards else 0
-        for split in sorted(arrays):
-            if arrays[split]:
-                file = f"{split}_{number:06d}.bin"
-                digest = write_shard(self.directory / file, arrays[split], self.manifest["dtype"])
-                shards.append({"split": split, "file": file, "tokens": sum(map(len, arrays[split])),
-                               "documents": documents[split], "sha256": digest, "end": position})
-        self.manifest["complete"] = complete
-        write_manifest(self.directory, self.manifest)
-
-
-def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None,
-            workers: int | None = None, **options) -> Path:
-    """Tokenizes `dataset` into shards in `out` and returns that directory. The options are those of the
-    command line, see `settings_of`. After a kill, the same call resumes. Resuming and the number of workers
-    do not change the bytes. Raises UserError.
-    """
-    tokenizer_name = tokenizer_name or default_tokenizer(dataset)
-    out = Path(out or default_directory(dataset, tokenizer_name))
-    settings = settings_of(dataset, **options)
-    if workers is not None and workers < 1:
-        raise UserError("--workers must be 1 or more.")
-    source = Source(dataset, settings | {"tokenizer": tokenizer_name})
-    settings = {"source": source.identity, "tokenizer": tokenizer_name, **settings}
-    with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
-        manifest = read_manifest(out)
-        if not manifest or not manifest["shards"]:
-            manifest = start_manifest(dataset, out, source, settings)
-        if dataset == "stdlib" and options.get("val_split") is None:  # shards of an older default stay
-            settings["val_split"] = manifest["settings"]["val_split"]
-        settings["row"] = settings["row"] or manifest.get("row")
-        for key in manifest["settings"] | settings:
-            before = manifest["settings"].get(key)
-            now = settings.get(key)
-            if before != now:
-                raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): delete "
-                                "it, or give data.py prepare another --out.")
-        tokenizer_json = read_tokenizer_json(out, manifest, tokenizer_name)
-        if manifest["complete"]:
-            say(f"{out} is already prepared: {describe(manifest)}")
-            return out
-        if manifest["shards"]:
-            say(f"{out} resumes after {len(manifest['shards'])} shards")
-        writer = ShardWriter(out, manifest, thread)
-        tokenizer = parse_tokenizer_json(tokenizer_name, tokenizer_json)
-        tokenize(writer, source, tokenizer, workers or cpu_count())
-        if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
-            raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
-                            "longer than --row, or all of it fell into the validation split.")
-        writer.commit(complete=True)
-        writer.writing.result()
-    say(f"{out} is ready: {describe(manifest)}")
-    return out
-
-
-def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | None = None,
-                max_samples: int | None = None, max_tokens: int | None = None,
-                min_words: int | None = None, text_field: str = "text", shard_tokens: int = 10**8,
-                prompt_field: str | None = None, response_field: str | None = None,
-                condition_field: str | None = None, row: int | None = None, long: str | None = None,
-                split_on: str | None = None) -> dict:
-    """The settings that determine the bytes `prepare` writes, besides the text and the tokenizer, with
-    defaults. Raises UserError for options that conflict.
-    """
-    prefix = dataset.partition(":")[0]
-    if val_split is None:
-        # each text file is one document, so a few of them cannot be split by a hash
-        few = prefix == "text" and not split_on and len(find_files(dataset[5:])) < 100
-        small = (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
-        # Python as Linux distributions have it lacks its tests, the larger half
-        small = small or prefix == "stdlib" and len(stdlib_files()) < 1000
-        fraction = UNTRAINED if prefix == "task" else 0.1 if small else 0.01
-        val_split = "tail:0.1" if few else f"hash:{fraction}"
-    if val_split.startswith("tail:") and max_samples:
-        raise UserError("--max-samples does not go with --val-split tail:F, also the default for a few text "
-                        "files, which reads the text to its end: use --max-tokens, or name fewer files.")
-    if split_on and prefix != "text":
-        raise UserError(f"--split-on is for text: sources, and {dataset} needs none: leave it out.")
-    if not 1 <= shard_tokens < 2**30:
-        raise UserError("--shard-tokens must be between 1 and 1B.")
-    for flag, limit in (("--max-samples", max_samples), ("--max-tokens", max_tokens)):
-        if limit is not None and limit < 1:
-            raise UserError(f"{flag} must be 1 or more.")
-
-    fieldless = prefix in ("text", "stdlib")
-    if prefix == "task":
-        if not (max_tokens or max_samples):
-            raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
-        val_field = val_field or "level"
-    elif val_field and fieldless:
-        raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
-    pairs = prefix == "task" or bool(prompt_field or response_field or condition_field)
-    if text_field != "text" and (pairs or fieldless):
-        raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
-                        "out.")
-    if pairs and fieldless:
-        raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
-    if pairs and prefix != "task" and not (prompt_field and response_field):
-        raise UserError("--prompt-field and --response-field go together: name both.")
-    if pairs:
-        if row is not None and row < 4:
-            raise UserError("--row, in training --seq-len, must be 4 or more.")
-        row, long = row or (TASK_ROW if prefix == "task" else 0), long or "truncate"  # 0: see row_for
-    elif row or long:
-        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
-    return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
-            "max_tokens": max_tokens, "min_words": min_words or 0, "text_field": text_field,
-            "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
-            "condition_field": condition_field, "row": row, "long": long, "split_on": split_on}
-
-
-@contextlib.contextmanager
-def lock_directory(out: Path):
-    """Creates the directory of a data set and locks it for one process. Raises UserError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
-        if others and "manifest.json" not in others:
-            raise UserError(f"{out} holds {others[0]} but no manifest: empty it, or give data.py "
-                            "prepare another --out.")
-        lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
-    except OSError as error:
-        kind = NotNow if error.errno == errno.ENOSPC else UserError
-        reason = why_not_made(out, error)
-        raise kind(f"{out} cannot be written: {reason}; give data.py prepare another --out.")
-    with lock:
-        lock_file(lock, lambda: say(f"waiting for another process that is preparing {out}"))
-        yield
-
-
 def row_of(dataset: str) -> int | None:
     """The row length of prepared pairs; otherwise None."""
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(dataset)) or {}).get("row")
-
-
-def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> dict:
-    """Writes tokenizer.json, training it for bpe:N, and a manifest without shards. Returns the manifest."""
-    name = settings["tokenizer"]
-    if bpe := re.fullmatch(r"bpe:(\d+)", name):
-        if not 300 <= int(bpe[1]) <= 1_000_000:
-            raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
-        say(f"training {name} on {dataset}")
-        texts = first_texts(source, settings)
-        (_, tokenizer), = in_order([texts], 1, train_bpe, int(bpe[1]))  # in a thread, for Ctrl-C's sake
-        if tokenizer.num_ids < int(bpe[1]):
-            say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
-    else:
-        tokenizer = load_tokenizer(name)
-    if source.pairs:
-        tokenizer = with_roles(tokenizer)
-        settings["row"] = settings["row"] or row_for(source, settings, tokenizer)
-    write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
-    recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
-                "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
-    manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
-                "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
-    manifest |= {"row": settings["row"], "roles": tokenizer.roles} if source.pairs else {}
-    write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
-    return manifest
-
-
-def check_loss(name: str, counts: Counter) -> str:
-    """A warning if a tokenizer has lost some characters of a text, else "". UserError if more than 1 %."""
-    lost = counts["lost"] / max(counts["all"], 1)
-    text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
-    if lost > 0.01:
-        raise UserError(f"{text}: use another --tokenizer, such as gpt2 or bpe:N.")
-    return f"WARNING: {text}" if lost else ""
-
-
-def row_for(source: Source, settings: dict, tokenizer) -> int:
-    """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. With longer rows, a
-    small data set would fill only a few, and one step would pass over it several times.
-    """
-    first = itertools.islice(read_pieces(source, settings), 10_000)
-    arrays, _ = encode(first, source, tokenizer)
-    return min(64 * (max(map(len, arrays), default=0) // 64 + 1), LARGEST_ROW)
-
-
-def first_texts(source: Source, settings: dict) -> list[str]:
-    """About the first BPE_TRAIN_CHARS characters of the training split."""
-    texts = []
-    budget = BPE_TRAIN_CHARS
-    for _, _, split, text in read_pieces(source, settings):
-        if split == "train":
-            parts = text if source.pairs else [text]
-            texts += parts
-            budget -= sum(map(len, parts))
-        if budget <= 0:
-            break
-    return texts
-
-
-def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
-    """Encodes the source from the writer's position to its end or to max_tokens. The last text is cut there,
-    but no pair. With tail:F, what is held out follows.
-    """
-    from tqdm import tqdm  # comes with datasets
-    settings = writer.manifest["settings"]
-    counts = writer.counts
-    marks = 0
-    without = 0
-    limit = settings["max_tokens"]
-    full = bool(limit) and counts["read"] >= limit
-    source.done = 0  # beginnings may have been read
-    found = read_pieces(source, settings, writer.position, counts["documents"])
-    batches = in_batches(item for item in found if not full or item[2] != "train")
-    lines = not sys.stderr.isatty() or bool(os.environ.get("TQDM_DISABLE"))
-    said = time.monotonic()
-    with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
-              mininterval=0.5) as bar:
-        for batch, (arrays, lost) in in_order(batches, workers, encode, source, tokenizer):
-            for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
-                if full and (split == "train" or not source.tail):
-                    continue
-                if limit and split == "train":
-                    left = limit - counts["read"]
-                    full = len(tokens) >= left
-                    if source.pairs and len(tokens) > left:
-                        continue
-                    tokens = tokens[:left]
-                if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
-                    marks += str(text).count(EOT)  # of a text or of a pair
-                if piece == 0 and writer.splits <= {"train"}:
-                    writer.lowest = min(writer.lowest, hash64(text[0] if source.pairs else text))
-                writer.lost += counted
-                writer.add(document, piece, split, tokens)
-                if not full:
-                    without = document + 1 - counts["documents"]
-            check_loss(tokenizer.name, writer.lost)
-            bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
-            if lines and time.monotonic() > said + LINE_EVERY:
-                said = time.monotonic()
-                say(f"{counts['read'] / 1e6:.1f}M tokens so far")
-            bar.update((counts["read"] if limit else source.done) - bar.n)
-            if full and not source.tail:
-                break
-        if not full:
-            without = source.seen - counts["documents"]
-    if warning := check_loss(tokenizer.name, writer.lost):
-        say(warning)
-    if source.split_on and not source.divided:
-        say(f"WARNING: {source.split_on!r} of --split-on divides none of the files")
-    if marks:
-        say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
-            f"--split-on '{EOT}' makes documents of what is between")
-    if source.unread:
-        say(f"note: fields that were not read: {', '.join([*source.unread][:8])}")
-    if without:
-        say(f"note: {without:,} documents have no text or fewer words than --min-words")
-
-
-def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
-    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in total. A text
-    is a string, or a tuple with the fields of a pair.
-    """
-    fraction = float(settings["val_split"].partition(":")[2])
-    first, skip = position
-    samples -= skip > 0  # a document that is resumed in the middle has been counted already
-    for document, (blocks, split, name) in enumerate(source.documents(first), first):
-        for piece, text in enumerate(pieces(blocks)):
-            if piece == 0:
-                content = whole(text)
-                least = settings["min_words"]
-                if content.isspace() or least and len(content.split()) < least:
-                    break
-                if settings["max_samples"] and samples >= settings["max_samples"]:
-                    return
-                samples += 1
-                if split is None:  # a pair's prompt decides, so no prompt is in both
-                    decides = text[0] if source.pairs else text
-                    split = "val" if hash64(decides) < fraction * 2**64 else "train"
-                if split == "val" and name:
-                    split = f"val_{name}"
-            if document > first or piece >= skip:
-                yield document, piece, split, text
-        source.seen = document + 1
-
-
-def hash64(text: str) -> int:
-    """A number below 2^64 that depends on the text alone."""
-    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def whole(text: str | tuple) -> str:
-    """A piece of a document as it is, or the fields of a pair as lines."""
-    return text if isinstance(text, str) else "\n".join(text)
-
-
-def in_batches(items, chars: int = BLOCK // 2):
-    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work of a thread."""
-    batch = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += len(whole(item[-1]))
-        if size >= chars:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
 
 
 def in_order(batches, workers: int, function, *arguments):
@@ -1647,33 +668,6 @@ def in_order(batches, workers: int, function, *arguments):
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Counter]]:
-    """Token ids of each piece, and the characters that it loses, see HuggingFaceTokenizer.lost_in. A
-    document's first piece starts with end-of-text, unless it is a pair. Raises UserError with the number of
-    the document that cannot be encoded.
-    """
-    arrays = []
-    lost = []
-    dtype = shard_dtype(tokenizer.vocab_size)
-    for document, piece, _, text in items:
-        try:
-            if source.pairs:
-                prompt, response, *condition = text
-                parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
-                if (end := tokenizer.roles["end"]) >= 0:
-                    parts.append([end])
-            else:
-                parts = [[tokenizer.eot][:piece == 0], tokenizer.encode(text)]
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except BaseException as error:  # a panic of Rust is not an Exception
-            reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
-            raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
-        arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
-        lost.append(tokenizer.lost_in(whole(text), arrays[-1]))
-    return arrays, lost
-
-
 def would_split(manifest: dict) -> str:
     """A --val-split with which there would be a validation set, if there is none."""
     if "lowest_hash" not in manifest:
@@ -1681,24 +675,6 @@ def would_split(manifest: dict) -> str:
     if sum(shard["documents"] for shard in manifest["shards"]) == 1:
         return "tail:0.1"
     return f"hash:{max(100 * manifest['lowest_hash'] // 2**64 + 1, 10) / 100:g}"  # holds out that document
-
-
-def describe(manifest: dict) -> str:
-    shards = manifest["shards"]
-    train = sum(s["tokens"] for s in shards if s["split"] == "train")
-    val = sum(s["tokens"] for s in shards) - train
-    documents = sum(s["documents"] for s in shards)
-    text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
-            f"{documents:,} documents")
-    if not val:
-        text += (f" (nothing to evaluate: prepare with --val-split {would_split(manifest)} in another "
-                 "directory)")
-    if counts := manifest.get("pairs"):
-        fill = counts.get("tokens", 0) / max(train + val, 1)
-        shown = sorted(counts.keys() - {"read", "documents", "tokens"})
-        parts = [f"{counts[what]:,} {what}" for what in shown]
-        text += f" in rows of {manifest['row']}, {fill:.1%} full: {', '.join(parts)}"
-    return text
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1893,11 +869,12 @@ class Dataset:
     Has `train` (Shards), `val` (Shards by the name of the validation set), `tokenizer`,
     `roles`, `name`, and `fingerprint`, which is the same on two machines with the same data. Raises UserError
     for a directory that is damaged, unfinished or too small, or whose tokenizer is not that of the first.
+    `plain` reads directories without a manifest, see read_directory.
     """
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
-                 loss: str | None = None):
-        found = {directory: read_directory(directory, seq_len, tokenizer_name)
+                 loss: str | None = None, plain=None):
+        found = {directory: read_directory(directory, seq_len, tokenizer_name, plain)
                  for directory in dict.fromkeys(directories)}
         manifest, self.tokenizer = found[directories[0]]
         self.roles = manifest.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
@@ -1984,11 +961,11 @@ class Dataset:
         return (prompt, response) if same else ("", "")
 
 
-def read_directory(directory: Path, seq_len: int,
-                   tokenizer_name: str | None = None) -> tuple[dict, Tokenizer | HuggingFaceTokenizer]:
-    """Manifest and tokenizer of a directory of shards, whose sizes are checked. A directory written by llm.c
-    has no manifest and gets a substitute. Raises UserError if the directory is damaged or unfinished, or its
-    rows of pairs have another length.
+def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = None,
+                   plain=None) -> tuple[dict, Vocabulary]:
+    """Manifest and tokenizer of a directory of shards, whose sizes are checked. `plain(directory,
+    tokenizer_name)` is called for one without a manifest, see prepare/llm_c.py. Raises UserError if the
+    directory is damaged or unfinished, or its rows of pairs have another length.
     """
     if manifest := read_manifest(directory):
         row = manifest.get("row")
@@ -1999,8 +976,11 @@ def read_directory(directory: Path, seq_len: int,
             raise UserError(f"{directory} is not complete: run its prepare command again.")
         text = read_tokenizer_json(directory, manifest, tokenizer_name)
         tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"], text)
+    elif plain:
+        manifest, tokenizer = plain(directory, tokenizer_name)
     else:
-        manifest, tokenizer = manifest_of_plain_shards(directory, tokenizer_name)
+        raise UserError(f"{directory} has no manifest.json: prepare it first, or give what reads it as "
+                        "`plain`, such as manifest_of_plain_shards of prepare/llm_c.py.")
     for i, shard in enumerate(manifest["shards"]):
         tokens = open_shard(directory / shard["file"])
         if len(tokens) != shard["tokens"]:
@@ -2009,33 +989,6 @@ def read_directory(directory: Path, seq_len: int,
         if i == 0:  # the others as they are read, see Shards.take
             check_ids(directory / shard["file"], tokens[:1_000_000], tokenizer)
     return manifest, tokenizer
-
-
-def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:
-    """A substitute for the manifest of shards that llm.c wrote, and their tokenizer."""
-    paths = [directory / name for name in names_in(directory) if name.endswith(".bin")]
-    if not paths:
-        refuse_saved(str(directory))
-        raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
-    if not tokenizer_name:
-        raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
-    tokenizer = load_tokenizer(tokenizer_name)
-    val = re.compile(r"(?<![a-z])(e?val|valid|validation)(?![a-z])")  # not of "retrieval"
-    shards = [{"split": "val" if val.search(path.name) else "train", "file": path.name, "documents": 0,
-               "tokens": len(open_shard(path)), "sha256": sample_digest(path)} for path in paths]
-    return {"dataset": str(directory), "settings": {}, "shards": shards,
-            "tokenizer": {"name": tokenizer_name, "sha256": tokenizer_name}}, tokenizer
-
-
-def sample_digest(path: Path) -> str:
-    """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with access(path), open(path, "rb") as file:
-        for offset in (0, size // 2, max(size - 65536, 0)):
-            file.seek(offset)
-            digest.update(file.read(65536))
-    return digest.hexdigest()
 
 
 def digest_json(value) -> str:
@@ -2146,6 +1099,28 @@ def sources_of(data: str) -> list[str]:
     return [first, *others] if others and Path(first).is_dir() and not Path(data).is_dir() else [data]
 
 
+FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source, such as _jsonl
+
+
+def default_tokenizer(dataset: str) -> str:
+    return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
+
+
+def default_directory(dataset: str, tokenizer: str) -> Path:
+    """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
+    prefix, _, where = dataset.partition(":")
+    source = dataset if prefix == "task" else where or prefix
+    if prefix in FILE_PREFIXES:  # in books/*.txt only the directory has a name
+        path = Path(where)
+        source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
+    if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is named `any`
+        path = Path(tokenizer)
+        named = (part for part in (path.stem, *reversed(path.parts[:-1])) if part not in ("tokenizer", "hf"))
+        tokenizer = next(named, "tokenizer")
+    tokenizer = tokenizer.replace(":", "")
+    return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
+
+
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
     """The directory of a trainer's --data: itself, or the directory in which the source is prepared."""
     if Path(data).is_dir() or (":" not in data and os.sep in data):
@@ -2163,184 +1138,25 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
     return TIKTOKEN_IDS.get(name) or load_tokenizer(name).num_ids
 
 
-def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
-           row: int | None = None, **limits: int | None) -> Path:
-    """Returns directory_of(data), prepared if necessary, up to the limits max_tokens, max_samples and
-    min_words. Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError if
-    it was prepared with other limits.
-
-    The first process of each node prepares. The others watch for the finished manifest instead of waiting in
-    a collective, because preparing can take hours. Meanwhile, watch() raises an error if a process is lost.
-    """
-    out = directory_of(data, tokenizer_name)
-    manifest = read_manifest(out)
-    if manifest and not manifest["shards"]:  # `prepare` failed early and starts over
-        manifest = None
-    for flag, limit in limits.items():
-        before = manifest["settings"].get(flag) if manifest else None
-        if limit not in (None, before) and (manifest or out == Path(data)):
-            flag = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave it out, "
-                            "delete that directory, or give data.py prepare another --out, and name that.")
-    if out == Path(data):
-        return out
-    if local_rank > 0:
-        while not (manifest and manifest["complete"]):
-            watch()
-            time.sleep(0.2)
-            manifest = read_manifest(out)
-        return out
-
-    prefix = data.partition(":")[0]
-    max_tokens = limits.get("max_tokens")
-    endless = prefix in ("task", "hf") or data in SHORT_NAMES
-    useful = TASK_TOKENS if prefix == "task" else useful
-    if manifest:
-        settings = manifest["settings"]
-    else:
-        settings = limits | {"max_tokens": max_tokens or (useful if endless else None)}
-        if prefix == "task":
-            settings["row"] = row
-    if manifest and manifest["complete"]:
-        check_source(data, out, settings)
-    else:
-        if endless and not max_tokens:
-            why = "" if prefix == "task" else ", 20 for each parameter"
-            say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
-                "another number")
-        options = {key: value for key, value in settings.items() if key not in ("source", "tokenizer")}
-        prepare(data, out, tokenizer_name, **options)
-    return out
+MOVED = {"prepare.sources": "Source SOURCES", "prepare.bpe": "train_bpe", "prepare.packing": "write_shard",
+         "prepare.tokenizer_json": "HuggingFaceTokenizer", "weights.sampling": "stream_text",
+         "prepare.pipeline": "prepare locate"}
 
 
-def check_source(data: str, out: Path, settings: dict):
-    """Raises UserError if `out` was prepared from other files than --data names now."""
-    try:
-        identity = Source(data, settings).identity
-    except (UserError, OSError) as error:  # the source is gone; the shards suffice
-        return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
-    if identity != settings["source"]:
-        raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
-                        "delete it, or prepare this one with another --out of data.py prepare, and name that "
-                        "with --data; either needs another --out in training. "
-                        f"To go on with the old text, use --data {out}.")
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Command line
-
-
-def verify(directory: Path):
-    """Compares every byte of tokenizer and shards with the manifest. Raises UserError if one differs."""
-    manifest = read_manifest(directory)
-    if manifest is None:
-        raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
-    read_tokenizer_json(directory, manifest)
-    for shard in manifest["shards"]:
-        path = directory / shard["file"]
-        open_shard(path)  # which says what is wrong with a header or a length
-        if sha256_of(path) != shard["sha256"]:
-            raise UserError(f"{path} has changed: {WAY_BACK}")
-        print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
-    print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
-
-
-def info(directory: Path, tokenizer_name: str | None):
-    manifest, _ = read_directory(directory, 1, tokenizer_name)
-    dataset = Dataset([directory], row_of(str(directory)) or 1, tokenizer_name)
-    print(f"{manifest['dataset']}: {describe(manifest)}")
-    print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
-    for split, shards in dataset.splits().items():
-        entropy = unigram_entropy([shards])
-        print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
-              f"unigram entropy {entropy:.4f} nats")
-    tokenizer = dataset.tokenizer
-    print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
-          f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
-
-
-def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None,
-         seed: int):
-    if seq_len is None:
-        seq_len = row_of(str(directory)) or 128
-    if min(rows, seq_len) < 1:
-        raise UserError("--rows and --seq-len must be 1 or more.")
-    dataset = Dataset([directory], seq_len, tokenizer_name)
-    splits = dataset.splits()
-    if split not in splits:
-        raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
-    shards = splits[split]
-    picked = np.sort(shuffled(np.arange(min(rows, shards.rows)), shards.rows, seed))
-    for row, tokens in zip(picked, read_rows(shards, picked)[0]):
-        print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
+def __getattr__(name: str):
+    refuse_moved(__name__, name, MOVED)
 
 
 def main():
-    parser = ArgumentParser(description="Prepares and inspects shards of tokens.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
-    p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
-    p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
-    p.add_argument("--tokenizer", dest="tokenizer_name",
-                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
-    flag = flag_group(p, "settings")
-    flag("--max-samples", parse_count, "stop after this many documents: 500k, 2M")
-    flag("--max-tokens", parse_count, "take at most this many training tokens, of pairs before they are "
-         "packed")
-    flag("--min-words", int, "skip documents with fewer words", 0)
-    flag("--text-field", str, "field or column that holds the text", "text")
-    flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>', or "
-         "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
-    flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
-         "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
-         "hash:0.01, for less than 10M tokens or 10k documents 0.1, as for stdlib of less than 1,000 "
-         "files, for task:addition 0.05)")
-    flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
-         "16 (default: none; for task:addition the level)")
-    flag("--shard-tokens", parse_count, "tokens per shard", "100M")
-    flag("--workers", int, "threads that tokenize (default: one per core)")
-    flag = flag_group(p, "pairs of prompt and response")
-    flag("--prompt-field", str, "field that holds the prompt of a pair")
-    flag("--response-field", str, "field that holds the response of a pair")
-    flag("--condition-field", str, "field to put in front of the prompt: text, or the name of a "
-         "special token of the tokenizer")
-    flag("--row", int, "tokens in a row, into which whole pairs are packed: the --seq-len of the "
-         "trainer (default: the multiple of 64 that holds the longest of the first 10,000 pairs, up to "
-         f"{LARGEST_ROW}; {TASK_ROW} for task:addition)")
-    flag("--long", ("truncate", "drop"), "truncate or drop a response that does not fit into a row "
-         "(default: truncate)")
-    p.set_defaults(run=prepare)
-    for run, text in ((info, "what a prepared directory holds"),
-                      (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):
-        p = commands.add_parser(run.__name__, help=text)
-        p.add_argument("directory", type=Path)
-        p.set_defaults(run=run)
-        if run is not verify:
-            p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards without a manifest")
-        if run is peek:
-            flag = flag_group(p, "which rows")
-            flag("--rows", int, "how many", 3)
-            flag("--split", str, "train, val, or val_NAME", "train")
-            flag("--seq-len", int, "tokens in a row (default: 128; pairs have their own)")
-            flag("--seed", int, "of their choice", 0)
-    args = vars(parser.parse_args())
-    del args["command"]
-    args.pop("run")(**args)
+    """`python data.py`"""
+    with room("prepare", "python data.py"):
+        from prepare.command import command  # where UserError is that of the module `data`
+    command()
 
 
 if __name__ == "__main__":
-    code = 0
     try:
-        with access():
-            main()
+        main()
     except UserError as error:
-        code = error.exit_code
         print(f"error: {error}", file=sys.stderr)
-    except BrokenPipeError:  # from `peek … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        sys.unraisablehook = lambda _: None  # from half-made objects, such as a progress bar
-        code = 130
-        print("\nstopped: finished shards are kept; run the same command again to resume", file=sys.stderr)
-    sys.stdout.flush()
-    os._exit(code)  # pyarrow's threads can abort a process that shuts down while they still run
+        sys.exit(error.exit_code)

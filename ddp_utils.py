@@ -81,11 +81,11 @@ from data import (
     flag_group,
     fsync_directory,
     listed,
-    locate,
     lock_file,
     names_in,
     parse_count,
     prompt_ids,
+    read_manifest,
     refuse_moved,
     refuse_without,
     replacing,
@@ -1264,6 +1264,21 @@ def continue_branch(run: Run, parse_args, argv: list[str] | None):
         run.args = parse_args(argv, saved=newest)
 
 
+def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
+    """The directory of a source of --data, prepared if necessary, see locate in prepare/pipeline.py."""
+    limits = {name: getattr(args, name) for name in ("max_tokens", "max_samples", "min_words")}
+    directory = directory_of(source, args.tokenizer)
+    if directory == Path(source) and not any(limits.values()):
+        return directory
+    watch = heartbeat.raise_if_lost if heartbeat else lambda: None
+    with room("prepare"):
+        from prepare.pipeline import locate
+        return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
+    if not read_manifest(directory):
+        refuse_without("prepare", f"--data {source}")
+    return directory
+
+
 def load_data(run: Run) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens.
@@ -1275,12 +1290,14 @@ def load_data(run: Run) -> Dataset:
     parameters = num_params(model)
 
     def read():
-        watch = heartbeat.raise_if_lost if heartbeat else lambda: None
-        limits = {"max_tokens": args.max_tokens, "max_samples": args.max_samples, "row": args.seq_len,
-                  "min_words": args.min_words}
-        directories = [locate(source, args.tokenizer, 20 * parameters, run.world.local_rank, watch, **limits)
+        directories = [located(source, args, 20 * parameters, run.world.local_rank)
                        for source in sources_of(args.data)]
-        return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
+        plain = None
+        for directory in directories:
+            if not (directory / "manifest.json").is_file():
+                with room("prepare", f"{directory}, which has no manifest.json,"):
+                    from prepare.llm_c import manifest_of_plain_shards as plain
+        return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"), plain)
 
     dataset = on_all(read)
     assert_same("the data", dataset.fingerprint,

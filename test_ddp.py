@@ -38,6 +38,7 @@ from data import (
     expected_ids,
     first_line,
     flag_group,
+    room,
     say,
     sources_of,
 )
@@ -80,9 +81,12 @@ def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
         report |= {"gpu": hardware(device), "uuid": str(torch.cuda.get_device_properties(device).uuid)}
         if dist.is_nccl_available():
             report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    plain = None
+    with room("prepare"):
+        from prepare.llm_c import manifest_of_plain_shards as plain
     try:
         if args.data:
-            report["data"] = Dataset([Path(args.data)], 1, args.tokenizer).fingerprint[:12]
+            report["data"] = Dataset([Path(args.data)], 1, args.tokenizer, plain=plain).fingerprint[:12]
     except UserError as error:
         report["wrong"] = str(error)
     return report

@@ -16,7 +16,7 @@ import torch
 import data
 import ddp_utils
 from model import HRM
-from weights import use as weights_use
+from weights.use import load_model
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def main() -> None:
         raise data.UserError(f"{args.picture.parent} is no directory: create it, or name another --picture.")
     print("| run | level |" + "".join(f" {n} |" for n in columns) + "\n" + "|---" * (len(columns) + 2) + "|")
     for run in args.runs:
-        model = weights_use.load_model(HRM, ddp_utils.load_checkpoint(run, lambda text: None), world)
+        model = load_model(HRM, ddp_utils.load_checkpoint(run, lambda text: None), world)
         if model.config.response < 0 or model.config.halt:
             raise data.UserError(f"{run} was trained on text or with --halt: name a run on a task.")
         ddp_utils.use_device(model, world.device, ddp_utils.compute_dtype("auto", world.device))

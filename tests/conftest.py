@@ -155,5 +155,5 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def shards(corpus, tmp_path_factory) -> Path:
     """The corpus as shards of bytes (258 ids), a tenth of it for validation."""
-    import data
-    return data.prepare(f"text:{corpus}", tmp_path_factory.mktemp("shards") / "bytes", "bytes", workers=1)
+    from prepare.pipeline import prepare
+    return prepare(f"text:{corpus}", tmp_path_factory.mktemp("shards") / "bytes", "bytes", workers=1)

@@ -13,6 +13,7 @@ from test_model_gpt2_mlm import export, tiny
 
 import data
 from model import GPT2, HRM
+from prepare.pipeline import prepare
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -28,8 +29,8 @@ def chat(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("clients")
     rows = [{"q": f"{'what is ' * (n % 2)}{n} and 1?", "a": f"it is {n + 1}"} for n in range(300)]
     (path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shards = data.prepare(f"jsonl:{path}/qa.jsonl", path / "shards", "bytes", prompt_field="q",
-                          response_field="a", row=64, val_split="hash:0.1")
+    shards = prepare(f"jsonl:{path}/qa.jsonl", path / "shards", "bytes", prompt_field="q",
+                     response_field="a", row=64, val_split="hash:0.1")
     trainer = TRAINERS[request.param]
     for flags in {"attention": "isolated"}, {"export": True}:
         done = trainer.train(0, shards, path / "run", **flags)

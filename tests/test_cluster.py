@@ -21,6 +21,7 @@ from processes import Group
 import data
 import ddp_utils
 import test_ddp
+from prepare.pipeline import prepare
 
 CHECK, LAUNCH = ROOT / "test_ddp.py", ROOT / "cluster" / "ddp_launch.sh"
 # test_ddp.py in which rank 1 has a fault
@@ -90,7 +91,7 @@ def test_check_of_one_process():
 def test_different_data_are_found(shards, tmp_path):
     other = tmp_path / "text.txt"
     other.write_text("another text. " * 1000)
-    other = data.prepare(f"text:{other}", tmp_path / "other", "bytes", workers=1)
+    other = prepare(f"text:{other}", tmp_path / "other", "bytes", workers=1)
     flags = {0: ["--data", shards], 1: ["--data", other]}
     sentence = r"error: data is \w+ on rank 1 \(.*\), but \w+ on rank 0 .*: copy the same files to every"
     for ended in [p.finish(60) for p in ranks(CHECK, "--device", "cpu", each=flags)]:

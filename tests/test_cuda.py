@@ -15,7 +15,7 @@ import test_ddp
 import train_gpt2
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
-from weights import sampling as weights_sampling
+from weights.sampling import generate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="pytest tests/test_cuda.py, with a GPU")
 SMALL = {"vocab_size": 500, "padded_vocab": 512, "seq_len": 256, "n_layer": 2, "n_head": 4, "d_model": 128}
@@ -147,7 +147,7 @@ def test_the_compiled_loss_equals_the_other(bias, world, monkeypatch):
 @pytest.mark.parametrize("name", ["hrm", "gpt2"])
 def test_sampling_runs_in_strict_mode(name, world):
     prompt = torch.zeros(1, 5, dtype=torch.long, device="cuda")
-    new = weights_sampling.generate(make(name), prompt, 8, temperature=0.8, top_k=50)
+    new = generate(make(name), prompt, 8, temperature=0.8, top_k=50)
     assert len(list(new)) == 8
 
 

@@ -35,8 +35,10 @@ from conftest import ROOT, SHARED, finish, place, run, start, torchrun
 import data
 import ddp_utils
 import model
-from weights import huggingface as weights_huggingface
-from weights import sampling as weights_sampling
+from prepare import bpe, packing, pipeline, sources, tokenizer_json
+from prepare import command as data_py
+from prepare.llm_c import manifest_of_plain_shards
+from weights import huggingface, sampling
 
 EOT = data.EOT
 
@@ -130,8 +132,8 @@ def dataset(shards) -> data.Dataset:
     return data.Dataset([shards], 64)
 
 
-def source_of(dataset: str, **options) -> data.Source:
-    return data.Source(dataset, data.settings_of(dataset, **options))
+def source_of(dataset: str, **options) -> sources.Source:
+    return sources.Source(dataset, pipeline.settings_of(dataset, **options))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ def test_batches_come_back_in_order():
 
     def encode(batch, *arguments):
         time.sleep(len(batch[0][-1]) / 1e7)
-        found = data.encode(batch, *arguments)
+        found = pipeline.encode(batch, *arguments)
         ended.append(batch)
         return found
 
@@ -171,20 +173,20 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
             "pre_tokenizer": {"type": "WhitespaceSplit"},
             "model": {"type": "WordLevel", "vocab": {"known": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    plain = data.HuggingFaceTokenizer.encode
+    plain = tokenizer_json.HuggingFaceTokenizer.encode
 
     def fragile(self, text):
         if text == "other" or text == "more":
             raise ValueError("no token")
         return plain(self, text)
 
-    monkeypatch.setattr(data.HuggingFaceTokenizer, "encode", fragile)
-    monkeypatch.setattr(data.HuggingFaceTokenizer, "lost_in", lambda *_: Counter())
+    monkeypatch.setattr(tokenizer_json.HuggingFaceTokenizer, "encode", fragile)
+    monkeypatch.setattr(tokenizer_json.HuggingFaceTokenizer, "lost_in", lambda *_: Counter())
     source = write_jsonl(tmp_path / "a.jsonl", ["known"] * 40 + ["other"] + ["known"] * 40 + ["more"] * 40)
-    monkeypatch.setattr(data.in_batches, "__defaults__", (60,))  # a batch has twelve lines
+    monkeypatch.setattr(pipeline.in_batches, "__defaults__", (60,))  # a batch has twelve lines
 
     def prepare(name: str, tokenizer: str) -> None:
-        data.prepare(f"jsonl:{source}", tmp_path / name, tokenizer, workers=workers)
+        pipeline.prepare(f"jsonl:{source}", tmp_path / name, tokenizer, workers=workers)
 
     message = r"a.jsonl, document 41, cannot be encoded: ValueError\(.*no token"
     with pytest.raises(data.UserError, match=message):
@@ -205,14 +207,14 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
 
 def test_a_bpe_is_trained_in_a_thread(corpus, tmp_path, monkeypatch):
     """So Ctrl-C need not wait for `tokenizers`, which looks for signals only when it has finished."""
-    threads, train = [], data.train_bpe
+    threads, train = [], bpe.train_bpe
 
     def recorded(*arguments):
         threads.append(threading.current_thread())
         return train(*arguments)
 
-    monkeypatch.setattr(data, "train_bpe", recorded)
-    data.prepare(f"text:{corpus}", tmp_path / "out", "bpe:300", workers=1)
+    monkeypatch.setattr(pipeline, "train_bpe", recorded)
+    pipeline.prepare(f"text:{corpus}", tmp_path / "out", "bpe:300", workers=1)
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
@@ -253,13 +255,13 @@ class Killed(BaseException):
 @pytest.fixture
 def few(tmp_path, monkeypatch) -> Path:
     """Documents of two or three pieces, so that shards end inside of some."""
-    monkeypatch.setattr(data, "BLOCK", 100)
+    monkeypatch.setattr(sources, "BLOCK", 100)
     return write_jsonl(tmp_path / "few.jsonl", [f"{n} " * 80 for n in range(16)])
 
 
 def prepare_few(few: Path, out: Path, **limits) -> None:
     settings = {"val_split": "hash:0.3", "shard_tokens": 500, "workers": 1} | limits
-    data.prepare(f"jsonl:{few}", out, "bytes", **settings)
+    pipeline.prepare(f"jsonl:{few}", out, "bytes", **settings)
 
 
 def stopped_at_rename(number: int, after: bool, few: Path, out: Path, **limits) -> bool:
@@ -313,16 +315,16 @@ def test_a_limited_text_is_cut_and_its_end_is_held_out(tmp_path):
         (tmp_path / f"{i}.txt").write_text(" ".join(words))
     source = f"text:{tmp_path}/?.txt"
     ends = [(tmp_path / f"{i}.txt").stat().st_size for i in range(2)]
-    for limit in (1000, data.BLOCK + 1000, ends[0] + 1000):
-        out = data.prepare(source, tmp_path / f"{limit}", "bytes", workers=1, max_tokens=limit)
+    for limit in (1000, sources.BLOCK + 1000, ends[0] + 1000):
+        out = pipeline.prepare(source, tmp_path / f"{limit}", "bytes", workers=1, max_tokens=limit)
         assert counts_of(out) == {"train": limit, "val": sum(ends) - int(sum(ends) * 0.9) + 1}
         tokens = np.concatenate([data.open_shard(path) for path in sorted(out.glob("train_*.bin"))])
-        whole = data.prepare(source, tmp_path / "whole", "bytes", workers=1)
+        whole = pipeline.prepare(source, tmp_path / "whole", "bytes", workers=1)
         assert (tokens == data.open_shard(whole / "train_000000.bin")[:limit]).all()
         assert (out / "val_000000.bin").read_bytes() == (whole / "val_000000.bin").read_bytes()
     small = {"max_tokens": 700_000, "shard_tokens": 200_000, "workers": 1}
-    data.prepare(source, tmp_path / "undisturbed", "bytes", **small)
-    data.prepare(source, tmp_path / "workers", "bytes", **small | {"workers": 3})
+    pipeline.prepare(source, tmp_path / "undisturbed", "bytes", **small)
+    pipeline.prepare(source, tmp_path / "workers", "bytes", **small | {"workers": 3})
     expected = tree(tmp_path / "undisturbed")
     assert tree(tmp_path / "workers") == expected
     for number in itertools.count():
@@ -336,9 +338,9 @@ def test_a_limited_text_is_cut_and_its_end_is_held_out(tmp_path):
 
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
             patch.setattr(os, "replace", replace)
-            data.prepare(source, out, "bytes", **small)
+            pipeline.prepare(source, out, "bytes", **small)
             break
-        data.prepare(source, out, "bytes", **small)
+        pipeline.prepare(source, out, "bytes", **small)
         assert tree(out) == expected, f"killed at rename {number}"
     assert number >= 4
 
@@ -351,16 +353,16 @@ def test_a_limited_set_has_a_validation_split_or_names_one(tmp_path, limits):
         path = tmp_path / f"{i}.jsonl"
         texts = (random.Random(i * 1000 + j).choices("abcdefgh ", k=400) for j in range(12))
         path.write_text("\n".join(json.dumps({"text": "".join(text)}) for text in texts))
-        out = data.prepare(f"jsonl:{path}", tmp_path / f"{i}", "bytes", workers=1, **limits)
+        out = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{i}", "bytes", workers=1, **limits)
         assert data.read_manifest(out)["settings"]["val_split"] == ("hash:0.1" if limits else "hash:0.01")
         tokens = counts_of(out)
         assert tokens["train"] <= limits.get("max_tokens", 10_000)
         if "val" not in tokens:
             without.add(i)
-            named = re.search(r"--val-split (\S+) in", data.describe(data.read_manifest(out)))[1]
+            named = re.search(r"--val-split (\S+) in", pipeline.describe(data.read_manifest(out)))[1]
             assert data.Dataset([out], 8).would_split == named
-            again = data.prepare(f"jsonl:{path}", tmp_path / f"{i}-again", "bytes", workers=1,
-                                 val_split=data.parse_val_split(named), **limits)
+            again = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{i}-again", "bytes", workers=1,
+                                    val_split=data_py.parse_val_split(named), **limits)
             assert counts_of(again).keys() == {"train", "val"}, named
     assert without and (len(without) < 12 or not limits)
 
@@ -370,8 +372,8 @@ def test_a_limit_leaves_out_the_pair_that_exceeds_it(tmp_path):
     path.write_text("\n".join(json.dumps({"q": str(i), "a": "x" * 20}) for i in range(40)))
     each = 3 + 20  # tokens of each of the first ten: the start, a digit, the marker and the response
     for limit, samples in ((4 * each + 5, 4), (5 * each - 1, 4), (5 * each, 5), (10_000, 40)):
-        out = data.prepare(f"jsonl:{path}", tmp_path / f"{limit}", "bytes", workers=1, prompt_field="q",
-                           response_field="a", max_tokens=limit, val_split="hash:0.000001")
+        out = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{limit}", "bytes", workers=1, prompt_field="q",
+                              response_field="a", max_tokens=limit, val_split="hash:0.000001")
         counts = data.read_manifest(out)["pairs"]
         assert counts["samples"] == samples and counts["read"] <= limit
 
@@ -383,7 +385,7 @@ def test_a_wrong_position_in_the_manifest_gives_other_bytes(few, tmp_path):
     path = tmp_path / "killed" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["shards"][-1]["end"][0] += 1
-    data.write_manifest(path.parent, manifest)
+    packing.write_manifest(path.parent, manifest)
     prepare_few(few, tmp_path / "killed")
     assert tree(tmp_path / "killed") != tree(tmp_path / "undisturbed")
 
@@ -392,9 +394,9 @@ def test_a_mistake_before_the_first_shard_can_be_fixed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nnonsense\n')
     with pytest.raises(data.UserError, match="line 2"):
-        data.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
+        pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
     write_jsonl(path, ["one", "two"])
-    data.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
+    pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
     assert read_documents(tmp_path / "out", "train") == ["one", "two"]
 
 
@@ -448,7 +450,8 @@ def words(tmp_path_factory) -> Path:
             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}}
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     (folder / "text.txt").write_text(" ".join(f"w{i * 7 % 70_000}" for i in range(20_000)))
-    return data.prepare(f"text:{folder}/text.txt", folder / "out", str(folder / "tokenizer.json"), workers=1)
+    tokenizer = str(folder / "tokenizer.json")
+    return pipeline.prepare(f"text:{folder}/text.txt", folder / "out", tokenizer, workers=1)
 
 
 def test_a_large_vocabulary_makes_shards_of_32_bits(words):
@@ -462,7 +465,7 @@ def test_a_large_vocabulary_makes_shards_of_32_bits(words):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(258, "uint16"), (65_535, "uint16"), (65_536, "uint32")])
 def test_shard_dtype_has_room_for_mask(vocab_size, dtype):
-    assert data.shard_dtype(vocab_size) == dtype
+    assert packing.shard_dtype(vocab_size) == dtype
     assert vocab_size <= np.iinfo(dtype).max  # [MASK] is the id `vocab_size`
 
 
@@ -470,20 +473,22 @@ def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
     for path in shards.glob("*.bin"):
         shutil.copy(path, tmp_path)
     with pytest.raises(data.UserError, match="--tokenizer"):
-        data.Dataset([tmp_path], 64)
-    bare = data.Dataset([tmp_path], 64, "bytes")
+        data.Dataset([tmp_path], 64, plain=manifest_of_plain_shards)
+    bare = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
     for mine, theirs in (bare.train, dataset.train), (bare.val[""], dataset.val[""]):
         assert [a.tolist() for a in mine.tokens] == [a.tolist() for a in theirs.tokens]
-    assert bare.fingerprint == data.Dataset([tmp_path], 64, "bytes").fingerprint
+    again = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+    assert bare.fingerprint == again.fingerprint
     flip(tmp_path / "train_000000.bin", 5000)
-    assert bare.fingerprint != data.Dataset([tmp_path], 64, "bytes").fingerprint
+    changed = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+    assert bare.fingerprint != changed.fingerprint
 
 
 def test_shards_of_two_widths_do_not_mix(shards, words, tmp_path):
     shutil.copy(shards / "train_000000.bin", tmp_path)
     shutil.copy(words / "train_000000.bin", tmp_path / "train_000001.bin")
     with pytest.raises(data.UserError, match="mixes"):
-        data.Dataset([tmp_path], 64, "bytes")
+        data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -496,7 +501,7 @@ def splits(documents, undisturbed) -> dict[str, str]:
 
 
 def split_of(source: Path, out: Path, fraction="0.1", **limits) -> dict[str, str]:
-    data.prepare(f"jsonl:{source}", out, "bytes", val_split=f"hash:{fraction}", workers=1, **limits)
+    pipeline.prepare(f"jsonl:{source}", out, "bytes", val_split=f"hash:{fraction}", workers=1, **limits)
     return {text: split for split in ("train", "val") for text in read_documents(out, split)}
 
 
@@ -536,7 +541,7 @@ def test_tail_split_never_cuts_a_character(alphabet, tmp_path):
 def test_tail_split_over_several_files(tmp_path):
     for n, text in enumerate(["a" * 40, "b" * 40, "c" * 20]):
         (tmp_path / f"{n}.txt").write_text(text)
-    data.prepare(f"text:{tmp_path}/*.txt", tmp_path / "out", "bytes", val_split="tail:0.3", workers=1)
+    pipeline.prepare(f"text:{tmp_path}/*.txt", tmp_path / "out", "bytes", val_split="tail:0.3", workers=1)
     assert read_documents(tmp_path / "out", "train") == ["a" * 40, "b" * 30]
     assert read_documents(tmp_path / "out", "val") == ["b" * 10, "c" * 20]
 
@@ -568,7 +573,7 @@ def test_every_source_gives_the_same_documents(tmp_path):
     texts = [f"{n} line\nünï 😀 {'x' * n}\r\n" for n in range(45)]
     shards = {}
     for form, source in every_form(texts, tmp_path).items():
-        out = data.prepare(source, tmp_path / "out" / form, "bytes", val_split="hash:0.2", workers=1)
+        out = pipeline.prepare(source, tmp_path / "out" / form, "bytes", val_split="hash:0.2", workers=1)
         shards[form] = bins(out)
         found = source_of(source, val_split="hash:0.2")
         everything = [("".join(blocks), split) for blocks, split, _ in found.documents(0)]
@@ -587,12 +592,12 @@ def test_a_python_without_its_tests_holds_out_more(tmp_path, monkeypatch, files,
     for number in range(files):
         (tmp_path / f"{number}.py").write_text(f"number = {number}")
     monkeypatch.setattr("sysconfig.get_path", {"stdlib": tmp_path}.get)
-    assert data.settings_of("stdlib")["val_split"] == held_out
+    assert pipeline.settings_of("stdlib")["val_split"] == held_out
     out = tmp_path / "out"
-    data.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.05")
-    assert data.prepare("stdlib", out, "bytes", workers=1) == out, "shards of an older default are kept"
+    pipeline.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.05")
+    assert pipeline.prepare("stdlib", out, "bytes", workers=1) == out, "shards of an older default are kept"
     with pytest.raises(data.UserError, match="another val_split .hash:0.05, now hash:0.2"):
-        data.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.2")
+        pipeline.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.2")
 
 
 def test_stdlib_is_what_this_python_has(tmp_path, monkeypatch):
@@ -600,8 +605,8 @@ def test_stdlib_is_what_this_python_has(tmp_path, monkeypatch):
     files = {"b.py": b"b = 2\n", "a.py": b"a = 3\n", "latin.py": b"\xe9", "site-packages/c.py": b"c = 3\n"}
     for name, raw in files.items():
         (tmp_path / "lib" / name).write_bytes(raw)
-    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-    data.prepare("stdlib", tmp_path / "out", "bytes", workers=1)
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    pipeline.prepare("stdlib", tmp_path / "out", "bytes", workers=1)
     assert read_documents(tmp_path / "out", "train") == ["a = 3\n", "b = 2\n"]
 
 
@@ -609,35 +614,35 @@ def test_pieces_cut_at_lines_or_words_and_lose_nothing():
     chance = random.Random(2)
     for separator in ("\n", " ", ""):
         blocks = [separator.join("x" * chance.randrange(1, 400_000) for _ in range(9)) for _ in range(5)]
-        cut = list(data.pieces(blocks))
+        cut = list(sources.pieces(blocks))
         assert "".join(cut) == "".join(blocks) and len(cut) > 5
-        assert max(map(len, cut)) < 2 * data.BLOCK
+        assert max(map(len, cut)) < 2 * sources.BLOCK
         if separator:
             assert all(a.endswith("\n") or b.startswith(" ") for a, b in itertools.pairwise(cut))
 
 
 def test_limits(documents, many, tmp_path):
-    out = data.prepare(f"jsonl:{many}", tmp_path / "a", "bytes", max_tokens=100_000, workers=1)
+    out = pipeline.prepare(f"jsonl:{many}", tmp_path / "a", "bytes", max_tokens=100_000, workers=1)
     longest = max(len(text.encode()) for text in documents[:40])
     assert 100_000 <= len(read_split(out, "train")) < 100_000 + longest
-    out = data.prepare(f"jsonl:{many}", tmp_path / "b", "bytes", min_words=20, max_samples=40, workers=1)
+    out = pipeline.prepare(f"jsonl:{many}", tmp_path / "b", "bytes", min_words=20, max_samples=40, workers=1)
     kept = [text for text in documents if len(text.split()) >= 20][:40]
     assert sorted(read_documents(out, "train") + read_documents(out, "val")) == sorted(kept)
 
 
 def test_locate(corpus, shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert data.locate(str(shards), None, 0, 0) == shards
+    assert pipeline.locate(str(shards), None, 0, 0) == shards
     with pytest.raises(data.UserError, match="with another --max-samples .None, now 7.: leave it out"):
-        data.locate(str(shards), None, 0, 0, max_samples=7)
+        pipeline.locate(str(shards), None, 0, 0, max_samples=7)
     found = []
 
     def second():  # another process of the node, which must wait for the first
-        found.append(data.locate(f"text:{corpus}", "bytes", 0, 1))
+        found.append(pipeline.locate(f"text:{corpus}", "bytes", 0, 1))
 
     waiting = threading.Thread(target=second, daemon=True)
     waiting.start()
-    first = data.locate(f"text:{corpus}", "bytes", 0, 0)
+    first = pipeline.locate(f"text:{corpus}", "bytes", 0, 0)
     waiting.join(10)
     assert found == [first] and first == Path("shards/corpus-bytes")
     assert bins(first) == bins(shards)
@@ -651,12 +656,12 @@ def test_locate_begins_anew_what_never_got_a_shard(tmp_path, monkeypatch):
         raise data.NotNow("no network.")
 
     with monkeypatch.context() as offline:
-        offline.setattr(data.Source, "documents", no_network)
+        offline.setattr(sources.Source, "documents", no_network)
         with pytest.raises(data.NotNow, match="no network"):
-            data.prepare("task:addition", None, "bytes", workers=1, max_samples=9)
+            pipeline.prepare("task:addition", None, "bytes", workers=1, max_samples=9)
     begun = data.default_directory("task:addition", "bytes")
     assert data.read_manifest(begun)["shards"] == []
-    found = data.locate("task:addition", "bytes", 0, 0, max_tokens=2000)
+    found = pipeline.locate("task:addition", "bytes", 0, 0, max_tokens=2000)
     assert data.read_manifest(found)["settings"]["max_tokens"] == 2000
 
 
@@ -703,7 +708,7 @@ def tokenizer(request, corpus) -> data.Tokenizer:
     if request.param == "gpt2" and not (SHARED / "tiktoken").is_dir():
         pytest.skip("the vocabulary of gpt2 is not in the cache")
     if request.param == "bpe:700":
-        return data.train_bpe([corpus.read_text(encoding="utf-8"), *TRICKY], 700)
+        return bpe.train_bpe([corpus.read_text(encoding="utf-8"), *TRICKY], 700)
     return data.load_tokenizer(request.param)
 
 
@@ -783,11 +788,11 @@ def test_a_changed_tokenizer_json_does_not_pass_for_ours(exported):
     for change in ({"normalizer": {"type": "Lowercase"}},
                    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}):
         other = data.parse_tokenizer_json("other", json.dumps(spec | change))
-        assert type(other) is data.HuggingFaceTokenizer
+        assert type(other) is tokenizer_json.HuggingFaceTokenizer
         wrong = run_by_the_package(json.dumps(spec | change))
         assert all(other.encode(text).tolist() == ids(wrong, text) for text in TRICKY)
     empty = json.dumps(spec | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}})
-    assert type(data.parse_tokenizer_json("empty", empty)) is data.HuggingFaceTokenizer
+    assert type(data.parse_tokenizer_json("empty", empty)) is tokenizer_json.HuggingFaceTokenizer
 
 
 def test_the_older_form_of_gpt2s_tokenizer_json(tokenizer, exported):
@@ -810,7 +815,7 @@ def test_merges_that_do_not_follow_the_ids_are_run_by_the_package(exported, toke
     if len(merges := spec["model"]["merges"]) > 1:
         merges[0], merges[1] = merges[1], merges[0]
         odd = data.parse_tokenizer_json("odd", json.dumps(spec))
-        assert type(odd) is data.HuggingFaceTokenizer
+        assert type(odd) is tokenizer_json.HuggingFaceTokenizer
         package = run_by_the_package(json.dumps(spec))
         assert all(odd.encode(text).tolist() == ids(package, text) for text in TRICKY)
 
@@ -846,28 +851,28 @@ def test_a_lone_surrogate_becomes_a_question_mark(tokenizer):
 def test_bpe_learns_from_texts_with_lone_surrogates(tmp_path):
     """JSON can spell them; such lines exist in web crawls."""
     path = write_jsonl(tmp_path / "a.jsonl", ["\ud83d half an emoji", "more text"])
-    data.prepare(f"jsonl:{path}", tmp_path / "out", "bpe:300", workers=1)
+    pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bpe:300", workers=1)
     assert read_documents(tmp_path / "out", "train") == ["? half an emoji", "more text"]
 
 
 def test_a_text_too_short_for_its_ids_is_told_so(corpus, tmp_path, capsys):
     for ids, short in ((300, False), (100_000, True)):
-        data.prepare(f"text:{corpus}", tmp_path / str(ids), f"bpe:{ids}", workers=1)
+        pipeline.prepare(f"text:{corpus}", tmp_path / str(ids), f"bpe:{ids}", workers=1)
         assert (f"note: bpe:{ids} has only" in capsys.readouterr().out) == short
 
 
 def test_stream_text_gives_whole_characters(tokenizer):
     for text in TRICKY:
         tokens = tokenizer.encode(text)
-        chunks = list(weights_sampling.stream_text(tokenizer, tokens[:600]))
+        chunks = list(sampling.stream_text(tokenizer, tokens[:600]))
         assert "".join(chunks) == tokenizer.decode(tokens[:600])
         assert not any("\ufffd" in chunk for chunk in chunks)
     tokens = tokenizer.encode("\U0001f9ff")
     assert len(tokens) > 1, "one token: nothing to hold back"
     assert any("\ufffd" in tokenizer.decode([i]) for i in tokens), "a naive stream would show halves"
-    assert "".join(weights_sampling.stream_text(tokenizer, tokens[:-1])) == tokenizer.decode(tokens[:-1])
+    assert "".join(sampling.stream_text(tokenizer, tokens[:-1])) == tokenizer.decode(tokens[:-1])
     special = [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
-    assert "".join(weights_sampling.stream_text(tokenizer, special)) == f"a{EOT}b"
+    assert "".join(sampling.stream_text(tokenizer, special)) == f"a{EOT}b"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -996,7 +1001,7 @@ def test_a_loader_opens_at_step_a_million_at_once(undisturbed):
 def test_labels_know_the_largest_id_and_what_is_not_learned(tmp_path):
     """65,535 is an id of some vocabularies, and no label that is left out."""
     tokens = np.arange(65_536 - 160, 65_536, dtype=np.uint16)
-    data.write_shard(tmp_path / "train_000000.bin", [tokens[:-1], tokens[-1:]], "uint16")
+    packing.write_shard(tmp_path / "train_000000.bin", [tokens[:-1], tokens[-1:]], "uint16")
     shards = data.Shards([tmp_path / "train_000000.bin"], 53, lambda x: x % 2 == 0)
     loader = data.Loader(shards, 3, place(0, 1), 0)
     count, [(x, y)] = loader.step(1)
@@ -1214,11 +1219,11 @@ def test_peek_into_a_pipe_that_closes(shards):
 def test_a_cut_of_an_endless_source_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = []
-    monkeypatch.setattr(data, "prepare", lambda *_, **given: options.append(given))
-    data.locate("fineweb-edu", "bytes", 1000, 0)
+    monkeypatch.setattr(pipeline, "prepare", lambda *_, **given: options.append(given))
+    pipeline.locate("fineweb-edu", "bytes", 1000, 0)
     assert "fineweb-edu is prepared up to 1,000 tokens, 20 for each parameter" in capsys.readouterr().out
-    data.locate("fineweb-edu", "bytes", 1000, 0, max_tokens=7, max_samples=5)
-    data.locate("jsonl:any", "bytes", 1000, 0, max_samples=5)
+    pipeline.locate("fineweb-edu", "bytes", 1000, 0, max_tokens=7, max_samples=5)
+    pipeline.locate("jsonl:any", "bytes", 1000, 0, max_samples=5)
     assert options == [{"max_tokens": 1000}, {"max_tokens": 7, "max_samples": 5},
                        {"max_tokens": None, "max_samples": 5}]
     assert not capsys.readouterr().out
@@ -1237,13 +1242,13 @@ def test_a_host_that_never_answers_counts_as_unreachable():
         server.bind(("127.0.0.1", 0))
         server.listen(0)
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert data.reachable(address)
+        assert sources.reachable(address)
         full = [socket.socket() for _ in range(4)]
         for client in full:
             client.setblocking(False)
             client.connect_ex(server.getsockname())
         begin = time.perf_counter()
-        assert not data.reachable(address, 0.3)
+        assert not sources.reachable(address, 0.3)
         assert time.perf_counter() - begin < 1
         for client in full:
             client.close()
@@ -1252,7 +1257,7 @@ def test_a_host_that_never_answers_counts_as_unreachable():
 def test_ids_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
     shutil.copy(undisturbed / "train_000000.bin", tmp_path)
     with pytest.raises(data.UserError, match="train_000000.bin holds the id 5[0-9][0-9], but bytes has 257"):
-        data.Dataset([tmp_path], 64, "bytes")
+        data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -1263,10 +1268,10 @@ def test_an_id_beyond_the_vocabulary_in_a_later_shard_is_refused_as_it_is_read(t
     """Also where it is only the label after a row, of which there are two; and the file is named."""
     tokens = np.arange(129, dtype="u2")
     for name in ("x_train_0", "x_train_1", "x_val_0", "x_val_1"):
-        data.write_shard(tmp_path / f"{name}.bin", [tokens], "uint16")
+        packing.write_shard(tmp_path / f"{name}.bin", [tokens], "uint16")
     tokens[at] = wrong
-    data.write_shard(tmp_path / f"x_{split}_1.bin", [tokens], "uint16")
-    dataset = data.Dataset([tmp_path], 64, "bytes")
+    packing.write_shard(tmp_path / f"x_{split}_1.bin", [tokens], "uint16")
+    dataset = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
     masker = data.Masker(dataset.tokenizer, 64, 0.3, 0) if masked else None
     epochs = np.zeros(4, np.int64)
     sets = {"train": dataset.train, "val": dataset.val[""]}
@@ -1295,7 +1300,7 @@ def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):
 def test_a_command_names_the_nearest_of_its_own_flags(command, near, monkeypatch):
     monkeypatch.setattr("sys.argv", ["data.py", *command.split()])
     with pytest.raises(data.UserError) as caught:
-        data.main()
+        data_py.main()
     assert near in str(caught.value) and ("nearest" in str(caught.value)) == bool(near)
 
 
@@ -1317,11 +1322,11 @@ def test_a_proxy_in_any_form_is_asked(monkeypatch, name, form):
         monkeypatch.delenv(other.upper(), raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv(name, form.format(f"127.0.0.1:{server.getsockname()[1]}"))
-        assert data.reachable("https://host.invalid")
+        assert sources.reachable("https://host.invalid")
         monkeypatch.setenv("no_proxy", "host.invalid")
-        assert not data.reachable("https://host.invalid")
+        assert not sources.reachable("https://host.invalid")
     monkeypatch.delenv("no_proxy")
-    assert not data.reachable("https://host.invalid")  # the proxy has gone
+    assert not sources.reachable("https://host.invalid")  # the proxy has gone
 
 
 @pytest.mark.parametrize("proxy", ["http://127.0.0.1:nope", "http://[::1"])
@@ -1332,13 +1337,13 @@ def test_a_proxy_that_is_no_address_is_a_sentence(tmp_path, monkeypatch, proxy):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with pytest.raises(data.UserError, match="stanfordnlp/imdb cannot be read .ValueError: "):
-        data.prepare("imdb", tmp_path / "out", "bytes")
+        pipeline.prepare("imdb", tmp_path / "out", "bytes")
     with pytest.raises(data.UserError, match="hf:none/such is neither a directory nor a repository that can"):
-        weights_huggingface.config_from_hf(model.GPT2, "none/such")
+        huggingface.config_from_hf(model.GPT2, "none/such")
 
 
 def test_a_preparation_without_a_terminal_has_lines(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(data, "LINE_EVERY", 0)
-    data.prepare(f"text:{corpus}", tmp_path / "out", "bytes")
+    monkeypatch.setattr(pipeline, "LINE_EVERY", 0)
+    pipeline.prepare(f"text:{corpus}", tmp_path / "out", "bytes")
     said = capsys.readouterr()
     assert re.search(r"^0\.\dM tokens so far$", said.out, re.M) and said.err == ""

@@ -9,7 +9,7 @@ from conftest import ROOT, finish, start
 from runs import Trainer, evaluations_of
 from test_pairs import pairs  # noqa: F401 (a fixture)
 
-import data
+from prepare.pipeline import prepare
 
 TRAINERS = {"gpt2": Trainer("train_gpt2.py", max_new_tokens=2, steps=6, ema=0.9, eval_batches=2),
             "hrm": Trainer("train_hrm.py", max_new_tokens=2, steps=6, ff=64, h_cycles=1, l_cycles=2),
@@ -55,7 +55,7 @@ def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
     def found(data=shards, **changes) -> dict:
         return result(hrm.train(0, data, out, eval_only=True, **changes))
 
-    other = data.prepare(f"text:{corpus}", tmp_path / "other", "bytes", val_split="tail:0.2")
+    other = prepare(f"text:{corpus}", tmp_path / "other", "bytes", val_split="tail:0.2")
     same = found()
     more = found(eval_cycles=5)
     further = found(other)
@@ -67,10 +67,10 @@ def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
     for path in shards.glob("*.bin"):
         shutil.copy(path, tmp_path / "bare")
     assert found(tmp_path / "bare", tokenizer="bytes")["val_loss"] == same["val_loss"]
-    foreign = data.prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
+    foreign = prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
     refused = hrm.train(0, foreign, out, eval_only=True)
     assert refused.code == 2 and "was trained with the tokenizer bytes" in refused.out, refused.out
-    nothing = data.prepare(f"text:{corpus}", tmp_path / "nothing", "bytes", val_split="hash:0.0001")
+    nothing = prepare(f"text:{corpus}", tmp_path / "nothing", "bytes", val_split="hash:0.0001")
     refused = hrm.train(0, nothing, out, eval_only=True)
     assert refused.code == 2 and "nothing has no validation set: prepare it" in refused.out, refused.out
     missing = hrm.train(0, shards, tmp_path / "missing", eval_only=True)

@@ -14,6 +14,7 @@ from runs import Trainer
 import data
 from data import UserError
 from model import GPT2, HRM, MLM, flag, num_params
+from prepare.pipeline import prepare
 from weights.huggingface import HF_FAMILIES, to_hf
 from weights.llama_cpp import to_gguf
 from weights.sampling import continue_text, generate
@@ -83,7 +84,7 @@ def test_llama_cpp_writes_the_same_text(name, tokenizer, corpus, tmp_path, monke
         if not cache.exists():
             pytest.skip("needs the vocabulary of gpt2")
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-    shards = data.prepare(f"text:{corpus}", tmp_path / "shards", tokenizer)
+    shards = prepare(f"text:{corpus}", tmp_path / "shards", tokenizer)
     model_class, trainer = MODELS[name]
     done = trainer.train(0, shards, tmp_path / "run", steps=30)
     assert done.code == 0, done.out
@@ -107,8 +108,8 @@ def test_llama_cpp_answers_a_chat(name, tmp_path):
     path = tmp_path / "qa.jsonl"
     rows = [{"q": f"{n} and 1?", "a": f"it is {n + 1}"} for n in range(300)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shards = data.prepare(f"jsonl:{path}", tmp_path / "shards", "bytes", prompt_field="q", response_field="a",
-                          row=64)
+    shards = prepare(f"jsonl:{path}", tmp_path / "shards", "bytes", prompt_field="q", response_field="a",
+                     row=64)
     model_class, trainer = MODELS[name]
     done = trainer.train(0, shards, tmp_path / "run", steps=200, seq_len=64, attention="isolated")
     assert done.code == 0, done.out

@@ -24,6 +24,7 @@ from test_monitor import curves
 
 import data
 from ddp_utils import Heartbeat, list_checkpoints
+from prepare.pipeline import prepare
 
 TIMEOUT = 15  # of the trainers' collectives, in seconds
 SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, on a busy machine
@@ -285,7 +286,7 @@ def test_five_nodes_four_and_five_again(lab, tmp_path):
     script, text = tmp_path / "recording.py", tmp_path / "text.txt"
     script.write_text(RECORDING)
     text.write_text("".join(f"{i} is not {i * i}. " for i in range(1500)))
-    shards = data.prepare(f"text:{text}", tmp_path / "shards", "bytes", workers=1)
+    shards = prepare(f"text:{text}", tmp_path / "shards", "bytes", workers=1)
 
     def train(nodes: int, steps: int) -> list:
         flags = GPT2.flags(shards, "run", global_batch=None, steps=steps, save_every=5, eval_every=10)
@@ -383,7 +384,7 @@ def test_a_node_that_is_cut_off_ends_too(lab, shards):
 @pytest.mark.long
 def test_different_data_on_one_node_is_one_sentence_on_all(lab, shards, tmp_path):
     (tmp_path / "other.txt").write_text("a different text\n" * 20000)
-    other = data.prepare(f"text:{tmp_path / 'other.txt'}", tmp_path / "other", "bytes", workers=1)
+    other = prepare(f"text:{tmp_path / 'other.txt'}", tmp_path / "other", "bytes", workers=1)
     for node in range(5):
         shutil.copytree(other if node == 3 else shards, lab.home(node) / "shards")
     for process in train(lab, [1] * 5, "shards"):

@@ -7,13 +7,14 @@ import pytest
 from conftest import SHARED, place
 
 import data
+from prepare import bpe, tokenizer_json
 
 T = 96
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return data.train_bpe(["the quick brown fox jumps over the lazy dog and runs away again " * 50], 300)
+    return bpe.train_bpe(["the quick brown fox jumps over the lazy dog and runs away again " * 50], 300)
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +121,12 @@ def test_word_pieces_continue_a_word(tmp_path):
 def test_bytes_of_tokens_that_another_program_wrote(tmp_path):
     """In the vocabulary a byte-level BPE spells a byte as a character, and SentencePiece some as <0xNN>."""
     pytest.importorskip("tokenizers")
-    ours = data.train_bpe(["Niño: ¡eh!\n\tИван 你好 " * 9], 300)
+    ours = bpe.train_bpe(["Niño: ¡eh!\n\tИван 你好 " * 9], 300)
     spec = json.loads(ours.to_json())
     spec["model"]["dropout"] = None
     theirs = data.parse_tokenizer_json("other", json.dumps(spec))
-    assert isinstance(theirs, data.HuggingFaceTokenizer) and not isinstance(ours, data.HuggingFaceTokenizer)
+    assert isinstance(theirs, tokenizer_json.HuggingFaceTokenizer)
+    assert not isinstance(ours, tokenizer_json.HuggingFaceTokenizer)
     assert theirs.lengths() == ours.lengths()
     vocab = {"<unk>": 0, "</s>": 1, "<0x0A>": 2, "\u2581é": 3}
     spec = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,

@@ -13,7 +13,7 @@ from conftest import ROOT
 from processes import fork
 from runs import Trainer, copy_of_the_first_half, evaluations_of, steps_of, tensors_of
 
-import data
+from prepare.pipeline import prepare
 
 # four micro-batches on one process, two on each of two; seven steps, killed in the fifth
 SHAPE = dict(n_layer=2, n_head=2, d_model=32, seq_len=64)
@@ -44,8 +44,8 @@ def pairs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("pairs")
     lines = (json.dumps({"q": f"{i} times {i}?", "a": "so " * (i % 9) + str(i * i)}) for i in range(600))
     (directory / "pairs.jsonl").write_text("\n".join(lines))
-    return data.prepare(f"jsonl:{directory}/pairs.jsonl", directory / "bytes", "bytes", workers=1, row=64,
-                        prompt_field="q", response_field="a", val_split="hash:0.2")
+    return prepare(f"jsonl:{directory}/pairs.jsonl", directory / "bytes", "bytes", workers=1, row=64,
+                   prompt_field="q", response_field="a", val_split="hash:0.2")
 
 
 def minimal(directory, shards, changes: dict):

@@ -41,6 +41,7 @@ from model import (
     pad_vocab,
     rms_norm,
 )
+from prepare import bpe
 from train_gpt2 import parse_args
 from weights.huggingface import from_hf, to_hf
 from weights.sampling import continue_text, generate, sample_ids
@@ -680,7 +681,7 @@ def test_we_read_what_transformers_writes(seed, transformers, tmp_path):
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_path):
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
-    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else data.train_bpe([text] * 20, 290)
+    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else bpe.train_bpe([text] * 20, 290)
     ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
     with torch.no_grad():
         ours.head.weight[tokenizer.eot] = 0.0  # else chance, not the same in each torch, ends the text early
@@ -733,7 +734,7 @@ def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, t
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
         tokenizer = data.parse_tokenizer_json(kind, built.to_str())
     else:
-        tokenizer = data.train_bpe([text] * 20, 290) if kind == "bpe" else data.load_tokenizer(kind)
+        tokenizer = bpe.train_bpe([text] * 20, 290) if kind == "bpe" else data.load_tokenizer(kind)
     before = tokenizer.to_json()
     export(hrm(vocab_size=tokenizer.vocab_size, padded_vocab=pad_vocab(tokenizer.vocab_size)), tokenizer,
            tmp_path)

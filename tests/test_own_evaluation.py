@@ -32,6 +32,7 @@ import model as model_module
 import monitor
 from ddp_utils import TrainState, UserError, list_checkpoints, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
+from prepare.pipeline import prepare
 from weights.init_from import load_frozen
 from weights.use import load_model, load_run
 
@@ -237,7 +238,7 @@ def test_a_run_of_before_keeps_its_rows(shards, tmp_path):
 
 def test_a_validation_set_shorter_than_a_row_is_named(corpus, tmp_path):
     """And the length that it gives holds it."""
-    small = data.prepare(f"text:{corpus}", tmp_path / "small", "bytes", val_split="tail:0.001")
+    small = prepare(f"text:{corpus}", tmp_path / "small", "bytes", val_split="tail:0.001")
     size = sum(shard["tokens"] for shard in data.read_manifest(small)["shards"] if shard["split"] == "val")
     trainer = Trainer("train_gpt2.py", **FLAGS)
     length = size + 10
@@ -308,7 +309,7 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     done = trainer.train(0, shards, tmp_path / "run", steps=8)
     said = f"resuming with frozen {{'{own}': 8}} (was {{'{own}': 4}})"
     assert done.code == 0 and said in done.out, done.out
-    other = data.prepare(f"text:{corpus}", tmp_path / "other", "bpe:300")
+    other = prepare(f"text:{corpus}", tmp_path / "other", "bpe:300")
     refused = trainer.train(0, other, tmp_path / "odd")
     assert refused.code == 2 and "was trained with the tokenizer bytes (" in refused.out, refused.out
     short = trainer.train(0, shards, tmp_path / "long", seq_len=64)

@@ -21,7 +21,8 @@ import model as model_module
 from data import UserError
 from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
-from weights import use as weights_use
+from prepare.pipeline import prepare
+from weights.use import load_run
 
 
 class Counting(GPT2):
@@ -495,8 +496,8 @@ def test_a_trainer_without_a_file_has_no_text(tmp_path):
 
 def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
     (tmp_path / "t.txt").write_text("Once upon a time there was a test. " * 400)
-    other = data.prepare(f"text:{tmp_path}/t.txt", tmp_path / "other", "bpe:300")
-    same = data.prepare(f"text:{tmp_path}/t.txt", tmp_path / "same", "bytes")
+    other = prepare(f"text:{tmp_path}/t.txt", tmp_path / "other", "bpe:300")
+    same = prepare(f"text:{tmp_path}/t.txt", tmp_path / "same", "bytes")
     for directory, code in ((other, 2), (same, 0)):
         path = tmp_path / f"train_{directory.name}.py"
         joined = f"dataset.val['more'] = data.Dataset([Path({str(directory)!r})], args.seq_len).val['']"
@@ -512,7 +513,7 @@ def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
 def test_a_run_is_loaded_for_use_as_it_was_evaluated(ema, shards, tmp_path):
     trainer = Trainer("train_gpt2.py", **FLAGS)
     assert trainer.train(0, shards, tmp_path / "run", ema=ema, eval_batches=0).code == 0
-    model, tokenizer = weights_use.load_run(GPT2, tmp_path / "run")
+    model, tokenizer = load_run(GPT2, tmp_path / "run")
     loss = labels = 0
     for x, y in data.validation_batches(data.Dataset([shards], 32).val[""], 4, place(0, 1), 0):
         logits = model(x)
@@ -523,7 +524,7 @@ def test_a_run_is_loaded_for_use_as_it_was_evaluated(ema, shards, tmp_path):
     assert loss / labels == pytest.approx(evaluations_of(tmp_path / "run")[-1]["val_loss"], abs=1e-5)
     assert tokenizer.decode(tokenizer.encode("def").tolist()) == "def"
     with pytest.raises(RunError):
-        weights_use.load_run(GPT2, tmp_path)
+        load_run(GPT2, tmp_path)
 
 
 HEAD = """

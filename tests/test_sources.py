@@ -18,12 +18,15 @@ from runs import Trainer
 from test_data import bins, read_documents, read_split
 
 import data
+from prepare import bpe, packing, pipeline, sources
+from prepare import llm_c as prepare_llm_c
+from prepare.pipeline import prepare
 
 TEXT = "first line é\r\n" * 500
 
 
 def prepared(dataset: str, out, **options):
-    return data.prepare(dataset, out, "bytes", workers=1, **options)
+    return prepare(dataset, out, "bytes", workers=1, **options)
 
 
 def refused(dataset: str, out, **options) -> str:
@@ -45,7 +48,7 @@ def write_table(path, **columns):
 
 
 def texts_of(dataset: str, **options) -> list:
-    source = data.Source(dataset, data.settings_of(dataset, **options))
+    source = sources.Source(dataset, pipeline.settings_of(dataset, **options))
     return [document if isinstance(document, tuple) else "".join(document)
             for document, _, _ in source.documents(0)]
 
@@ -216,7 +219,7 @@ def test_another_content_of_the_same_length_is_refused(here, monkeypatch):
     assert prepared("text:a/n.txt", "out") == out
     (here / "a" / "n.txt").write_text("longer\n" * 500)
     with pytest.raises(data.UserError, match="another text"):
-        data.check_source("text:a/n.txt", out, data.read_manifest(out)["settings"])
+        pipeline.check_source("text:a/n.txt", out, data.read_manifest(out)["settings"])
 
 
 def test_a_local_folder_of_hf_that_has_changed_is_refused(here):
@@ -244,7 +247,7 @@ def test_links_give_each_file_once(here, capsys):
 
 @pytest.mark.parametrize("block", [1, 5, 1 << 20])
 def test_documents_between_separators(here, capsys, monkeypatch, block):
-    monkeypatch.setattr(data, "BLOCK", block)
+    monkeypatch.setattr(sources, "BLOCK", block)
     stories = [f"Once a cat {n}.\n" for n in range(9)]
     (here / "x.txt").write_text(data.EOT.join(stories))
     assert texts_of("text:x.txt", val_split="hash:0.1", split_on=data.EOT) == stories
@@ -262,17 +265,17 @@ def test_markers_in_text_are_counted(here, capsys):
 
 @pytest.mark.parametrize("unit", ["a", "-", " ", "é"])
 def test_long_runs_are_cut_for_training(unit):
-    assert max(map(len, data.short_runs([unit * 100_000]))) == data.LONGEST_RUN
-    assert "".join(data.short_runs(["x " + unit * 100_000 + " y"])) == "x " + unit * 100_000 + " y"
-    assert list(data.short_runs([f"{unit * 500} y " * 99])) == [f"{unit * 500} y " * 99]
+    assert max(map(len, bpe.short_runs([unit * 100_000]))) == bpe.LONGEST_RUN
+    assert "".join(bpe.short_runs(["x " + unit * 100_000 + " y"])) == "x " + unit * 100_000 + " y"
+    assert list(bpe.short_runs([f"{unit * 500} y " * 99])) == [f"{unit * 500} y " * 99]
 
 
 @pytest.mark.parametrize("name, split", [
     ("retrieval_000000.bin", "train"), ("interval_1.bin", "train"), ("x_val_000000.bin", "val"),
     ("val.bin", "val"), ("fineweb-val1.bin", "val"), ("validation_0.bin", "val"), ("eval_0.bin", "val")])
 def test_val_is_a_whole_part_of_a_name(here, name, split):
-    data.write_shard(here / name, [data.np.arange(9)], "uint16")
-    manifest, _ = data.manifest_of_plain_shards(here, "bytes")
+    packing.write_shard(here / name, [data.np.arange(9)], "uint16")
+    manifest, _ = prepare_llm_c.manifest_of_plain_shards(here, "bytes")
     assert manifest["shards"][0]["split"] == split
 
 
@@ -289,7 +292,7 @@ def test_a_trainer_says_that_nothing_is_evaluated(here):
 @pytest.mark.parametrize("options", [{}, {"prompt_field": "q", "response_field": "r"}])
 def test_blank_lines_are_no_documents_of_a_resumed_source(here, options):
     (here / "x.jsonl").write_text("\n\n".join(json.dumps({"text": str(n), "q": n, "r": 0}) for n in range(9)))
-    source = data.Source("jsonl:x.jsonl", data.settings_of("jsonl:x.jsonl", **options))
+    source = sources.Source("jsonl:x.jsonl", pipeline.settings_of("jsonl:x.jsonl", **options))
     whole = [list(document) for document, _, _ in source.documents(0)]
     assert [list(document) for document, _, _ in source.documents(4)] == whole[4:] and len(whole) == 9
 
@@ -333,8 +336,8 @@ def test_a_source_that_cannot_be_read_any_more_is_not_needed(here, capsys, monke
 
     def forbidden(path):
         raise PermissionError(13, "Permission denied", str(path))
-    monkeypatch.setattr(data, "sha256_of", forbidden)
-    data.check_source("text:x.txt", here / "out", settings)
+    monkeypatch.setattr(sources, "sha256_of", forbidden)
+    pipeline.check_source("text:x.txt", here / "out", settings)
     assert "Permission denied" in (said := capsys.readouterr().out) and "prepared before, is used" in said
 
 
@@ -365,7 +368,7 @@ def test_a_separator_that_divides_nothing_is_said(here, capsys, monkeypatch):
     assert "WARNING" not in capsys.readouterr().out
     prepared("text:x.txt", "first", split_on="\n", val_split="hash:0.000001", max_samples=1)
     assert "WARNING" not in capsys.readouterr().out
-    monkeypatch.setattr(data, "BLOCK", 8)
+    monkeypatch.setattr(sources, "BLOCK", 8)
     assert "characters without a '<end>': leave --split-on out" in refused(
         "text:x.txt", "long", split_on="<end>", val_split="hash:0.000001")
 
@@ -414,7 +417,7 @@ def test_folders_of_save_to_disk_are_named_with_the_way_out(here):
     answers = [refused(name, "out") for name in names]
     for name in ("saved", "several"):
         with pytest.raises(data.UserError) as error:
-            data.manifest_of_plain_shards(here / name, "bytes")
+            prepare_llm_c.manifest_of_plain_shards(here / name, "bytes")
         answers.append(str(error.value))
     for found in answers:
         line = re.search(r"datasets.load_from_disk\(.*\)\S*.to_parquet\('x.parquet'\)", found)[0]
@@ -435,10 +438,10 @@ def test_advice_names_what_was_given_and_what_a_trainer_has(here, monkeypatch):
     write_rows(here / "x.jsonl", {"body": "a", "more": "b"})
     dataset = "jsonl:x.jsonl"
     with pytest.raises(data.UserError) as error:
-        data.prepare(dataset, here / "out", "bytes")
+        prepare(dataset, here / "out", "bytes")
     command = re.search("python (data.py prepare .*?) and train on", str(error.value))[1]
     assert command == "data.py prepare --dataset jsonl:x.jsonl --tokenizer bytes --text-field NAME"
-    monkeypatch.setattr(data, "reachable", lambda url: False)
+    monkeypatch.setattr(sources, "reachable", lambda url: False)
     assert "or the source stdlib" in refused("hf:nobody/nothing", "out2")
     prepared(dataset, "out3", text_field="body")
     assert "give data.py prepare another --out" in refused(dataset, "out3", text_field="more")

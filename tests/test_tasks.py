@@ -11,7 +11,9 @@ from runs import Trainer
 
 import data
 import train_hrm
-from weights import sampling as weights_sampling
+from prepare import pipeline, sources
+from prepare.pipeline import prepare
+from weights import sampling
 
 
 def level_of(prompt: str) -> int:
@@ -24,21 +26,21 @@ def check_sum(prompt: str, answer: str) -> None:
     assert len(a) == len(b) == 12 and len(answer) == 13 and int(a) + int(b) == int(answer)
 
 
-@pytest.mark.parametrize("level", range(1, data.LEVELS + 1))
+@pytest.mark.parametrize("level", range(1, sources.LEVELS + 1))
 def test_addition(level):
     for i in range(40):
-        prompt, answer = data.addition(random.Random(f"addition {level} {i}"), level)
+        prompt, answer = sources.addition(random.Random(f"addition {level} {i}"), level)
         check_sum(prompt, answer)
         assert level_of(prompt) == level
 
 
 def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
     """So it is the same with any number of workers, and after a stop."""
-    whole = data.prepare("task:addition", tmp_path / "whole", max_samples=3000, shard_tokens=20000, workers=1)
-    data.prepare("task:addition", tmp_path / "two", max_samples=3000, shard_tokens=20000, workers=2)
+    whole = prepare("task:addition", tmp_path / "whole", max_samples=3000, shard_tokens=20000, workers=1)
+    prepare("task:addition", tmp_path / "two", max_samples=3000, shard_tokens=20000, workers=2)
     for path in whole.glob("*.bin"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
-    source = data.Source("task:addition", data.settings_of("task:addition", max_samples=3000))
+    source = sources.Source("task:addition", pipeline.settings_of("task:addition", max_samples=3000))
     first = list(itertools.islice(source.documents(0), 50))
     assert list(itertools.islice(source.documents(20), 30)) == first[20:]
     manifest = json.loads((whole / "manifest.json").read_text())
@@ -46,9 +48,9 @@ def test_a_task_is_a_function_of_the_number_of_its_sample(tmp_path):
 
 
 def test_the_harder_half_of_the_levels_is_all_held_out(tmp_path):
-    half = data.LEVELS // 2
+    half = sources.LEVELS // 2
     count = 1000
-    source = data.Source("task:addition", data.settings_of("task:addition", max_samples=count))
+    source = sources.Source("task:addition", pipeline.settings_of("task:addition", max_samples=count))
     found = collections.Counter()
     for (prompt, _), split, name in itertools.islice(source.documents(0), count):
         kind, number = name.split("-")
@@ -57,7 +59,7 @@ def test_the_harder_half_of_the_levels_is_all_held_out(tmp_path):
         found[name] += 1
     untrained = sum(n for name, n in found.items() if name.startswith("untrained"))
     assert len(found) == 2 * half and 5 < untrained < 60
-    shards = data.prepare("task:addition", tmp_path / "shards", max_samples=count, workers=1)
+    shards = prepare("task:addition", tmp_path / "shards", max_samples=count, workers=1)
     dataset = data.Dataset([shards], 256)
     assert dataset.val.keys() <= found.keys()
     text = "".join(dataset.tokenizer.decode(tokens[:]) for tokens in dataset.train.tokens)
@@ -68,22 +70,22 @@ def test_the_harder_half_of_the_levels_is_all_held_out(tmp_path):
 @pytest.mark.full
 def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shards = data.prepare("task:addition", tmp_path / "shards", max_samples=200, workers=1)
+    shards = prepare("task:addition", tmp_path / "shards", max_samples=200, workers=1)
     dataset = data.Dataset([shards], 256)
     question, answer = dataset.first_pair()
     check_sum(question, answer)
     first = dataset.tokenizer.decode(next(iter(dataset.val.values())).grids[0][1][0])
     assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
-    monkeypatch.setattr(weights_sampling, "continue_text", lambda *_: ["some text"])
+    monkeypatch.setattr(sampling, "continue_text", lambda *_: ["some text"])
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = (f"prompt:\n{question}\nresponse:\nsome text\nresponse in the data:\n{answer}\nask it yourself: "
              f"python train_hrm.py --out {tmp_path / 'run'} --prompt {question}\n")
     assert done.code == 0 and shown in done.out, done.out
     lines = (json.dumps({"q": f"{n}\n{n + 1}", "a": f"{2 * n + 1}"}) for n in range(200))
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    short = data.prepare(f"jsonl:{tmp_path}/lines.jsonl", tmp_path / "short", "bytes", prompt_field="q",
-                         response_field="a", row=90, val_split="hash:0.2", workers=1)
+    short = prepare(f"jsonl:{tmp_path}/lines.jsonl", tmp_path / "short", "bytes", prompt_field="q",
+                    response_field="a", row=90, val_split="hash:0.2", workers=1)
     question, _ = data.Dataset([short], 90).first_pair()
     done = puzzles.train(0, short, tmp_path / "short-run")
     assert done.code == 0 and "rows of 90" in done.out and "\n" in question, done.out
@@ -100,8 +102,9 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
 
 def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "TASK_TOKENS", 30000)
-    monkeypatch.setattr(data, "UNTRAINED", 0.3)
+    monkeypatch.setattr(pipeline, "TASK_TOKENS", 30000)
+    for module in (sources, pipeline):
+        monkeypatch.setattr(module, "UNTRAINED", 0.3)
     done = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2).train(
         0, "task:addition", tmp_path / "run", steps=2, eval_every=2)
     assert done.code == 0 and "task:addition is prepared up to 30,000 tokens" in done.out, done.out
@@ -109,5 +112,5 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     assert re.search("exact match .*" + groups, done.out) and "rows of 256" in done.out, done.out
     assert "bits per byte" not in done.out and "cycles" not in done.out
     assert (tmp_path / "shards" / "task-addition-bytes" / "manifest.json").exists()
-    other = data.locate("task:addition", "bpe:300", 0, 0, max_samples=50, row=300)
+    other = pipeline.locate("task:addition", "bpe:300", 0, 0, max_samples=50, row=300)
     assert data.read_manifest(other)["row"] == 300

@@ -12,9 +12,11 @@ from runs import Trainer
 from test_model_gpt2_mlm import export, tiny
 
 import data
-from data import UserError
-from data import GPT2_DIGEST, tokenizer_id
+from data import GPT2_DIGEST, UserError, tokenizer_id
 from model import GPT2, MLM
+from prepare import bpe as prepare_bpe
+from prepare import tokenizer_json
+from prepare.pipeline import prepare
 from weights.huggingface import from_hf
 
 
@@ -100,7 +102,7 @@ def test_text_without_tokens_is_counted_and_refused_above_a_hundredth(tmp_path, 
 
     def prepared(text: str, name: str):
         (tmp_path / f"{name}.txt").write_text(text)
-        return data.prepare(f"text:{tmp_path / name}.txt", tmp_path / name, str(tmp_path / "t.json"))
+        return prepare(f"text:{tmp_path / name}.txt", tmp_path / name, str(tmp_path / "t.json"))
 
     with pytest.raises(UserError, match=r"loses 50\.00% of the characters of this text.* gpt2 or bpe:N"):
         prepared("hello 你好你好你 " * 90, "half")
@@ -122,7 +124,7 @@ def test_the_end_of_one_document_and_the_next_make_no_unknown_word(tmp_path, cap
     """One that has all words of each row loses none, although the rows have no white space at their ends."""
     (tmp_path / "t.json").write_text(word_level({"[UNK]": 0, "good": 1, "river": 2}))
     (tmp_path / "x.jsonl").write_text('{"text": "good river"}\n' * 99)
-    data.prepare(f"jsonl:{tmp_path}/x.jsonl", tmp_path / "out", str(tmp_path / "t.json"))
+    prepare(f"jsonl:{tmp_path}/x.jsonl", tmp_path / "out", str(tmp_path / "t.json"))
     assert "loses" not in capsys.readouterr().out
 
 
@@ -134,7 +136,7 @@ def test_lowercasing_and_nfkc_are_no_loss(tmp_path, capsys):
     bpe.train_from_iterator(["office hello"] * 9, trainers.BpeTrainer(special_tokens=["[UNK]"]))
     bpe.save(str(tmp_path / "t.json"))
     (tmp_path / "a.txt").write_text("HELLO o\ufb03ce " * 90)
-    data.prepare(f"text:{tmp_path}/a.txt", tmp_path / "out", str(tmp_path / "t.json"))
+    prepare(f"text:{tmp_path}/a.txt", tmp_path / "out", str(tmp_path / "t.json"))
     assert "loses" not in capsys.readouterr().out
 
 
@@ -143,7 +145,8 @@ def test_lowercasing_and_nfkc_are_no_loss(tmp_path, capsys):
 
 @pytest.mark.parametrize("name, lstrip", [("bytes", False), ("bpe", True)])
 def test_a_mask_takes_one_blank_only_where_a_token_would(tmp_path, name, lstrip):
-    tokenizer = data.train_bpe(["the cat sat on the mat"] * 30, 300) if lstrip else data.load_tokenizer(name)
+    trained = lstrip and prepare_bpe.train_bpe(["the cat sat on the mat"] * 30, 300)
+    tokenizer = trained or data.load_tokenizer(name)
     export(tiny(MLM, 0, vocab_size=tokenizer.num_ids), tokenizer, tmp_path)
     added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     assert {token["content"]: token["lstrip"] for token in added} == {data.EOT: False, "[MASK]": lstrip}
@@ -156,7 +159,7 @@ def test_a_mask_takes_one_blank_only_where_a_token_would(tmp_path, name, lstrip)
     ("bytes", "a\t[MASK]", "a\t"), ("bpe", "a\t[MASK]", "a\t"), ("bpe", "a\n[MASK]", "a\n")])
 def test_fill_asks_about_the_position_of_the_mask(name, text, before):
     from weights.sampling import fill_masks
-    bpe = data.train_bpe(["the cat sat on the mat"] * 30, 300)
+    bpe = prepare_bpe.train_bpe(["the cat sat on the mat"] * 30, 300)
     tokenizer = bpe if name == "bpe" else data.load_tokenizer("bytes")
     seen = []
 
@@ -177,9 +180,9 @@ def test_fill_asks_about_the_position_of_the_mask(name, text, before):
 @pytest.mark.full
 def test_data_of_another_tokenizer_than_that_of_the_weights_are_refused(tmp_path, shards, corpus):
     """Where it is not known they are warned of. One that lies there but is refused counts as not known."""
-    bpe = data.train_bpe([corpus.read_text()[:20000]], 300)
+    bpe = prepare_bpe.train_bpe([corpus.read_text()[:20000]], 300)
     export(tiny(GPT2, 0, vocab_size=300, seq_len=32), bpe, tmp_path / "hf")
-    other = data.prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "hf" / "tokenizer.json"))
+    other = prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "hf" / "tokenizer.json"))
     trainer = Trainer("train_gpt2.py", steps=1, d_model=None, n_layer=None, n_head=None)
     warning = "WARNING: hf:.* its weights are of use only if these ids mean the same"
     same = trainer.train(0, other, tmp_path / "same", init_from=f"hf:{tmp_path / 'hf'}")
@@ -222,16 +225,16 @@ def test_gpt2_from_the_hub_is_that_of_tiktoken(gpt2, tmp_path, corpus):
     for name in "new", "old":
         tokenizer = data.load_tokenizer(str(tmp_path / name))
         assert tokenizer.to_json() == gpt2.to_json() and tokenizer_id(tokenizer).endswith(GPT2_DIGEST)
-        shards = data.prepare(f"text:{corpus}", tmp_path / f"shards-{name}", str(tmp_path / name))
+        shards = prepare(f"text:{corpus}", tmp_path / f"shards-{name}", str(tmp_path / name))
         assert data.Dataset([shards], 32, "gpt2").tokenizer.to_json() == gpt2.to_json()
     one, *others = hub["model"]["merges"]
     for changes in {"dropout": 0.1}, {"merges": [*others, one]}, {"merges": others}:
         parsed = data.parse_tokenizer_json("odd", json.dumps(as_on_the_hub(gpt2, **changes)))
-        assert isinstance(parsed, data.HuggingFaceTokenizer), changes
+        assert isinstance(parsed, tokenizer_json.HuggingFaceTokenizer), changes
     for key, odd in {"normalizer": {"type": "Lowercase"},
                      "pre_tokenizer": hub["pre_tokenizer"] | {"add_prefix_space": True}}.items():
         parsed = data.parse_tokenizer_json("odd", json.dumps(hub | {key: odd}))
-        assert isinstance(parsed, data.HuggingFaceTokenizer), key
+        assert isinstance(parsed, tokenizer_json.HuggingFaceTokenizer), key
 
 
 @pytest.mark.parametrize("kind", ["spaces", "no alphabet", "own"])
@@ -250,7 +253,7 @@ def test_other_byte_level_tokenizers_are_run_by_the_package(kind, corpus):
         spec["model"]["vocab"]["unused"] = free.pop()
     found = data.parse_tokenizer_json(kind, json.dumps(spec))
     package = Tokenizer.from_str(json.dumps(spec))
-    assert isinstance(found, data.HuggingFaceTokenizer)
+    assert isinstance(found, tokenizer_json.HuggingFaceTokenizer)
     for text in "x        y", "    def f():", "caf\u00e9":
         assert found.encode(text).tolist() == package.encode(text, add_special_tokens=False).ids
 
@@ -280,17 +283,17 @@ def test_a_tokenizer_that_has_changed_under_its_name_is_refused(tmp_path, shards
     """By prepare and by a trainer; one that is gone is not needed."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "own.json"
-    path.write_text(data.train_bpe([corpus.read_text()[:20000]], 300).to_json())
+    path.write_text(prepare_bpe.train_bpe([corpus.read_text()[:20000]], 300).to_json())
     for _ in range(2):
-        data.prepare(f"text:{corpus}", tmp_path / "out", "own.json")
-    path.write_text(data.train_bpe([corpus.read_text()[20000:40000]], 300).to_json())
+        prepare(f"text:{corpus}", tmp_path / "out", "own.json")
+    path.write_text(prepare_bpe.train_bpe([corpus.read_text()[20000:40000]], 300).to_json())
     with pytest.raises(UserError, match="with the tokenizer own.json, not with own.json as it is now"):
-        data.prepare(f"text:{corpus}", tmp_path / "out", "own.json")
+        prepare(f"text:{corpus}", tmp_path / "out", "own.json")
     trainer = Trainer("train_gpt2.py", steps=1)
     done = trainer.train(0, tmp_path / "out", tmp_path / "run", tokenizer="own.json")
     assert done.code == 2 and "not with own.json as it is now" in done.out, done.out
     path.unlink()
-    data.prepare(f"text:{corpus}", tmp_path / "out", "own.json")
+    prepare(f"text:{corpus}", tmp_path / "out", "own.json")
 
 
 @pytest.mark.full
@@ -387,9 +390,9 @@ def test_a_tokenizer_beside_a_checkpoint_that_is_not_its_own_is_refused(tmp_path
     """As after a copy of a checkpoint into the directory of another run."""
     trainer = Trainer("train_gpt2.py", steps=2, max_new_tokens=2)
     assert trainer.train(0, shards, tmp_path / "run").code == 0
-    bpe = data.train_bpe([corpus.read_text()[:20000]], 300)
+    bpe = prepare_bpe.train_bpe([corpus.read_text()[:20000]], 300)
     (tmp_path / "run" / "tokenizer.json").write_text(bpe.to_json())
-    other = data.prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "run" / "tokenizer.json"))
+    other = prepare(f"text:{corpus}", tmp_path / "other", str(tmp_path / "run" / "tokenizer.json"))
     done = trainer.train(0, other, tmp_path / "new", init_from=tmp_path / "run")
     assert done.code == 2 and "lies beside another tokenizer.json" in done.out, done.out
 
@@ -430,7 +433,7 @@ def test_fill_and_the_pipeline_see_the_same_ids(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "theirs.json").write_text(foreign(kind))
     ours = data.load_tokenizer(str(tmp_path / "theirs.json"))
-    assert isinstance(ours, data.HuggingFaceTokenizer)
+    assert isinstance(ours, tokenizer_json.HuggingFaceTokenizer)
     rows = -(-ours.num_ids // 64) * 64
     export(tiny(MLM, 0, vocab_size=ours.num_ids, padded_vocab=rows, eot=ours.eot), ours, tmp_path / "mlm")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "mlm")

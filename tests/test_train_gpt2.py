@@ -21,6 +21,8 @@ from data import UserError
 from ddp_utils import list_checkpoints
 from model import GPT2 as GPT2Model
 from model import GPT2Block
+from prepare import packing
+from prepare.pipeline import prepare
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 
@@ -85,7 +87,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
                         lr=None, warmup=None, global_batch=None)
     assert gentle.code == 0 and "= 16 sequences" in gentle.out, gentle.out
     assert steps_of(tmp_path / "gentle")[0]["lr"] == 3e-5
-    data.prepare(f"text:{corpus}", tmp_path / "again", str(out / "tokenizer.json"), workers=1)
+    prepare(f"text:{corpus}", tmp_path / "again", str(out / "tokenizer.json"), workers=1)
     named = GPT2.train(0, tmp_path / "again", tmp_path / "named", size="tiny", init_from=out, steps=1)
     assert named.code == 0, named.out  # the same tokenizer under another name
     longer = GPT2.train(0, shards, tmp_path / "long", size="tiny", init_from=out, seq_len=64, steps=4)
@@ -110,7 +112,7 @@ def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shard
     shutil.copytree(shards, tmp_path / "alone")
     manifest = data.read_manifest(tmp_path / "alone")
     manifest["shards"] = [shard for shard in manifest["shards"] if shard["split"] == "train"]
-    data.write_manifest(tmp_path / "alone", manifest)
+    packing.write_manifest(tmp_path / "alone", manifest)
     alone = GPT2.train(0, tmp_path / "alone", tmp_path / "without", lr=1e-9, **flags)
     assert alone.code == 0, alone.out
     assert warning.findall(alone.out) == [("21", entropies["train"])]
@@ -237,7 +239,7 @@ def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_pat
     """Although each step is more than a pass over it. The run says so, and what it saves and removes."""
     (tmp_path / "notes.txt").write_text(corpus.read_text()[:20_000])
     small, out = tmp_path / "small", tmp_path / "run"
-    data.prepare(f"text:{tmp_path / 'notes.txt'}", small, "bytes", workers=1)
+    prepare(f"text:{tmp_path / 'notes.txt'}", small, "bytes", workers=1)
     done = GPT2.train(0, small, out, global_batch=600, steps=12, eval_every=4, save_every=6)
     assert done.code == 0, done.out
     assert [line["step"] for line in evaluations_of(out)] == [4, 8, 12]
@@ -257,10 +259,10 @@ def test_a_run_ends_at_an_id_beyond_the_vocabulary_with_its_file(script, ranks, 
     directory = tmp_path / "shards"
     directory.mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 32 * 200 + 1).astype("u2")
-    data.write_shard(directory / "x_train_1.bin", [tokens], "uint16")
-    data.write_shard(directory / "x_val_1.bin", [tokens[:700]], "uint16")
+    packing.write_shard(directory / "x_train_1.bin", [tokens], "uint16")
+    packing.write_shard(directory / "x_val_1.bin", [tokens[:700]], "uint16")
     tokens[::32] = 300
-    data.write_shard(directory / "x_train_2.bin", [tokens], "uint16")
+    packing.write_shard(directory / "x_train_2.bin", [tokens], "uint16")
     trainer = Trainer(script, tokenizer="bytes", ff=None if "gpt2" in script else 48)
     done = trainer.fork(ranks, directory, tmp_path / "run")
     assert done.code == 2, done.out

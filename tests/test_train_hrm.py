@@ -23,12 +23,12 @@ from runs import (
     worker,
 )
 
-import data
 import ddp_utils
 import test_ddp
 import train_hrm
 from ddp_utils import RunError, list_checkpoints, read_checkpoint
-from weights import sampling as weights_sampling
+from prepare.pipeline import prepare
+from weights import sampling
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
 train, here = HRM.train, HRM.here
@@ -164,7 +164,7 @@ def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
 
 
 def test_a_directory_of_plain_shards_trains(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(weights_sampling, "continue_text", lambda *_: ["some text"])
+    monkeypatch.setattr(sampling, "continue_text", lambda *_: ["some text"])
     for shard in shards.glob("*.bin"):
         (tmp_path / shard.name).symlink_to(shard)
     done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2, sample_prompt="def")
@@ -453,7 +453,7 @@ def test_the_embedding_waits_for_its_gradient(tmp_path, shards):
 
 def test_weights_of_another_tokenizer_or_family_are_refused(tmp_path, shards, existing, corpus):
     other = tmp_path / "other"
-    data.prepare(f"text:{corpus}", other, "bpe:300", workers=1)
+    prepare(f"text:{corpus}", other, "bpe:300", workers=1)
     done = train(0, other, tmp_path / "run", size="tiny", init_from=existing)
     assert done.code == 2 and "was trained with the tokenizer bytes" in done.out, done.out
     done = Trainer("train_gpt2.py").train(0, shards, tmp_path / "gpt2", size="tiny", init_from=existing)

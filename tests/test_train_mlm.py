@@ -11,8 +11,8 @@ from conftest import run
 from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of
 
-import data
 from ddp_utils import list_checkpoints, read_checkpoint
+from prepare import packing
 
 MLM = Trainer("train_mlm.py", ff=48, window=16)
 
@@ -115,8 +115,8 @@ def test_a_second_half_that_repeats_the_first_is_restored(tmp_path):
     """Rows of four letters, each four times, twice over: what is masked stands elsewhere in the row."""
     letters = np.random.default_rng(0).integers(97, 123, (4200, 4))
     rows = np.tile(np.repeat(letters, 4, axis=1), 2).astype(np.uint16)  # (rows, 32)
-    data.write_shard(tmp_path / "train_000000.bin", [rows[:4000].ravel(), rows[0, :1]], "uint16")
-    data.write_shard(tmp_path / "val_000000.bin", [rows[4000:].ravel(), rows[0, :1]], "uint16")
+    packing.write_shard(tmp_path / "train_000000.bin", [rows[:4000].ravel(), rows[0, :1]], "uint16")
+    packing.write_shard(tmp_path / "val_000000.bin", [rows[4000:].ravel(), rows[0, :1]], "uint16")
     done = MLM.train(0, tmp_path, tmp_path / "run", tokenizer="bytes", d_model=64, n_head=4, n_layer=2, ff=96,
                      window=64, global_batch=64, batch=64, steps=400, lr=3e-3, warmup=20, mask_rate=0.15,
                      eval_every=400, save_every=400, log_every=400, eval_batches=0)

@@ -19,7 +19,7 @@ import ddp_utils
 from data import UserError
 from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, GPT2Config, KVCache, Linear, make_optimizers
-from weights import use as weights_use
+from weights.use import load_model
 
 RECURRENT = "tests/train_recurrent.py"
 # The shape in which a trainer is tested, and more flags of the run that is killed
@@ -107,7 +107,7 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch, pytest
     world = ddp_utils.init("gloo", "cpu")
     try:
         saved = ddp_utils.load_checkpoint(tmp_path / "run", print)
-        model = weights_use.load_model(model_class, saved, world)
+        model = load_model(model_class, saved, world)
     finally:
         torch.distributed.destroy_process_group()
     assert_decodes(model.eval())

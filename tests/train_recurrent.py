@@ -23,7 +23,7 @@ from model import (
     make_optimizers,
     rms_norm,
 )
-from weights import use as weights_use
+from weights import use
 
 
 @dataclass
@@ -103,7 +103,7 @@ def main(argv=None) -> None:
     run = ddp.find_run(Recurrent, args, world, globals(), argv)
     args = run.args  # what is not given is as in the run that is resumed
     if ddp.uses_model(args):
-        return weights_use.use_model(run)
+        return use.use_model(run)
     ddp.open_run(run)
     dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)

@@ -28,6 +28,8 @@ from runs import Trainer
 from test_data import flip, tree
 
 import data
+from prepare import packing
+from prepare.pipeline import prepare
 
 TRAINERS = {"train_hrm.py": Trainer("train_hrm.py", ff=64), "train_gpt2.py": Trainer("train_gpt2.py"),
             "train_mlm.py": Trainer("train_mlm.py", ff=48, window=16)}
@@ -344,10 +346,10 @@ def scene(tmp_path_factory) -> Path:
     intact = (root / "damaged.parquet").read_bytes()
     (root / "damaged.parquet").write_bytes(intact[:5000] + bytes(9000) + intact[14000:])
 
-    ready = data.prepare(f"text:{root}/good.txt", root / "ready", "bytes", workers=1)
-    data.prepare(f"text:{root}/good.txt", root / "other-text", "bpe:300", workers=1)
-    data.prepare(f"jsonl:{root}/pairs.jsonl", root / "pairs", "bytes", workers=1, prompt_field="q",
-                 response_field="a", row=32)
+    ready = prepare(f"text:{root}/good.txt", root / "ready", "bytes", workers=1)
+    prepare(f"text:{root}/good.txt", root / "other-text", "bpe:300", workers=1)
+    prepare(f"jsonl:{root}/pairs.jsonl", root / "pairs", "bytes", workers=1, prompt_field="q",
+            response_field="a", row=32)
     for name in ("truncated", "header", "first", "last", "damaged", "elsewhere", "pattern",
                  "unfinished", "missing", "changed", "nomanifest", "noshard", "exchanged"):
         shutil.copytree(ready, root / name)
@@ -360,7 +362,7 @@ def scene(tmp_path_factory) -> Path:
                        "pattern": manifest.replace('"train"', '".*"').replace(shard, "../x_000000.bin"),
                        "unfinished": manifest.replace('"complete": true', '"complete": false')}.items():
         assert text != manifest
-        data.write_manifest(root / name, json.loads(text))
+        packing.write_manifest(root / name, json.loads(text))
     (root / "damaged" / "manifest.json").write_text(manifest[:-100])
     (root / "missing" / "tokenizer.json").unlink()
     flip(root / "changed" / "tokenizer.json", 300)
@@ -411,7 +413,8 @@ def in_this_process(script: str, listed: list[str]) -> Finished:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as text:
         patch.setattr(sys, "argv", [script, *listed])
         try:
-            code = importlib.import_module(script.removesuffix(".py")).main()
+            name = "prepare.command" if script == "data.py" else script.removesuffix(".py")
+            code = importlib.import_module(name).main()
         except data.UserError as error:
             return Finished(error.exit_code, f"error: {error}\n")
         finally:

@@ -17,6 +17,9 @@ from test_ddp_utils import make_state, save, world  # noqa: F401
 
 import data
 from ddp_utils import RunError, list_checkpoints, load_checkpoint, read_checkpoint
+from prepare import packing, pipeline
+from prepare.command import verify
+from prepare.pipeline import prepare
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 
@@ -116,8 +119,8 @@ def prepared(tmp_path_factory) -> Path:
     lines = [json.dumps({"text": " ".join(words.choices("one two three four five six".split(), k=40))})
              for _ in range(60)]
     (folder / "text.jsonl").write_text("\n".join(lines))
-    return data.prepare(f"jsonl:{folder}/text.jsonl", folder / "out", "bytes", shard_tokens=3000, workers=1,
-                        val_split="hash:0.2")
+    return prepare(f"jsonl:{folder}/text.jsonl", folder / "out", "bytes", shard_tokens=3000, workers=1,
+                   val_split="hash:0.2")
 
 
 def state_of(directory: Path) -> tuple:
@@ -142,7 +145,7 @@ def test_prepared_data(prepared, tmp_path, capsys, count):
         victim, other = (tmp_path / "copy" / name for name in rng.sample(names, 2))
         kind = damage(rng, victim, other)
         try:
-            data.verify(tmp_path / "copy")
+            verify(tmp_path / "copy")
         except data.UserError as error:
             refused += 1
             message, size = str(error), (prepared / victim.name).stat().st_size
@@ -171,7 +174,7 @@ def test_a_wrong_position_in_an_unfinished_manifest_is_noticed(prepared, tmp_pat
     text = (out / "manifest.json").read_text()
     manifest = json.loads(text)
     manifest["complete"] = False
-    data.write_manifest(out, manifest)
+    packing.write_manifest(out, manifest)
     position = json.dumps(manifest["shards"][-1]["end"][0])
     text = (out / "manifest.json").read_text()
     assert data.read_manifest(out)["complete"] is False
@@ -183,7 +186,7 @@ def test_a_wrong_position_in_an_unfinished_manifest_is_noticed(prepared, tmp_pat
 @pytest.mark.parametrize("damage", ["short", "gone", "header", "an id", "tokenizer"])
 def test_the_advice_for_damaged_data_leads_on(corpus, tmp_path, damage):
     """To prepare them again alone would not: their manifest says that they are prepared."""
-    out = data.prepare(f"text:{corpus}", tmp_path / "out", "bytes")
+    out = prepare(f"text:{corpus}", tmp_path / "out", "bytes")
     path = out / ("tokenizer.json" if damage == "tokenizer" else "train_000000.bin")
     if damage == "short":
         os.truncate(path, 5000)
@@ -195,26 +198,26 @@ def test_the_advice_for_damaged_data_leads_on(corpus, tmp_path, damage):
         path.write_bytes(content)
     else:
         path.unlink()
-    for use in (data.verify, lambda out: data.Dataset([out], 16)):
+    for use in (verify, lambda out: data.Dataset([out], 16)):
         with pytest.raises(data.UserError, match="delete its directory and prepare it again.$"):
             use(out)
     shutil.rmtree(out)
-    data.prepare(f"text:{corpus}", out, "bytes")
-    data.verify(out)
+    prepare(f"text:{corpus}", out, "bytes")
+    verify(out)
 
 
 def test_limits_are_named_as_flags(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = f"text:{corpus}"
-    out = data.locate(source, "bytes", 0, 0, max_tokens=5000)
+    out = pipeline.locate(source, "bytes", 0, 0, max_tokens=5000)
     with pytest.raises(data.UserError, match="with another --max-tokens .5000, now 6000.: leave it out, "):
-        data.locate(source, "bytes", 0, 0, max_tokens=6000)
-    assert data.locate(source, "bytes", 0, 0, max_tokens=None) == out
+        pipeline.locate(source, "bytes", 0, 0, max_tokens=6000)
+    assert pipeline.locate(source, "bytes", 0, 0, max_tokens=None) == out
 
 
 def test_a_trainer_names_its_own_flag_and_the_form_of_bpe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(data.UserError, match="in training --seq-len, must be 4 or more"):
-        data.locate("task:addition", "bytes", 0, 0, row=3)
+        pipeline.locate("task:addition", "bytes", 0, 0, row=3)
     with pytest.raises(data.UserError, match="unknown tokenizer 'bpe:32k', .* bpe:N .trained on the data"):
         data.load_tokenizer("bpe:32k")

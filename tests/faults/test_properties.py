@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import data
+from prepare import command, packing, pipeline
+from prepare.command import verify
+from prepare.pipeline import prepare
 
 settings.register_profile("faults", deadline=None, max_examples=300 if conftest.LONG else 50,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -60,7 +63,7 @@ def test_what_is_written_is_read_in_rows(tmp_path, draw, dtype):
     streams = [draw.draw(arrays.arrays(dtype, size)) for size in sizes]
     paths = [tmp_path / f"train_{i:06d}.bin" for i in range(len(sizes))]
     for path, stream in zip(paths, streams):
-        data.write_shard(path, [stream], dtype)
+        packing.write_shard(path, [stream], dtype)
     shards = data.Shards(paths, seq_len)
     expected = [(s[i:i + seq_len], s[i + 1:i + 1 + seq_len]) for s in streams
                 for i in range(0, len(s) - seq_len, seq_len)]
@@ -124,10 +127,10 @@ def test_any_value_in_any_field(shards, tmp_path_factory, where, draw, value):
         del part[key]
     content = json.dumps(manifest | {"checksum": data.manifest_digest(manifest)})
     if parse(directory, content.encode()):
-        for use in (lambda: data.Dataset([directory], 8), lambda: data.verify(directory),
-                    lambda: data.info(directory, None),
-                    lambda: data.prepare(manifest["dataset"], directory, "bytes", workers=1),
-                    lambda: data.locate(manifest["dataset"], "bytes", 1000, 0)):
+        for use in (lambda: data.Dataset([directory], 8), lambda: verify(directory),
+               lambda: command.info(directory, None),
+               lambda: prepare(manifest["dataset"], directory, "bytes", workers=1),
+               lambda: pipeline.locate(manifest["dataset"], "bytes", 1000, 0)):
             with contextlib.suppress(data.UserError), contextlib.chdir(directory.parent):
                 use()
 

@@ -19,6 +19,9 @@ from runs import Trainer
 import data
 from ddp_utils import RunError, list_checkpoints, read_checkpoint
 from model import GPT2
+from prepare import packing
+from prepare.command import verify
+from prepare.pipeline import prepare
 from weights.huggingface import from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -147,7 +150,7 @@ def test_data_sets_with_code(tmp_path, planted, monkeypatch):
     (repo / "repo.py").write_text(f"import os; os.mkdir({str(planted)!r})")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     with pytest.raises(data.UserError):
-        data.prepare(f"hf:{repo}", tmp_path / "out", "bytes", workers=1)
+        prepare(f"hf:{repo}", tmp_path / "out", "bytes", workers=1)
 
 
 @pytest.mark.parametrize("name", [
@@ -162,10 +165,10 @@ def test_paths_in_a_manifest(shards, tmp_path, name):
     directory = tmp_path / "inside"
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["shards"][0]["file"] = name.format(outside=tmp_path / "outside")
-    data.write_manifest(directory, manifest)
+    packing.write_manifest(directory, manifest)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for use in (lambda: data.Dataset([directory], 8), lambda: data.verify(directory),
-                lambda: data.prepare(manifest["dataset"], directory, "bytes", workers=1)):
+    for use in (lambda: data.Dataset([directory], 8), lambda: verify(directory),
+           lambda: prepare(manifest["dataset"], directory, "bytes", workers=1)):
         with pytest.raises(data.UserError, match="manifest.json is damaged"):
             use()
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -181,9 +184,9 @@ def test_links_planted_where_files_get_written(tmp_path, shards, corpus):
     for name in (".tmp-tokenizer.json", ".tmp-manifest.json", "tokenizer.json", ".tmp-train_000000.bin",
                  ".lock"):
         (out / name).symlink_to(mine)
-    data.prepare(f"text:{corpus}", out, "bytes", workers=1)
+    prepare(f"text:{corpus}", out, "bytes", workers=1)
     assert mine.read_text() == "precious"
-    data.verify(out)
+    verify(out)
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "tb").mkdir()

@@ -25,6 +25,7 @@ import data
 import ddp_utils
 import model
 from ddp_utils import list_checkpoints, read_checkpoint
+from prepare import bpe
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
@@ -85,7 +86,7 @@ def test_prepare(tmp_path, number, workers):
     text = "".join(f"{n} and {n * n} more words\n" for n in range(60_000))
     goes_on = number == signal.SIGTERM  # the others have more to do, so that none is done before its signal
     (tmp_path / "text.txt").write_text(text if goes_on else 40 * text)
-    (tmp_path / "tokenizer.json").write_text(data.train_bpe([text[:10_000]], 300).to_json())
+    (tmp_path / "tokenizer.json").write_text(bpe.train_bpe([text[:10_000]], 300).to_json())
     command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--shard-tokens", "100k",
                "--tokenizer", tmp_path / "tokenizer.json", "--workers", workers, "--out")
     out = tmp_path / "out"
@@ -127,7 +128,7 @@ def test_ctrl_c_does_not_wait_for_the_threads_of_prepare(tmp_path, workers):
     """In the middle of a long document, with more of it waiting. What is finished is kept."""
     text = "".join(f"{n} and {n * n} more words\n" for n in range(400_000))
     (tmp_path / "text.txt").write_text(text)
-    (tmp_path / "tokenizer.json").write_text(data.train_bpe([text[:10_000]], 300).to_json())
+    (tmp_path / "tokenizer.json").write_text(bpe.train_bpe([text[:10_000]], 300).to_json())
     command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--shard-tokens", "100k",
                "--val-split", "hash", "--tokenizer", tmp_path / "tokenizer.json", "--workers", workers,
                "--out")

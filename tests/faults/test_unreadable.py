@@ -21,6 +21,10 @@ import data
 import monitor
 from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2
+from prepare import llm_c as prepare_llm_c
+from prepare import sources
+from prepare.command import verify
+from prepare.pipeline import prepare
 from weights.huggingface import from_hf
 from weights.use import load_run
 
@@ -94,8 +98,8 @@ def test_a_checkpoint_that_is_a_link_to_nothing_stays_the_newest(trained, shards
     ("train_000000.bin", "read"), ("train_000000.bin", "verify")])
 def test_data_that_cannot_be_read_are_not_damaged(shards, corpus, tmp_path, name, use):
     out = shutil.copytree(shards, tmp_path / "out")
-    uses = {"read": lambda: data.Dataset([out], 16), "verify": lambda: data.verify(out),
-            "prepare": lambda: data.prepare(f"text:{corpus}", out, "bytes")}
+    uses = {"read": lambda: data.Dataset([out], 16), "verify": lambda: verify(out),
+       "prepare": lambda: prepare(f"text:{corpus}", out, "bytes")}
     make_unreadable(out / name)
     with pytest.raises(data.NotNow, match=re.escape(f"{out / name} {LOOP}")):
         uses[use]()
@@ -119,7 +123,7 @@ def test_a_path_of_which_nothing_can_be_said(corpus, tmp_path, ranks, command):
     assert done.code in (1, 2) and "Traceback" not in done.out, done.out
     assert len(said) == max(ranks, 1) and all(TOO_LONG in line for line in said), done.out
     with pytest.raises(data.UserError, match="cannot be written: File name too long"):
-        data.prepare(f"text:{corpus}", tmp_path / LONG / "out", "bytes")
+        prepare(f"text:{corpus}", tmp_path / LONG / "out", "bytes")
 
 
 @pytest.mark.parametrize("pattern", ["notes/**/*.txt", "notes/*/*.txt", "notes/b/*"])
@@ -136,14 +140,14 @@ def test_a_folder_of_texts_that_cannot_be_listed_is_not_left_out(tmp_path, monke
 
     monkeypatch.setattr(os, "listdir", list_others)
     with pytest.raises(data.NotNow, match="notes/b cannot be accessed .Permission denied"):
-        data.find_files(f"{tmp_path}/{pattern}")
-    assert len(data.find_files(f"{tmp_path}/notes/a/*")) == 1
+        sources.find_files(f"{tmp_path}/{pattern}")
+    assert len(sources.find_files(f"{tmp_path}/notes/a/*")) == 1
 
 
 def test_plain_shards_that_cannot_be_listed_are_not_gone(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(data.NotNow, match="cannot be accessed"):
-        data.manifest_of_plain_shards(tmp_path / "loop", "bytes")
+        prepare_llm_c.manifest_of_plain_shards(tmp_path / "loop", "bytes")
 
 
 def test_other_files_that_cannot_be_read(trained, tmp_path, capsys):
@@ -173,7 +177,7 @@ def without_directory_sync(descriptor: int, sync=os.fsync):
 def test_a_file_system_that_cannot_sync_directories(corpus, tmp_path, monkeypatch):
     """Such as CIFS. What was written is written."""
     monkeypatch.setattr(os, "fsync", without_directory_sync)
-    out = data.prepare(f"text:{corpus}", tmp_path / "out", "bytes", workers=1)
+    out = prepare(f"text:{corpus}", tmp_path / "out", "bytes", workers=1)
     before = len(os.listdir("/proc/self/fd"))
     done = train(0, out, tmp_path / "run")
     assert done.code == 0 and "written" not in done.out, done.out
@@ -236,5 +240,5 @@ def test_a_link_to_what_is_not_mounted_is_named(shards, corpus, tmp_path, inside
     done = train(0, shards, out)
     assert done.code == 2 and sentence in done.out, done.out
     with pytest.raises(data.UserError, match=sentence):
-        data.prepare(f"text:{corpus}", out, "bytes")
+        prepare(f"text:{corpus}", out, "bytes")
     assert link.is_symlink()

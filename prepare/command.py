@@ -1,0 +1,157 @@
+"""`python data.py`."""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from data import (
+    TOKENIZERS,
+    WAY_BACK,
+    ArgumentParser,
+    Dataset,
+    UserError,
+    access,
+    flag_group,
+    open_shard,
+    parse_count,
+    read_directory,
+    read_manifest,
+    read_rows,
+    read_tokenizer_json,
+    row_of,
+    sha256_of,
+    shuffled,
+    unigram_entropy,
+)
+from prepare.llm_c import manifest_of_plain_shards
+from prepare.pipeline import describe, prepare
+from prepare.sources import LARGEST_ROW, SOURCES, TASK_ROW
+
+
+def parse_val_split(text: str) -> str:
+    match = re.fullmatch(r"(hash|tail):0\.\d+", text if ":" in text else f"{text}:0.01")
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a fraction F such as 0.01")
+    return match[0]
+
+
+def verify(directory: Path):
+    """Compares every byte of tokenizer and shards with the manifest. Raises UserError if one differs."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
+    read_tokenizer_json(directory, manifest)
+    for shard in manifest["shards"]:
+        path = directory / shard["file"]
+        open_shard(path)  # which says what is wrong with a header or a length
+        if sha256_of(path) != shard["sha256"]:
+            raise UserError(f"{path} has changed: {WAY_BACK}")
+        print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
+    print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
+
+
+def info(directory: Path, tokenizer_name: str | None):
+    manifest, _ = read_directory(directory, 1, tokenizer_name, manifest_of_plain_shards)
+    dataset = Dataset([directory], row_of(str(directory)) or 1, tokenizer_name,
+                      plain=manifest_of_plain_shards)
+    print(f"{manifest['dataset']}: {describe(manifest)}")
+    print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
+    for split, shards in dataset.splits().items():
+        entropy = unigram_entropy([shards])
+        print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
+              f"unigram entropy {entropy:.4f} nats")
+    tokenizer = dataset.tokenizer
+    print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
+          f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
+
+
+def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None,
+         seed: int):
+    if seq_len is None:
+        seq_len = row_of(str(directory)) or 128
+    if min(rows, seq_len) < 1:
+        raise UserError("--rows and --seq-len must be 1 or more.")
+    dataset = Dataset([directory], seq_len, tokenizer_name, plain=manifest_of_plain_shards)
+    splits = dataset.splits()
+    if split not in splits:
+        raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
+    shards = splits[split]
+    picked = np.sort(shuffled(np.arange(min(rows, shards.rows)), shards.rows, seed))
+    for row, tokens in zip(picked, read_rows(shards, picked)[0]):
+        print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
+
+
+def main():
+    parser = ArgumentParser(description="Prepares and inspects shards of tokens.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
+    p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
+    p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
+    p.add_argument("--tokenizer", dest="tokenizer_name",
+                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
+    flag = flag_group(p, "settings")
+    flag("--max-samples", parse_count, "stop after this many documents: 500k, 2M")
+    flag("--max-tokens", parse_count, "take at most this many training tokens, of pairs before they are "
+         "packed")
+    flag("--min-words", int, "skip documents with fewer words", 0)
+    flag("--text-field", str, "field or column that holds the text", "text")
+    flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>', or "
+         "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
+    flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
+         "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
+         "hash:0.01, for less than 10M tokens or 10k documents 0.1, as for stdlib of less than 1,000 "
+         "files, for task:addition 0.05)")
+    flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
+         "16 (default: none; for task:addition the level)")
+    flag("--shard-tokens", parse_count, "tokens per shard", "100M")
+    flag("--workers", int, "threads that tokenize (default: one per core)")
+    flag = flag_group(p, "pairs of prompt and response")
+    flag("--prompt-field", str, "field that holds the prompt of a pair")
+    flag("--response-field", str, "field that holds the response of a pair")
+    flag("--condition-field", str, "field to put in front of the prompt: text, or the name of a "
+         "special token of the tokenizer")
+    flag("--row", int, "tokens in a row, into which whole pairs are packed: the --seq-len of the "
+         "trainer (default: the multiple of 64 that holds the longest of the first 10,000 pairs, up to "
+         f"{LARGEST_ROW}; {TASK_ROW} for task:addition)")
+    flag("--long", ("truncate", "drop"), "truncate or drop a response that does not fit into a row "
+         "(default: truncate)")
+    p.set_defaults(run=prepare)
+    for run, text in ((info, "what a prepared directory holds"),
+                      (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):
+        p = commands.add_parser(run.__name__, help=text)
+        p.add_argument("directory", type=Path)
+        p.set_defaults(run=run)
+        if run is not verify:
+            p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards without a manifest")
+        if run is peek:
+            flag = flag_group(p, "which rows")
+            flag("--rows", int, "how many", 3)
+            flag("--split", str, "train, val, or val_NAME", "train")
+            flag("--seq-len", int, "tokens in a row (default: 128; pairs have their own)")
+            flag("--seed", int, "of their choice", 0)
+    args = vars(parser.parse_args())
+    del args["command"]
+    args.pop("run")(**args)
+
+
+def command():
+    """Runs the command and ends the process."""
+    code = 0
+    try:
+        with access():
+            main()
+    except UserError as error:
+        code = error.exit_code
+        print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:  # from `peek … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.unraisablehook = lambda _: None  # from half-made objects, such as a progress bar
+        code = 130
+        print("\nstopped: finished shards are kept; run the same command again to resume", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(code)  # pyarrow's threads can abort a process that shuts down while they still run

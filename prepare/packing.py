@@ -1,0 +1,170 @@
+"""Rows of pairs, and shards with their manifest."""
+
+import bisect
+import json
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data import FORMATS, UserError, manifest_digest, sha256_of, write_atomically
+
+
+def shard_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size < 65_536 else "uint32"  # < because [MASK] may be one more id
+
+
+def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
+    """Writes the arrays as one shard. Returns its sha256."""
+    header = np.zeros(256, dtype="int32")
+    header[:3] = *FORMATS[dtype], sum(map(len, arrays))
+    write_atomically(path, header, *(a.astype(dtype, copy=False) for a in arrays))
+    return sha256_of(path)
+
+
+def write_manifest(directory: Path, manifest: dict):
+    manifest["checksum"] = manifest_digest(manifest)
+    write_atomically(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
+
+
+@dataclass
+class Packer:
+    """Packs whole samples into rows of `row` tokens. Each goes into the open row with the tightest fit; at
+    most WINDOW rows are open. Start tokens fill the rest of a row. If they also end samples, each row keeps
+    room for one. With `truncate`, a response that is too long is cut and loses its end; otherwise the sample
+    is dropped. Samples whose prompt is too long or whose response is empty are always dropped.
+    """
+
+    WINDOW = 1000
+
+    row: int
+    roles: dict[str, int]
+    truncate: bool
+    counts: Counter
+
+    def __post_init__(self):
+        self.space = self.row - (self.roles["end"] < 0)
+        self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
+
+    def add(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """Adds a sample; returns the rows that this closes."""
+        prompt = 1 + int((tokens == self.roles["response"]).argmax())
+        dropped = None
+        if len(tokens) - (self.roles["end"] >= 0) == prompt:
+            dropped = "empty responses"
+        elif prompt >= self.row:
+            dropped = "too long prompts"
+        elif len(tokens) > self.space and not self.truncate:
+            dropped = "too long responses"
+        if dropped:
+            self.counts[dropped] += 1
+            return []
+        if len(tokens) > self.space:
+            self.counts["truncated responses"] += 1
+            tokens = tokens[:self.row]
+        if prompt == 2:  # the start and the marker alone
+            self.counts["empty prompts"] += 1
+        self.counts["samples"] += 1
+        self.counts["tokens"] += len(tokens)
+        at = bisect.bisect_left(self.open, (len(tokens),))
+        free, number, samples = self.open.pop(at) if at < len(self.open) else (
+            self.space, self.counts["samples"], [])
+        bisect.insort(self.open, (free - len(tokens), number, [*samples, tokens]))
+        return self.close(1) if len(self.open) > self.WINDOW else []
+
+    def close(self, count: int) -> list[np.ndarray]:
+        """Closes the `count` fullest open rows and returns them."""
+        rows = []
+        for _, _, samples in self.open[:count]:
+            used = np.concatenate(samples)
+            rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.roles["start"]))
+        del self.open[:count]
+        return rows
+
+
+@dataclass
+class ShardWriter:
+    """Collects tokens and writes them as shards in a thread. Pairs are packed into rows; their shard ends
+    with one more start token, because a row is read with the token after it. All splits are committed
+    together, so a resumed run needs only one position: the end of the newest shard.
+    """
+
+    MOST_SETS = 16  # validation sets
+
+    directory: Path
+    manifest: dict
+    thread: ThreadPoolExecutor
+
+    def __post_init__(self):
+        shards = self.manifest["shards"]
+        self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
+        self.splits = {shard["split"] for shard in shards}
+        self.packers: dict[str, Packer] = {}
+        self.writing = self.thread.submit(lambda: None)  # the last write, a Future
+        self.lost = Counter(self.manifest.get("lost"))
+        self.lowest = self.manifest.get("lowest_hash", 2**64)  # of the documents, until one is held out
+        self.counts = Counter(self.manifest.get("pairs"))
+        if not self.counts:
+            self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
+            self.counts["documents"] = sum(s["documents"] for s in shards)
+        self._begin_shard()
+
+    def _begin_shard(self):
+        self.arrays = defaultdict(list)
+        self.tokens = Counter()
+        self.documents = Counter()
+
+    def add(self, document: int, piece: int, split: str, tokens: np.ndarray):
+        settings = self.manifest["settings"]
+        arrays = [tokens]
+        self.splits.add(split)
+        if len(self.splits - {"train"}) > self.MOST_SETS:
+            raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, and "
+                            "each would be a validation set: name another field, or leave it out.")
+        if roles := self.manifest.get("roles"):
+            if split not in self.packers:
+                truncate = settings["long"] == "truncate"
+                self.packers[split] = Packer(settings["row"], roles, truncate, self.counts)
+            arrays = self.packers[split].add(tokens)
+        self.arrays[split] += arrays
+        self.tokens[split] += len(tokens)
+        self.documents[split] += piece == 0
+        self.counts["read"] += len(tokens) * (split == "train")
+        self.counts["documents"] += piece == 0
+        self.position = [document, piece + 1]
+        if self.tokens[split] >= settings["shard_tokens"]:
+            self.commit()
+
+    def commit(self, complete: bool = False):
+        """Starts writing the collected tokens. Raises UserError if the previous write failed."""
+        self.writing.result()
+        for split, packer in self.packers.items():
+            self.arrays[split] += packer.close(Packer.WINDOW)
+            if self.arrays[split]:
+                self.arrays[split].append(self.arrays[split][0][:1])
+        if not complete and not any(self.arrays.values()):
+            return  # all pairs so far were dropped; only a shard records the position
+        if self.packers:
+            self.manifest["pairs"] = dict(self.counts)
+        if self.splits == {"train"}:
+            self.manifest["lowest_hash"] = self.lowest
+        else:
+            self.manifest.pop("lowest_hash", None)
+        if self.lost["lost"]:
+            self.manifest["lost"] = dict(self.lost)
+        self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
+        self._begin_shard()
+
+    def _write(self, arrays: dict, documents: Counter, position: list, complete: bool):
+        shards = self.manifest["shards"]
+        number = int(shards[-1]["file"][-10:-4]) + 1 if shards else 0
+        for split in sorted(arrays):
+            if arrays[split]:
+                file = f"{split}_{number:06d}.bin"
+                digest = write_shard(self.directory / file, arrays[split], self.manifest["dtype"])
+                shards.append({"split": split, "file": file, "tokens": sum(map(len, arrays[split])),
+                               "documents": documents[split], "sha256": digest, "end": position})
+        self.manifest["complete"] = complete
+        write_manifest(self.directory, self.manifest)

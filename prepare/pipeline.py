@@ -1,0 +1,451 @@
+"""From a source to a directory of shards."""
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import os
+import re
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from data import (
+    EOT,
+    NotNow,
+    UserError,
+    cpu_count,
+    default_directory,
+    default_tokenizer,
+    directory_of,
+    in_order,
+    load_tokenizer,
+    lock_file,
+    parse_tokenizer_json,
+    prompt_ids,
+    read_manifest,
+    read_tokenizer_json,
+    say,
+    sha256_of,
+    why_not_made,
+    with_roles,
+    would_split,
+    write_atomically,
+)
+from prepare.bpe import BPE_TRAIN_CHARS, train_bpe
+from prepare.packing import ShardWriter, shard_dtype, write_manifest
+from prepare.sources import (
+    BLOCK,
+    LARGEST_ROW,
+    SHORT_NAMES,
+    TASK_ROW,
+    TASK_TOKENS,
+    UNTRAINED,
+    Source,
+    find_files,
+    pieces,
+    stdlib_files,
+)
+
+LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
+
+
+def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None,
+            workers: int | None = None, **options) -> Path:
+    """Tokenizes `dataset` into shards in `out` and returns that directory. The options are those of the
+    command line, see `settings_of`. After a kill, the same call resumes. Resuming and the number of workers
+    do not change the bytes. Raises UserError.
+    """
+    tokenizer_name = tokenizer_name or default_tokenizer(dataset)
+    out = Path(out or default_directory(dataset, tokenizer_name))
+    settings = settings_of(dataset, **options)
+    if workers is not None and workers < 1:
+        raise UserError("--workers must be 1 or more.")
+    source = Source(dataset, settings | {"tokenizer": tokenizer_name})
+    settings = {"source": source.identity, "tokenizer": tokenizer_name, **settings}
+    with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
+        manifest = read_manifest(out)
+        if not manifest or not manifest["shards"]:
+            manifest = start_manifest(dataset, out, source, settings)
+        if dataset == "stdlib" and options.get("val_split") is None:  # shards of an older default stay
+            settings["val_split"] = manifest["settings"]["val_split"]
+        settings["row"] = settings["row"] or manifest.get("row")
+        for key in manifest["settings"] | settings:
+            before = manifest["settings"].get(key)
+            now = settings.get(key)
+            if before != now:
+                raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): delete "
+                                "it, or give data.py prepare another --out.")
+        tokenizer_json = read_tokenizer_json(out, manifest, tokenizer_name)
+        if manifest["complete"]:
+            say(f"{out} is already prepared: {describe(manifest)}")
+            return out
+        if manifest["shards"]:
+            say(f"{out} resumes after {len(manifest['shards'])} shards")
+        writer = ShardWriter(out, manifest, thread)
+        tokenizer = parse_tokenizer_json(tokenizer_name, tokenizer_json)
+        tokenize(writer, source, tokenizer, workers or cpu_count())
+        if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
+            raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
+                            "longer than --row, or all of it fell into the validation split.")
+        writer.commit(complete=True)
+        writer.writing.result()
+    say(f"{out} is ready: {describe(manifest)}")
+    return out
+
+
+def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | None = None,
+                max_samples: int | None = None, max_tokens: int | None = None,
+                min_words: int | None = None, text_field: str = "text", shard_tokens: int = 10**8,
+                prompt_field: str | None = None, response_field: str | None = None,
+                condition_field: str | None = None, row: int | None = None, long: str | None = None,
+                split_on: str | None = None) -> dict:
+    """The settings that determine the bytes `prepare` writes, besides the text and the tokenizer, with
+    defaults. Raises UserError for options that conflict.
+    """
+    prefix = dataset.partition(":")[0]
+    if val_split is None:
+        # each text file is one document, so a few of them cannot be split by a hash
+        few = prefix == "text" and not split_on and len(find_files(dataset[5:])) < 100
+        small = (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
+        # Python as Linux distributions have it lacks its tests, the larger half
+        small = small or prefix == "stdlib" and len(stdlib_files()) < 1000
+        fraction = UNTRAINED if prefix == "task" else 0.1 if small else 0.01
+        val_split = "tail:0.1" if few else f"hash:{fraction}"
+    if val_split.startswith("tail:") and max_samples:
+        raise UserError("--max-samples does not go with --val-split tail:F, also the default for a few text "
+                        "files, which reads the text to its end: use --max-tokens, or name fewer files.")
+    if split_on and prefix != "text":
+        raise UserError(f"--split-on is for text: sources, and {dataset} needs none: leave it out.")
+    if not 1 <= shard_tokens < 2**30:
+        raise UserError("--shard-tokens must be between 1 and 1B.")
+    for flag, limit in (("--max-samples", max_samples), ("--max-tokens", max_tokens)):
+        if limit is not None and limit < 1:
+            raise UserError(f"{flag} must be 1 or more.")
+
+    fieldless = prefix in ("text", "stdlib")
+    if prefix == "task":
+        if not (max_tokens or max_samples):
+            raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
+        val_field = val_field or "level"
+    elif val_field and fieldless:
+        raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
+    pairs = prefix == "task" or bool(prompt_field or response_field or condition_field)
+    if text_field != "text" and (pairs or fieldless):
+        raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
+                        "out.")
+    if pairs and fieldless:
+        raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
+    if pairs and prefix != "task" and not (prompt_field and response_field):
+        raise UserError("--prompt-field and --response-field go together: name both.")
+    if pairs:
+        if row is not None and row < 4:
+            raise UserError("--row, in training --seq-len, must be 4 or more.")
+        row, long = row or (TASK_ROW if prefix == "task" else 0), long or "truncate"  # 0: see row_for
+    elif row or long:
+        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
+    return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
+            "max_tokens": max_tokens, "min_words": min_words or 0, "text_field": text_field,
+            "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
+            "condition_field": condition_field, "row": row, "long": long, "split_on": split_on}
+
+
+@contextlib.contextmanager
+def lock_directory(out: Path):
+    """Creates the directory of a data set and locks it for one process. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
+        if others and "manifest.json" not in others:
+            raise UserError(f"{out} holds {others[0]} but no manifest: empty it, or give data.py "
+                            "prepare another --out.")
+        lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
+    except OSError as error:
+        kind = NotNow if error.errno == errno.ENOSPC else UserError
+        reason = why_not_made(out, error)
+        raise kind(f"{out} cannot be written: {reason}; give data.py prepare another --out.")
+    with lock:
+        lock_file(lock, lambda: say(f"waiting for another process that is preparing {out}"))
+        yield
+
+
+def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> dict:
+    """Writes tokenizer.json, training it for bpe:N, and a manifest without shards. Returns the manifest."""
+    name = settings["tokenizer"]
+    if bpe := re.fullmatch(r"bpe:(\d+)", name):
+        if not 300 <= int(bpe[1]) <= 1_000_000:
+            raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
+        say(f"training {name} on {dataset}")
+        texts = first_texts(source, settings)
+        (_, tokenizer), = in_order([texts], 1, train_bpe, int(bpe[1]))  # in a thread, for Ctrl-C's sake
+        if tokenizer.num_ids < int(bpe[1]):
+            say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
+    else:
+        tokenizer = load_tokenizer(name)
+    if source.pairs:
+        tokenizer = with_roles(tokenizer)
+        settings["row"] = settings["row"] or row_for(source, settings, tokenizer)
+    write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
+    recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
+                "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
+    manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
+                "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
+    manifest |= {"row": settings["row"], "roles": tokenizer.roles} if source.pairs else {}
+    write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
+    return manifest
+
+
+def check_loss(name: str, counts: Counter) -> str:
+    """A warning if a tokenizer has lost some characters of a text, else "". UserError if more than 1 %."""
+    lost = counts["lost"] / max(counts["all"], 1)
+    text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
+    if lost > 0.01:
+        raise UserError(f"{text}: use another --tokenizer, such as gpt2 or bpe:N.")
+    return f"WARNING: {text}" if lost else ""
+
+
+def row_for(source: Source, settings: dict, tokenizer) -> int:
+    """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. With longer rows, a
+    small data set would fill only a few, and one step would pass over it several times.
+    """
+    first = itertools.islice(read_pieces(source, settings), 10_000)
+    arrays, _ = encode(first, source, tokenizer)
+    return min(64 * (max(map(len, arrays), default=0) // 64 + 1), LARGEST_ROW)
+
+
+def first_texts(source: Source, settings: dict) -> list[str]:
+    """About the first BPE_TRAIN_CHARS characters of the training split."""
+    texts = []
+    budget = BPE_TRAIN_CHARS
+    for _, _, split, text in read_pieces(source, settings):
+        if split == "train":
+            parts = text if source.pairs else [text]
+            texts += parts
+            budget -= sum(map(len, parts))
+        if budget <= 0:
+            break
+    return texts
+
+
+def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
+    """Encodes the source from the writer's position to its end or to max_tokens. The last text is cut there,
+    but no pair. With tail:F, what is held out follows.
+    """
+    from tqdm import tqdm  # comes with datasets
+    settings = writer.manifest["settings"]
+    counts = writer.counts
+    marks = 0
+    without = 0
+    limit = settings["max_tokens"]
+    full = bool(limit) and counts["read"] >= limit
+    source.done = 0  # beginnings may have been read
+    found = read_pieces(source, settings, writer.position, counts["documents"])
+    batches = in_batches(item for item in found if not full or item[2] != "train")
+    lines = not sys.stderr.isatty() or bool(os.environ.get("TQDM_DISABLE"))
+    said = time.monotonic()
+    with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
+              mininterval=0.5) as bar:
+        for batch, (arrays, lost) in in_order(batches, workers, encode, source, tokenizer):
+            for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
+                if full and (split == "train" or not source.tail):
+                    continue
+                if limit and split == "train":
+                    left = limit - counts["read"]
+                    full = len(tokens) >= left
+                    if source.pairs and len(tokens) > left:
+                        continue
+                    tokens = tokens[:left]
+                if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
+                    marks += str(text).count(EOT)  # of a text or of a pair
+                if piece == 0 and writer.splits <= {"train"}:
+                    writer.lowest = min(writer.lowest, hash64(text[0] if source.pairs else text))
+                writer.lost += counted
+                writer.add(document, piece, split, tokens)
+                if not full:
+                    without = document + 1 - counts["documents"]
+            check_loss(tokenizer.name, writer.lost)
+            bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
+            if lines and time.monotonic() > said + LINE_EVERY:
+                said = time.monotonic()
+                say(f"{counts['read'] / 1e6:.1f}M tokens so far")
+            bar.update((counts["read"] if limit else source.done) - bar.n)
+            if full and not source.tail:
+                break
+        if not full:
+            without = source.seen - counts["documents"]
+    if warning := check_loss(tokenizer.name, writer.lost):
+        say(warning)
+    if source.split_on and not source.divided:
+        say(f"WARNING: {source.split_on!r} of --split-on divides none of the files")
+    if marks:
+        say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
+            f"--split-on '{EOT}' makes documents of what is between")
+    if source.unread:
+        say(f"note: fields that were not read: {', '.join([*source.unread][:8])}")
+    if without:
+        say(f"note: {without:,} documents have no text or fewer words than --min-words")
+
+
+def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
+    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in total. A text
+    is a string, or a tuple with the fields of a pair.
+    """
+    fraction = float(settings["val_split"].partition(":")[2])
+    first, skip = position
+    samples -= skip > 0  # a document that is resumed in the middle has been counted already
+    for document, (blocks, split, name) in enumerate(source.documents(first), first):
+        for piece, text in enumerate(pieces(blocks)):
+            if piece == 0:
+                content = whole(text)
+                least = settings["min_words"]
+                if content.isspace() or least and len(content.split()) < least:
+                    break
+                if settings["max_samples"] and samples >= settings["max_samples"]:
+                    return
+                samples += 1
+                if split is None:  # a pair's prompt decides, so no prompt is in both
+                    decides = text[0] if source.pairs else text
+                    split = "val" if hash64(decides) < fraction * 2**64 else "train"
+                if split == "val" and name:
+                    split = f"val_{name}"
+            if document > first or piece >= skip:
+                yield document, piece, split, text
+        source.seen = document + 1
+
+
+def hash64(text: str) -> int:
+    """A number below 2^64 that depends on the text alone."""
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def whole(text: str | tuple) -> str:
+    """A piece of a document as it is, or the fields of a pair as lines."""
+    return text if isinstance(text, str) else "\n".join(text)
+
+
+def in_batches(items, chars: int = BLOCK // 2):
+    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work of a thread."""
+    batch = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(whole(item[-1]))
+        if size >= chars:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Counter]]:
+    """Token ids of each piece, and the characters that it loses, see HuggingFaceTokenizer.lost_in. A
+    document's first piece starts with end-of-text, unless it is a pair. Raises UserError with the number of
+    the document that cannot be encoded.
+    """
+    arrays = []
+    lost = []
+    dtype = shard_dtype(tokenizer.vocab_size)
+    for document, piece, _, text in items:
+        try:
+            if source.pairs:
+                prompt, response, *condition = text
+                parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
+                if (end := tokenizer.roles["end"]) >= 0:
+                    parts.append([end])
+            else:
+                parts = [[tokenizer.eot][:piece == 0], tokenizer.encode(text)]
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # a panic of Rust is not an Exception
+            reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
+            raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
+        arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
+        lost.append(tokenizer.lost_in(whole(text), arrays[-1]))
+    return arrays, lost
+
+
+def describe(manifest: dict) -> str:
+    shards = manifest["shards"]
+    train = sum(s["tokens"] for s in shards if s["split"] == "train")
+    val = sum(s["tokens"] for s in shards) - train
+    documents = sum(s["documents"] for s in shards)
+    text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
+            f"{documents:,} documents")
+    if not val:
+        text += (f" (nothing to evaluate: prepare with --val-split {would_split(manifest)} in another "
+                 "directory)")
+    if counts := manifest.get("pairs"):
+        fill = counts.get("tokens", 0) / max(train + val, 1)
+        shown = sorted(counts.keys() - {"read", "documents", "tokens"})
+        parts = [f"{counts[what]:,} {what}" for what in shown]
+        text += f" in rows of {manifest['row']}, {fill:.1%} full: {', '.join(parts)}"
+    return text
+
+
+def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
+           row: int | None = None, **limits: int | None) -> Path:
+    """Returns directory_of(data), prepared if necessary, up to the limits max_tokens, max_samples and
+    min_words. Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError if
+    it was prepared with other limits.
+
+    The first process of each node prepares. The others watch for the finished manifest instead of waiting in
+    a collective, because preparing can take hours. Meanwhile, watch() raises an error if a process is lost.
+    """
+    out = directory_of(data, tokenizer_name)
+    manifest = read_manifest(out)
+    if manifest and not manifest["shards"]:  # `prepare` failed early and starts over
+        manifest = None
+    for flag, limit in limits.items():
+        before = manifest["settings"].get(flag) if manifest else None
+        if limit not in (None, before) and (manifest or out == Path(data)):
+            flag = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave it out, "
+                            "delete that directory, or give data.py prepare another --out, and name that.")
+    if out == Path(data):
+        return out
+    if local_rank > 0:
+        while not (manifest and manifest["complete"]):
+            watch()
+            time.sleep(0.2)
+            manifest = read_manifest(out)
+        return out
+
+    prefix = data.partition(":")[0]
+    max_tokens = limits.get("max_tokens")
+    endless = prefix in ("task", "hf") or data in SHORT_NAMES
+    useful = TASK_TOKENS if prefix == "task" else useful
+    if manifest:
+        settings = manifest["settings"]
+    else:
+        settings = limits | {"max_tokens": max_tokens or (useful if endless else None)}
+        if prefix == "task":
+            settings["row"] = row
+    if manifest and manifest["complete"]:
+        check_source(data, out, settings)
+    else:
+        if endless and not max_tokens:
+            why = "" if prefix == "task" else ", 20 for each parameter"
+            say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
+                "another number")
+        options = {key: value for key, value in settings.items() if key not in ("source", "tokenizer")}
+        prepare(data, out, tokenizer_name, **options)
+    return out
+
+
+def check_source(data: str, out: Path, settings: dict):
+    """Raises UserError if `out` was prepared from other files than --data names now."""
+    try:
+        identity = Source(data, settings).identity
+    except (UserError, OSError) as error:  # the source is gone; the shards suffice
+        return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
+    if identity != settings["source"]:
+        raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
+                        "delete it, or prepare this one with another --out of data.py prepare, and name that "
+                        "with --data; either needs another --out in training. "
+                        f"To go on with the old text, use --data {out}.")

@@ -1,0 +1,85 @@
+"""Tokenizers that other programs wrote: a tokenizer.json, or a vocab.json with merges.txt."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from data import EOT, HRM_TEXT_ROLES, MASK, UserError, Vocabulary, parse_tokenizer_json, without_surrogates
+
+
+class HuggingFaceTokenizer(Vocabulary):
+    """Any tokenizer.json that data.py did not write, run by the `tokenizers` package."""
+
+    def __init__(self, name: str, text: str):
+        import tokenizers
+        self._tokenizer = package = tokenizers.Tokenizer.from_str(text)
+        package.encode_special_tokens = True  # "</s>" inside a text is text like any other
+        package.no_truncation()
+        package.no_padding()
+        if hasattr(package.model, "dropout"):  # with which a text has other ids each time
+            package.model.dropout = None
+        vocab = package.get_vocab()
+        ends = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
+        eot = next((s for s in ends if s in vocab), EOT)
+        mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
+        package.add_special_tokens([eot, mask])
+        vocab = package.get_vocab()
+        added = package.get_added_tokens_decoder()
+        specials = {token.content: i for i, token in added.items() if token.special}
+        super().__init__(name, vocab, specials, eot, mask, "ByteLevel" in str(package.decoder))
+        spec = json.loads(text)
+        declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        if len({*vocab.values()}) < len(vocab) or vocab != vocab | declared:  # tokenizers fills gaps
+            raise UserError(f"the ids of {name} have gaps, so that special tokens would get those of others: "
+                            "number its tokens from 0 without gaps.")
+        unknown = spec["model"].get("unk_id", vocab.get(spec["model"].get("unk_token")))
+        for special in self.specials:
+            if {*self.encode(f"{special} a{special}a").tolist()} & {*self.specials.values()} - {unknown}:
+                raise UserError(f"{name} encodes the text {special} to a special id, so a text could forge "
+                                "the end of a document: use another tokenizer, such as gpt2 or bpe:N.")
+
+    def lost_in(self, text: str, ids: np.ndarray) -> Counter:
+        """Of the characters of a text, normalized and without white space, how many there are in `all`, and
+        how many are `lost` in its ids, to which special ones may be added.
+        """
+        normalizer = self._tokenizer.normalizer
+        text = without_surrogates(text)
+        wanted = Counter("".join((normalizer.normalize_str(text) if normalizer else text).split()))
+        found = Counter(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        return Counter({"all": wanted.total(), "lost": (wanted - found).total()})
+
+    def encode(self, text: str) -> np.ndarray:
+        # unlike `encode`, this releases Python's lock; a batch of one text takes one core
+        found, = self._tokenizer.encode_batch([without_surrogates(text)], add_special_tokens=False)
+        return np.array(found.ids, dtype=np.uint32)
+
+    def encode_masked(self, text: str) -> list[int]:
+        """As an export does it: the parts between masks are no texts of their own, before which some
+        tokenizers put a blank, and the mask takes all white space before it.
+        """
+        import tokenizers
+        whole = tokenizers.Tokenizer.from_str(self.to_json())
+        mask = tokenizers.AddedToken(self.mask_token, lstrip=self.takes_blank)
+        whole.add_special_tokens([mask])
+        whole.no_truncation()
+        return whole.encode(text.replace(MASK, self.mask_token), add_special_tokens=False).ids
+
+    def decode(self, ids) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
+
+
+def from_merges(name: str) -> Vocabulary:
+    """GPT-2's older form, vocab.json and merges.txt, in the directory `name`."""
+    merges = Path(name, "merges.txt")
+    try:
+        from tokenizers import ByteLevelBPETokenizer
+        old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"{merges} and vocab.json beside it cannot be read by tokenizers: {error}.")
+    old.add_special_tokens([EOT])
+    return parse_tokenizer_json(name, old.to_str())
