@@ -35,6 +35,8 @@ from pathlib import Path
 
 import numpy as np
 
+HOST = os.uname().nodename  # the name of this machine
+
 
 class UserError(Exception):
     """A mistake that the user can fix: printed as one sentence without a traceback, exit code 2."""
@@ -1126,16 +1128,6 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
     if Path(data).is_dir() or (":" not in data and os.sep in data):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
-
-
-def expected_ids(data: str, tokenizer_name: str | None) -> int:
-    """How many ids a trainer's --data and --tokenizer have, [MASK] included, before anything is prepared."""
-    if manifest := read_manifest(directory_of(data, tokenizer_name)):
-        return max(manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask"] + 1)
-    name = tokenizer_name or default_tokenizer(data)
-    if re.fullmatch(r"bpe:\d+", name):
-        return int(name[4:])
-    return TIKTOKEN_IDS.get(name) or load_tokenizer(name).num_ids
 
 
 MOVED = {"prepare.sources": "Source SOURCES", "prepare.bpe": "train_bpe", "prepare.packing": "write_shard",

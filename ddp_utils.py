@@ -1,7 +1,6 @@
 """Distributed training: how processes start, agree, train, save, resume and end. In the order of a run:
 
     start and end       launch(main), start: join the process group, end without hanging
-    heartbeats          name the rank that is missing, or that made a collective fail
     agreement           on_all, on_rank0, sums over ranks, comparisons of ranks
     flags               make_parser, parse: the command line of all trainers
     which run           find_run: what to resume; open_run, plan_batch, new_model: what to train
@@ -68,6 +67,7 @@ from torch.optim import Adagrad, Adam, AdamW
 
 import monitor
 from data import (
+    HOST,
     ROOMS,
     ArgumentParser,
     Dataset,
@@ -120,17 +120,11 @@ FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained 
 # flags of one command or one machine, which a resumed run does not keep
 ASKED_ANEW = ("out", "resume", "tokenizer", "device", "backend", "timeout", "compile")
 UNSAID = (*ASKED_ANEW, "wanted_batch", "largest_batch")  # of which a change needs no line
-# what started several processes, by the variable in which it tells each their number
-STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
-            "MV2_COMM_WORLD_SIZE": "mpirun_rsh", "PALS_LOCAL_SIZE": "mpiexec", "JSM_NAMESPACE_SIZE": "jsrun",
-            "FLUX_JOB_SIZE": "flux run"}
-HOST = os.uname().nodename  # the name of this machine
 OF_EVALUATION = {"samples", "exact", "correct", "criterion"}  # no names for a metric
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # what a run does without where a folder is not there; of prepare/ only a new source needs anything
-WITHOUT = {"weights": "no samples are written"}
-HAS_CLUSTER = Path(__file__).with_name("cluster").is_dir()  # not where the trainers alone were copied
+WITHOUT = {"cluster": "a process that is lost is not named", "weights": "no samples are written"}
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
@@ -143,9 +137,10 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
-def ending_of(error: BaseException) -> tuple[int, str, str]:
+def ending_of(error: BaseException, explain=None) -> tuple[int, str, str]:
     """For the error that ended main(): the exit code, the text for this process to print, and the reason for
-    the other ranks to print. Prints an unforeseen error itself, with its traceback.
+    the other ranks to print. Prints an unforeseen error itself, with its traceback, unless `explain`, that of
+    cluster/diagnosis.py, knows better.
     """
     if isinstance(error, SystemExit):  # from --help
         return error.code or 0, "", ""
@@ -153,49 +148,15 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         return 130, "stopped", "it was stopped by Ctrl-C."
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
-    if (asked := memory_asked_for(error)) is not None:
-        reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
-                  "such as a smaller --batch or --checkpoint-activations block.")
-        return 1, f"error: {reason}", reason
-    if lacks_compiler(error):
-        reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
-                  "sudo apt install g++ python3-dev, or give --no-compile.")
-        return 2, f"error: {reason}", reason
-    # whether a lost or late process caused it, rather than a mistake in this one
-    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
-    lost = heartbeat and (from_backend or isinstance(error, dist.DistError))
-    if lost and (cause := heartbeat.ask()):
-        return 1, f"error: {cause}", ""
+    if explain and (found := explain(error, heartbeat, show_traceback)):
+        return found
+    show_traceback(error)
+    return 1, "", first_line(error)
+
+
+def show_traceback(error: BaseException):
     sys.excepthook(type(error), error, error.__traceback__)
     get_error_handler().record_exception(error)  # for torchrun's own report
-    reason = first_line(error)
-    if not lost:
-        return 1, "", reason
-    if heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
-        reason = (f"all processes stood still for {heartbeat.stood:.0f} s, as on a suspended machine: "
-                  f"{WAY_BACK}.")
-        return 1, f"error: {reason}", reason
-    return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
-               "cannot reach another."), reason
-
-
-def lacks_compiler(error: BaseException) -> bool:
-    """Whether the error says that Inductor or Triton found no compiler, or the compiler no Python.h."""
-    signs = (r"InvalidCxxCompiler|Failed to find C compiler|Python\.h: No such|"
-             r"Command '\['[^']*(gcc|clang|cc)'")
-    return re.search(signs, str(error)) is not None
-
-
-def memory_asked_for(error: BaseException) -> str | None:
-    """The size of a failed allocation, or "" if the error does not give it; None for other errors."""
-    text = str(error)
-    lacked = "out of memory" in text.lower() or "DefaultCPUAllocator" in text
-    if not lacked and not isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return None
-    if found := re.search(r"allocate (\d+) bytes", text):  # on a CPU
-        return f" (asked for {int(found[1]) / 2**30:.2f} GiB more)"
-    found = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
-    return f" (asked for {found[1]} more)" if found else ""
 
 
 launched = False  # whether `launch` runs main(), and ends the process
@@ -211,12 +172,15 @@ def launch(main):
     global launched
     launched = True
     get_error_handler().initialize()
+    explain = None
+    with room("cluster"):
+        from cluster.diagnosis import explain
     try:
         with access():
             main()
         code, text, reason = 0, "", ""
     except BaseException as error:
-        code, text, reason = ending_of(error)
+        code, text, reason = ending_of(error, explain)
     unwritten = Checkpoints.unwritten if code == 1 else []
     for number in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
         signal.signal(number, signal.SIG_IGN if unwritten else signal.SIG_DFL)
@@ -252,7 +216,8 @@ def with_cleanup(main):
             failed = False
         finally:
             at_end.close()
-            if not heartbeat or not failed:
+            several = heartbeat or dist.is_initialized() and dist.get_world_size() > 1
+            if not several or not failed:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
                 RunLock.release()
@@ -326,9 +291,18 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     compare(device, backend) can look for differences between ranks that would make the process group hang.
     Raises UserError on all ranks if one lacks the device.
     """
+    global heartbeat
     env = os.environ
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
-    rank, world_size, store = join(timeout) if launched else (0, 1, dist.HashStore())
+    rank, world_size, store = 0, 1, dist.HashStore()
+    if launched and "cluster" in rooms_here():
+        with room("cluster"):
+            from cluster.heartbeat import join
+        rank, world_size, store, heartbeat = join(timeout)
+        if heartbeat:
+            heartbeat.wait_for_all()
+    elif launched:
+        rank, world_size, store = int(env["RANK"]), int(env["WORLD_SIZE"]), None
     local_world_size = int(env.get("LOCAL_WORLD_SIZE") or 1)
     where, backend = on_all(choose_device, backend, device, local_world_size)
     if compare:
@@ -339,7 +313,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
             raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
     several_nodes = world_size > local_world_size
-    chosen = backend != "gloo" or HAS_CLUSTER or "GLOO_SOCKET_IFNAME" in env  # see choose_interface
+    # cluster/heartbeat.py chooses it
+    chosen = backend != "gloo" or "cluster" in rooms_here() or "GLOO_SOCKET_IFNAME" in env
     if several_nodes and not chosen and local_rank() == 0:
         say("WARNING: there is no folder cluster/ beside ddp_utils.py, so gloo takes the network card of "
             "this machine's name: copy the folder, too, or set GLOO_SOCKET_IFNAME")
@@ -364,9 +339,10 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     gpu = where if where.type == "cuda" else None
+    store = store and dist.PrefixStore("process group", store)  # without cluster/ that of MASTER_ADDR
     connect(backend, lambda: dist.init_process_group(
-        backend, store=dist.PrefixStore("process group", store), rank=rank,
-        world_size=world_size, timeout=timedelta(seconds=timeout), device_id=gpu))
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout),
+        device_id=gpu))
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK') or 0}",
                  int(env.get("GROUP_WORLD_SIZE") or 1), where, backend)
 
@@ -376,20 +352,16 @@ def connect(backend: str, function):
     soon as it has failed on another.
     """
     try:
-        if backend != "gloo" or not heartbeat:  # NCCL needs the thread that has chosen the GPU
-            return function()
-        running = futures.ThreadPoolExecutor(1).submit(function)
-        while not running.done():
-            heartbeat.raise_if_lost()
-            time.sleep(0.05)
-        running.result()
+        if backend == "gloo" and heartbeat:  # NCCL needs the thread that has chosen the GPU
+            return heartbeat.watch(function)
+        return function()
     except RuntimeError as error:
         if heartbeat and heartbeat.ask():  # a rank was lost, see ending_of
             raise
-        advice = WHEN_CUT_OFF[backend]
-        if backend == "gloo" and not heartbeat:  # one process, which needs no other node
-            advice = ("turn its network interface on (`sudo ip link set lo up`), and unset "
-                      "GLOO_SOCKET_IFNAME if you have set it.")
+        advice = "its processes cannot reach each other."
+        with room("cluster"):
+            from cluster.diagnosis import when_cut_off
+            advice = when_cut_off(backend, heartbeat)
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {advice}") from None
 
 
@@ -412,19 +384,6 @@ def use_libdevice_of_triton():
         path = Path(triton.origin).parent / "backends/nvidia/lib/libdevice.10.bc"
         if path.exists():
             os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(path))
-
-
-def refuse_lone_tasks():
-    """UserError in one of several processes that know nothing of each other: each would train alone."""
-    for name, starter in STARTERS.items():
-        tasks = os.environ.get(name, "")
-        if "RANK" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
-            script = sys.argv[0]
-            raise UserError(
-                f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "
-                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {script} …` "
-                f"instead, on several with `sbatch cluster/slurm.sbatch {script} …` or, on each, "
-                "cluster/ddp_launch.sh.")
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
@@ -476,261 +435,22 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Heartbeats: which ranks are missing at the start, and which rank made a collective fail
-
-
-_joins = itertools.count()  # in this process, which may call main() again
-heartbeat: "Heartbeat | None" = None  # of this process; None if it is the only one
-CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open the firewall between them"
-WHEN_CUT_OFF = {
-    "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
-    "nccl": "NCCL_DEBUG=INFO says more; give each process a GPU of its own, set NCCL_SOCKET_IFNAME on each "
-            f"node to {CARD}, or use --backend gloo, with --strategy ddp or zero1, which is slower but needs "
-            "neither NCCL nor its access to the GPUs."}
-WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
-
-
-def join(timeout: float) -> tuple[int, int, dist.Store]:
-    """Rank, world size and the store at MASTER_ADDR, once all ranks are there. RunError names absent ones."""
-    global heartbeat
-    env = os.environ
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not env.get(name) or name != "MASTER_ADDR" and not env[name].isdecimal():
-            wrong = "not a number" if env.get(name) else "not set"
-            raise UserError(f"{name} is {wrong}: start with torchrun, or give each process RANK, WORLD_SIZE, "
-                            "MASTER_ADDR and MASTER_PORT, or for a single one `unset RANK WORLD_SIZE`.")
-    rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if rank >= world_size:
-        raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
-    where = f"{env['MASTER_ADDR']}:{port}"
-    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # otherwise torchrun does
-    try:
-        store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
-                              wait_for_workers=False, multi_tenant=True)
-    except (RuntimeError, ValueError, TypeError) as error:  # the last of a port above 65535
-        raise RunError(f"the port of {where} is in use here: end what uses it, or choose another MASTER_PORT."
-                       if "EADDRINUSE" in str(error) else
-                       f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
-                       "if nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
-    attempt = f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}"
-    store = dist.PrefixStore(attempt, store)
-    if world_size > 1:
-        if store.add(f"rank {rank}", 1) > 1:
-            raise UserError(f"RANK={rank} was given to two processes: give each its own."
-                            if "TORCHELASTIC_RUN_ID" not in env else
-                            "torchrun has started the processes again after a node came or went, and its "
-                            "store still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-                            "on every node before torchrun, and start again; a run resumes from its newest "
-                            "checkpoint.")
-        several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE") or 1)
-        own = address_towards(env["MASTER_ADDR"]) if several_nodes and HAS_CLUSTER else ""
-        store.compare_set("a node's address", "", own)
-        leaves_last = hosts_store or several_nodes and (env.get("GROUP_RANK") or "0") == "0"
-        heartbeat = Heartbeat(store, rank, world_size, where, timeout, leaves_last)
-        heartbeat.wait_for_all()
-        if several_nodes and HAS_CLUSTER:
-            choose_interface(own, store.get("a node's address").decode())
-    return rank, world_size, store
-
-
-def address_towards(address: str) -> str:
-    """This machine's IPv4 address on the way to that one, "" if it is not known or no other machine's way."""
-    with room("cluster", "choosing a network card"):
-        from cluster import roll_call
-    own = ""
-    with suppress(roll_call.Problem):  # as with IPv6
-        own = roll_call.address_towards(address)
-    return "" if own.startswith("127.") else own
-
-
-def choose_interface(own: str, other: str):
-    """Makes gloo use the network interface of the address `own`, or that on the way to another node. By
-    default it takes that of this machine's name, which is 127.0.1.1 on Debian and Ubuntu.
-    """
-    with room("cluster", "choosing a network card"):
-        from cluster import roll_call
-    own = own or address_towards(other)  # where MASTER_ADDR is this machine's name
-    if interface := roll_call.interface_of(own):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-@dataclass
-class Heartbeat:
-    """Shows the other ranks that this one is alive, and finds the rank that made a collective fail.
-
-    A thread writes `name|time|state` to the store every BEAT seconds; the state is empty, `failed` or
-    `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that
-    reason, then for ranks whose time stands still, then for busy ranks, whose state is not `failed`. The
-    first rank to find the cause publishes it, so that all ranks print the same sentence.
-    """
-
-    BEAT = 1.0  # seconds
-    PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
-
-    server: dist.Store  # stays open, because it may serve all ranks
-    rank: int
-    world_size: int
-    where: str
-    timeout: float
-    leaves_last: bool  # because this process or machine hosts the store
-
-    def __post_init__(self):
-        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
-        self.name = f"rank {self.rank} on node{os.environ.get('GROUP_RANK') or 0} ({HOST})"
-        self.keys = [str(r) for r in range(self.world_size)]
-        self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
-        self._state = ""
-        self._seen = {}
-        self.stood = 0.0  # the longest time, in seconds, in which this process did not run
-        self._next_look = 0.0
-        self._stopped = threading.Event()
-        self._beat()
-        threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
-
-    def wait_for_all(self):
-        """Raises RunError if a rank does not show up within the timeout."""
-        deadline = time.monotonic() + self.timeout
-        while not self.call(self.store.check, self.keys):
-            if time.monotonic() > deadline:
-                missing = self.call(lambda: [f"rank {k}" for k in self.keys if not self.store.check([k])])
-                raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
-                               f"{self.timeout:g} s: start the same command there, with its own node rank.")
-            if self.cause:
-                raise RunError(self.cause)
-            time.sleep(0.05)
-
-    def raise_if_lost(self):
-        """RunError if a rank failed or was silent for `timeout`. For loops that wait without a collective."""
-        now = time.monotonic()
-        if self.cause:
-            raise RunError(self.cause)
-        if now < self._next_look:
-            return
-        self._next_look = now + self.PATIENCE
-        beats = self.call(self.store.multi_get, self.keys)
-        self._seen = {beat: self._seen.get(beat, now) for beat in beats}
-        if silent := [beat for beat, since in self._seen.items() if now - since > self.timeout]:
-            raise RunError(self._lost(silent))
-
-    def ask(self) -> str:
-        """Why a collective failed, in one sentence, or "" if unknown. Takes some seconds."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
-        try:
-            self.call(self._find_cause, timeout=self.PATIENCE + 3 * self.BEAT)
-            return self.cause
-        except RunError as error:
-            return str(error)
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter in the store; returns the sum."""
-        return self.call(self.store.add, key, amount)
-
-    def call(self, function, *args, timeout: float = 0):
-        """Returns function(*args), whose store calls never time out. RunError if it fails or is too slow."""
-        answer = []
-
-        def attempt():
-            with suppress(Exception):  # the connection is lost
-                answer.append(function(*args))
-
-        thread = threading.Thread(target=attempt, daemon=True)
-        thread.start()
-        thread.join(timeout or self.timeout)
-        if answer:
-            return answer[0]
-        raise RunError(self.cause or (
-            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, or the "
-            f"machine or the network to it is down): {WAY_BACK}."))
-
-    def stop(self, reason: str):
-        """Ends the heartbeat, once, publishing `reason` if any. The store's host leaves last."""
-        if self._stopped.is_set():
-            return
-        self._stopped.set()
-        self._state = "ended"
-        if reason:
-            self._own_cause = f"{self.name} failed first: {reason}"
-        with suppress(RunError):
-            self.call(self._beat, timeout=2 * self.BEAT)
-        deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
-        with suppress(RunError):  # it hosts the store of those that still wait in `on_all`
-            while self.leaves_last and time.monotonic() < deadline and not self._all_ended():
-                time.sleep(self.BEAT / 20)
-
-    def _all_ended(self) -> bool:
-        beats = self.call(self.store.multi_get, self.keys, timeout=self.PATIENCE)
-        return all(beat.endswith(b"|ended") for beat in beats)
-
-    def _beat_on(self):
-        with suppress(Exception):  # the store is gone
-            last = time.monotonic()
-            while not self.cause and not self._stopped.wait(self.BEAT):
-                now = time.monotonic()
-                self.stood = max(self.stood, now - last - self.BEAT)
-                last = now
-                self._beat()
-
-    def _beat(self):
-        self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")
-        if cause := self.store.compare_set("cause", "", self._own_cause):  # the first one stays
-            self.cause = cause.decode()
-
-    def _names(self, beats: list[bytes]) -> str:
-        return listed([beat.decode().partition("|")[0] for beat in beats])
-
-    def _lost(self, beats: list[bytes]) -> str:
-        return (f"{self._names(beats)} stopped responding (the process, its machine or the network to it is "
-                f"down): {WAY_BACK}.")
-
-    def _find_cause(self):
-        before = self.store.multi_get(self.keys)
-        self._state = "failed"
-        deadline = time.monotonic() + self.PATIENCE
-        while not self.cause:
-            time.sleep(self.BEAT / 4)
-            self._beat()
-            now = self.store.multi_get(self.keys)
-            silent = [beat for beat in now if beat in before and not beat.endswith(b"|ended")]
-            busy = [beat for beat in now if not beat.endswith((b"|failed", b"|ended"))]
-            if not silent and not busy:
-                return
-            if time.monotonic() > deadline:  # the next beat publishes the cause
-                self._own_cause = self._lost(silent) if silent else (
-                    f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
-                    "alive: busy for longer, or cut off from other ranks; look there, or raise --timeout.")
-
-
-# -----------------------------------------------------------------------------------------------------------
 # Agreement
 
 
-_waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
+heartbeat = None  # a Heartbeat of cluster/heartbeat.py, if there are several processes
 
 
 def on_all(function, *args):
     """Runs function(*args) on every rank, however long it takes. If it raises on one rank, on_all raises a
-    UserError with the same exit code on the others, so that none waits for the failed rank.
+    UserError with the same exit code on the others, so that none waits for the failed rank. Without cluster/
+    the others wait for --timeout, and then fail.
     """
-    if not heartbeat:
-        return function(*args)
-    what = f"wait {next(_waits)}"
-    store = heartbeat.store
-    try:
-        with access():
-            result = function(*args)
-    except BaseException as error:
-        reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
-        with suppress(RunError):
-            heartbeat.call(store.set, f"{what} failed", reason)
-        raise
-    heartbeat.add(what, 1)
-    while heartbeat.add(what, 0) < heartbeat.world_size:
-        # "" where none has failed
-        if failed := heartbeat.call(store.compare_set, f"{what} failed", "", ""):
-            code, _, reason = failed.decode().partition(" ")
-            raise (UserError if code == "2" else NotNow)(reason)
-        heartbeat.raise_if_lost()
-        time.sleep(0.05)
+    if heartbeat:
+        return heartbeat.on_all(function, *args)
+    result = function(*args)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
     return result
 
 
@@ -1283,7 +1003,9 @@ def load_data(run: Run) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens.
     """
-    refuse_lone_tasks()
+    with room("cluster"):
+        from cluster.diagnosis import refuse_lone_tasks
+        refuse_lone_tasks()
     args, model_class = run.args, run.model_class
     with torch.device("meta"):
         model = model_class(model_class.Config(**flags_of_model(model_class.Config, args)))
@@ -2948,7 +2670,9 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
     say_on_other_nodes(world, f"{ending} on node 0")
 
 
-MOVED = {"weights.init_from": "load_frozen", "weights.use": "load_model load_run use_model evaluate_only"}
+MOVED = {"cluster.diagnosis": "refuse_lone_tasks lacks_compiler memory_asked_for",
+         "cluster.heartbeat": "Heartbeat join address_towards choose_interface",
+         "weights.init_from": "load_frozen", "weights.use": "load_model load_run use_model evaluate_only"}
 
 
 def __getattr__(name: str):

@@ -5,29 +5,20 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py     # without torchrun
 
 All ranks first compare software, devices and data, because unequal ranks would only hang. Then they join one
-process group, take every step together, and measure how long gradients take on this network. The trainers'
---dry-run is here, too.
+process group, take every step together, and measure how long gradients take on this network.
 """
 
 import hashlib
 import json
 import os
 import platform
-import re
 import statistics
 import timeit
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ddp_utils
 from data import (
@@ -35,32 +26,23 @@ from data import (
     ArgumentParser,
     Dataset,
     UserError,
-    expected_ids,
     first_line,
     flag_group,
+    refuse_without,
     room,
     say,
-    sources_of,
 )
 from ddp_utils import (
     HOST,
-    SHARDED,
-    STRATEGIES,
     RunError,
     World,
-    compute_dtype,
-    flags_of_model,
     from_all,
     hardware,
     init,
     launch,
     number,
     on_all,
-    plan_batch,
-    refuse_lone_tasks,
-    use_device,
 )
-from model import LOSS_ROWS, blocks_of, hidden_matrices, num_params, pad_vocab
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 
@@ -208,187 +190,13 @@ def measure_network(world: World, limit: float):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# --dry-run of the trainers: how much memory each process would need
 
 
-class _Alive(TorchDispatchMode):
-    """Records the storage of each computed tensor, in compiled blocks too, without keeping it alive."""
-
-    supports_higher_order_operators = True
-    ignore_compile_internals = classmethod(lambda cls: True)  # otherwise Dynamo compiles nothing in a mode
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        return result
-
-
-def activation_bytes(loss, others) -> int:
-    """Bytes that stay in memory for the backward pass of loss(), not counting the tensors `others`."""
-    known = {StorageWeakRef(t.untyped_storage()) for t in others}
-    with _Alive() as alive:
-        kept = loss()
-    found = sum(n for storage, n in alive.sizes.items() if storage not in known and not storage.expired())
-    del kept
-    return found
-
-
-def kept_for_backward(model_class: type, config, device: torch.device, dtype: torch.dtype,
-                      checkpointing: str, inputs: dict, compiled: bool) -> int:
-    """Bytes of activations that the backward pass of a model needs, counted on tensors that have a shape but
-    no memory. `inputs` are the arguments of forward; only their types and shapes matter. With `compiled`,
-    counts what compiled blocks keep; they recompute cheap operations in any mode.
-    """
-    if hasattr(config, "dropout"):  # attention with dropout keeps T x T probabilities, but only on CPUs
-        config = replace(config, dropout=0.0)
-    with torch.device("meta"):
-        model = model_class(config)
-    # nothing is computed, so the loss need not be split into rows that fit a cache
-    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("model.LOSS_CACHE", 2**40):
-        model.to_empty(device="cpu")
-        # splits forward and backward as Inductor does, but without its kernels
-        compiling = {"backend": "aot_eager_decomp_partition"} if compiled else {}
-        use_device(model, device, dtype, checkpointing, **compiling)
-        model.compile_loss = False
-        inputs = {name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value
-                  for name, value in inputs.items()}
-        return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
-
-
-def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
-              activations: int) -> dict[str, float]:
-    """Peak bytes in each process, by type, with `strategy` instead of --strategy. zero2 and zero3 hold their
-    shards, gathered parameters, and the gradients of one block and of parameters outside blocks. zero2
-    gathers all parameters, zero3 those of two blocks (one is prefetched) and those outside blocks. With the
-    other strategies, the largest gradient exists twice for a while, as parts from embedding and head, and
-    before there is optimizer state, `warm_up` holds each gradient twice.
-    """
-    largest_one = 4 * max(p.numel() for p in model.parameters())
-    blocks = [4 * num_params(block) for block in blocks_of(model)]
-    everything = 4 * num_params(model)
-    outside = everything - sum(blocks)
-    block = max(blocks, default=0)
-    state = 2 * everything  # AdamW keeps two numbers per parameter, Muon one
-    if args.optimizer == "muon":
-        state -= 4 * sum(p.numel() for p in hidden_matrices(model))
-    sharded = strategy in SHARDED
-    offload = strategy == "zero3-offload"
-    held = 0 if offload else everything / (processes if sharded else 1)
-    gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
-    optimizer = 0 if offload else state if strategy == "ddp" else state / processes
-    again = max(largest_one, everything - optimizer)
-    gradients = held + (outside + block if sharded else again)
-    averaged = (args.ema > 0) * held
-    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # the next gradient, the last move
-    return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
-            "other": averaged + late, "activations": activations}  # the first late: copies
-
-
-def pinned_bytes(model: nn.Module, args: Namespace) -> int:
-    """Bytes of host memory that rank 0 pins for its copies of what a checkpoint holds, if that lies on a GPU.
-    torch rounds each up to a power of two.
-    """
-    def rounded(numbers: int) -> int:
-        return 1 << (4 * numbers - 1).bit_length()
-
-    muon = {*hidden_matrices(model)} if args.optimizer == "muon" else ()
-    each = {p: 2 + (p not in muon) + (args.ema > 0) for p in model.parameters()}
-    late = 2 * rounded(num_params(model)) if args.comm == "late" else 0
-    return late + sum(count * rounded(p.numel()) for p, count in each.items())
-
-
-def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
-    """Bytes of logits that the loss of model(**inputs) holds at a time on a GPU."""
-    rows = inputs["labels" if "labels" in inputs else "targets"].numel()
-    logits = min(rows, LOSS_ROWS["cuda"]) * padded_vocab * dtype.itemsize
-    return logits if compiled else logits + 12 * min(rows, 4096) * padded_vocab  # some of them in float32
-
-
-USABLE = {"cuda": 0.92, "cpu": 0.85}  # of a process's memory; the rest: libraries, fragmentation
-
-
-def fits(held: dict[str, float], gigabytes: float, device: torch.device) -> bool:
-    return sum(held.values()) / 1e9 <= USABLE[device.type] * gigabytes
-
-
-def empty_model(model_class: type, args: Namespace) -> nn.Module:
-    """The model that the flags of a trainer ask for, on the meta device."""
-    ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data)[0], args.tokenizer))
-    flags = flags_of_model(model_class.Config, args)
-    with torch.device("meta"):
-        return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
-
-
-def dry_run(model_class: type, args: Namespace, **example):
-    """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
-    if int(os.environ.get("RANK") or 0) > 0:
-        return
-    processes, gigabytes = machine(args.dry_run, args.device)
-    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch,
-                             args.largest_batch)
-    model = empty_model(model_class, args)
-    precision = "bf16" if args.precision == "auto" else args.precision
-    dtype = compute_dtype(precision, torch.device("cpu"))
-    gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
-    compiled = gpus if args.compile is None else args.compile
-    inputs = model.example(batch, "meta", **example)
-    mode = args.checkpoint_activations
-    device = torch.device("cuda" if gpus else "cpu")
-    activations = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
-    without = ""
-    try:
-        activations += kept_for_backward(model_class, model.config, device, dtype, mode, inputs, compiled)
-    except Exception as error:  # such as shapes that depend on the data
-        without = " without the activations of blocks"
-        print(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room for them")
-    what = f"{model_class.__name__} of {num_params(model):,} parameters"
-    how = f"{precision}, compile {'on' if compiled else 'off'}, activation checkpointing {mode}"
-    print(f"{what}, {processes} processes with {gigabytes:.0f} GB each, micro-batches of {batch} x "
-          f"{args.seq_len}, {how}; in GB:")
-    table = {strategy: memory_of(model, strategy, args, processes, activations)
-             for strategy in STRATEGIES}
-    fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes, device)]
-    print(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
-    for strategy, held in table.items():
-        numbers = "".join(f"{n / 1e9:13.2f}" for n in (*held.values(), sum(held.values())))
-        print(f"{strategy:20}{numbers}  {'fits' if strategy in fitting else 'does not fit'}")
-    file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
-    copies = pinned_bytes(model, args) / 1e9 if gpus else file
-    print(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
-          f"{args.keep_last}, the best and the one being written, and {copies:.2f} GB of rank 0's host "
-          "memory")
-    chosen = args.strategy
-    one = table[chosen] | {"activations": activations // batch}
-    ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes, device))
-    ways += [f"--strategy {strategy}" for strategy in fitting] or ["more processes"]
-    ways += ["--checkpoint-activations block"] * (mode != "block")
-    print(f"--strategy {chosen} "
-          + (f"fits{without}." if chosen in fitting else f"does not fit: use {' or '.join(ways)}."))
-
-
-def machine(text: str, device: str) -> tuple[int, float]:
-    """Processes and GB of memory for each: '8x141' → (8, 141.0), '' → those that torchrun started here."""
-    if text:
-        match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
-        if not match:
-            raise UserError(f"--dry-run {text} is not GPUs and the GB of each, such as 8x141.")
-        return int(match[1]), float(match[2])
-    if device != "cpu" and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        total /= int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return int(os.environ.get("WORLD_SIZE") or 1), total / 1e9
-
-
-# -----------------------------------------------------------------------------------------------------------
+def dry_run(*args, **example):
+    """Where copies of older trainers look for --dry-run."""
+    with room("cluster", "--dry-run"):
+        from cluster import memory
+    memory.dry_run(*args, **example)
 
 
 def main():
@@ -401,7 +209,11 @@ def main():
     flag("--tokenizer", str, "of --data, if that has no manifest")
     args = parser.parse_args()
 
-    refuse_lone_tasks()
+    with room("cluster"):
+        from cluster.diagnosis import refuse_lone_tasks
+        refuse_lone_tasks()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        refuse_without("cluster", "the check of several processes")
     world = step("the start of the process group", init, args.backend, args.device, args.timeout,
                  lambda *device: compare(report_of(args, *device)))
 

@@ -49,7 +49,8 @@ def parse_args(argv: list[str] | None = None, **records) -> Namespace:
 def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.dry_run is not None:
-        from test_ddp import dry_run
+        with data.room("cluster", "--dry-run"):
+            from cluster.memory import dry_run
         return dry_run(GPT2, args)
     world = ddp.start(args)
     run = ddp.find_run(GPT2, args, world, globals(), argv)

@@ -91,7 +91,8 @@ def truncation(args: Namespace) -> tuple[int, int]:
 def main(argv: list[str] | None = None):
     args = parse_args(argv)
     if args.dry_run is not None:
-        from test_ddp import dry_run
+        with data.room("cluster", "--dry-run"):
+            from cluster.memory import dry_run
         return dry_run(HRM, args, bp_steps=truncation(args)[1])
     world = ddp.start(args)
     run = ddp.find_run(HRM, args, world, globals(), argv)

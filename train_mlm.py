@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None):
     if args.list_presets:
         return list_presets() if ddp.local_rank() == 0 else None
     if args.dry_run is not None:
-        from test_ddp import dry_run
+        with data.room("cluster", "--dry-run"):
+            from cluster.memory import dry_run
         return dry_run(MLM, args, mask_rate=args.mask_rate)
     world = ddp.start(args)
     run = ddp.find_run(MLM, args, world, globals(), argv)

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
+from cluster import memory  # noqa: E402
 
 SETTINGS = {
     "hrm": "train_hrm.py",
@@ -59,7 +60,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
                              "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
     parsed = trainer.parse_args([*flags, *args.flags, "--data", args.data])
-    ids = data.expected_ids(parsed.data, parsed.tokenizer)
+    ids = memory.expected_ids(parsed.data, parsed.tokenizer)
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),
                                  **ddp_utils.flags_of_model(kind.Config, parsed)))

@@ -61,7 +61,7 @@ def pytest_runtest_call(item):
     try:
         return (yield)
     except Exception as error:
-        from ddp_utils import lacks_compiler
+        from cluster.diagnosis import lacks_compiler
         if lacks_compiler(error):
             pytest.skip("needs a C++ compiler and Python's headers: sudo apt install g++ python3-dev")
         raise

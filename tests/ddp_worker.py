@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
 import ddp_utils
-import test_ddp
 import train_hrm
+from cluster import memory
 from cluster.flash_attention_3 import take
 from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
@@ -294,7 +294,7 @@ def check_memory(world: World) -> None:
                                    for what, found in tensors.items()}
         held[strategy]["gradients"] = sum(gradients)
         # on a CPU nothing is offloaded
-        said = test_ddp.memory_of(model, strategy.removesuffix("-offload"), train_hrm.parse_args([]),
+        said = memory.memory_of(model, strategy.removesuffix("-offload"), train_hrm.parse_args([]),
                                    world.world_size, 0)
         for what, n in held[strategy].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out

@@ -19,8 +19,8 @@ from conftest import ROOT, finish, run, start
 from processes import Group
 
 import data
-import ddp_utils
 import test_ddp
+from cluster import heartbeat
 from prepare.pipeline import prepare
 
 CHECK, LAUNCH = ROOT / "test_ddp.py", ROOT / "cluster" / "ddp_launch.sh"
@@ -134,7 +134,7 @@ def test_environment_by_hand():
             for name, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | env).items():
                 patch.setenv(name, str(value))
             with pytest.raises(data.UserError, match=sentence):
-                ddp_utils.join(1)
+                heartbeat.join(1)
 
 
 def test_reports_are_compared():

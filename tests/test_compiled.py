@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_utils
 import model
-import test_ddp
 import train_hrm
+from cluster import diagnosis, memory
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from weights.sampling import sample_ids
 
@@ -220,8 +220,8 @@ def test_without_a_compiler_runs_end_with_a_sentence_and_tests_skip(tmp_path, sh
     for text in ("Failed to find C compiler. Please specify via CC environment variable.",
                  "a.cpp:2:10: fatal error: Python.h: No such file or directory",
                  "Command '['/usr/bin/gcc', '/tmp/a.c', '-O3']' returned non-zero exit status 1."):
-        assert ddp_utils.lacks_compiler(RuntimeError(text))
-    assert not ddp_utils.lacks_compiler(RuntimeError("shapes (2, 3) and (4,) do not match"))
+        assert diagnosis.lacks_compiler(RuntimeError(text))
+    assert not diagnosis.lacks_compiler(RuntimeError("shapes (2, 3) and (4,) do not match"))
 
 
 @pytest.mark.full
@@ -343,7 +343,7 @@ def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
         loss = state.model(**inputs)[0]
     torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
-    counted, uncompiled = (test_ddp.kept_for_backward(
+    counted, uncompiled = (memory.kept_for_backward(
         type(state.model), state.model.config, world.device, torch.bfloat16, mode, inputs, compiled)
         for compiled in (True, False))
     assert counted == pytest.approx(sum(sizes.values()), rel=0.1) and loss > 0
@@ -357,20 +357,20 @@ def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):
 def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, chosen, faster):
     args = train_hrm.parse_args(["--size", size])
     assert args.checkpoint_activations == chosen
-    model = test_ddp.empty_model(HRM, args)
+    model = memory.empty_model(HRM, args)
     inputs = model.example(train_hrm.SIZES[size]["batch"], "meta")
 
     def fits(mode: str) -> bool:
-        kept = test_ddp.kept_for_backward(HRM, model.config, GPU, torch.bfloat16, mode, inputs, compiled=True)
-        kept += test_ddp.logits_bytes(inputs, model.config.padded_vocab, torch.bfloat16, compiled=True)
+        kept = memory.kept_for_backward(HRM, model.config, GPU, torch.bfloat16, mode, inputs, compiled=True)
+        kept += memory.logits_bytes(inputs, model.config.padded_vocab, torch.bfloat16, compiled=True)
         torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
-        return test_ddp.fits(test_ddp.memory_of(model, "ddp", args, 8, kept), 80, GPU)
+        return memory.fits(memory.memory_of(model, "ddp", args, 8, kept), 80, GPU)
 
     assert fits(chosen) and not (faster and fits(faster))
 
 
 def test_dropout_does_not_count_what_only_a_cpu_keeps():
     inputs = dict(zip(("idx", "targets"), batch("gpt2")))
-    counted = [test_ddp.kept_for_backward(GPT2, GPT2Config(**SMALL, dropout=dropout), GPU, torch.bfloat16,
+    counted = [memory.kept_for_backward(GPT2, GPT2Config(**SMALL, dropout=dropout), GPU, torch.bfloat16,
                                           "none", inputs, compiled=False) for dropout in (0.0, 0.1)]
     assert counted[0] == counted[1]

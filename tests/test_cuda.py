@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
 import model as models
-import test_ddp
 import train_gpt2
+from cluster import memory
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from weights.sampling import generate
@@ -202,7 +202,7 @@ def test_copies_of_a_checkpoint_take_the_host_memory_that_dry_run_says(tmp_path,
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     checkpoints.save(1, state, {"loss": 1.0, "settings": {"steps": 1}})
     pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
-    said = test_ddp.pinned_bytes(model, train_gpt2.parse_args([]))
+    said = memory.pinned_bytes(model, train_gpt2.parse_args([]))
     small = 2**12 * sum(1 for _ in model.parameters())  # the number of steps of each parameter
     assert pinned <= said + small, (said, pinned)  # less, if an earlier test has left some
     assert said > 12 * sum(p.numel() for p in model.parameters())

@@ -25,8 +25,8 @@ from states import run_of, train_state
 
 import ddp_utils
 import model as model_module
-import test_ddp
 import train_gpt2
+from cluster import diagnosis, heartbeat, memory
 from data import UserError
 from ddp_utils import Checkpoints, RunError, World, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
@@ -451,10 +451,10 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode, q
     model = model_class(config)
     inputs = model.example(4, "cpu", **example)
     cpu = torch.device("cpu")
-    counted = test_ddp.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
+    counted = memory.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
                                          compiled=False)
     ddp_utils.use_device(model, cpu, torch.bfloat16, mode)
-    kept = test_ddp.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
+    kept = memory.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
     assert counted == kept > 4 * 64 * 32 * 2
 
 
@@ -512,11 +512,11 @@ def test_a_model_that_does_not_fit_is_one_sentence(tmp_path, shards):
     # what a GPU's allocator and NumPy say
     for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
                   RuntimeError("CUDA error: out of memory"), MemoryError()):
-        code, text, reason = ddp_utils.ending_of(error)
+        code, text, reason = ddp_utils.ending_of(error, diagnosis.explain)
         assert code == 1 and text == f"error: {reason}"
         asked = " (asked for 2.00 GiB more)" if "2.00" in str(error) else ""
         assert reason.startswith(f"out of memory{asked}: the same command with --dry-run")
-    assert ddp_utils.memory_asked_for(RuntimeError("cannot allocate 8 bytes more in a queue")) is None
+    assert diagnosis.memory_asked_for(RuntimeError("cannot allocate 8 bytes more in a queue")) is None
 
 
 def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
@@ -524,9 +524,9 @@ def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
     lost = SimpleNamespace(ask=lambda: "rank 1 stopped responding.")
     monkeypatch.setattr(ddp_utils, "heartbeat", lost)
     error = RuntimeError("NCCL operation timed out")
-    assert ddp_utils.ending_of(error) == (1, "error: rank 1 stopped responding.", "")
+    assert ddp_utils.ending_of(error, diagnosis.explain) == (1, "error: rank 1 stopped responding.", "")
     monkeypatch.setattr(ddp_utils, "heartbeat", None)
-    assert ddp_utils.ending_of(error) == (1, "", "RuntimeError: NCCL operation timed out")
+    assert ddp_utils.ending_of(error, diagnosis.explain) == (1, "", "RuntimeError: NCCL operation timed out")
 
 
 def test_a_time_in_which_all_processes_stood_still_is_named(monkeypatch, capsys):
@@ -536,13 +536,14 @@ def test_a_time_in_which_all_processes_stood_still_is_named(monkeypatch, capsys)
     waits = iter([False] * 4 + [True])
     beat = SimpleNamespace(cause="", stood=0.0, BEAT=1.0, PATIENCE=5.0, ask=lambda: "", _beat=lambda: None,
                            _stopped=SimpleNamespace(wait=lambda seconds: next(waits)))
-    ddp_utils.Heartbeat._beat_on(beat)
+    heartbeat.Heartbeat._beat_on(beat)
     assert beat.stood == 30
     monkeypatch.setattr(ddp_utils, "heartbeat", beat)
-    code, text, reason = ddp_utils.ending_of(RuntimeError("gloo: timed out"))
+    code, text, reason = ddp_utils.ending_of(RuntimeError("gloo: timed out"), diagnosis.explain)
     assert code == 1 and text == f"error: {reason}" and "all processes stood still for 30 s" in reason
     beat.stood = 0.5
-    assert "one was busy for longer than --timeout" in ddp_utils.ending_of(RuntimeError("gloo: no"))[1]
+    text = ddp_utils.ending_of(RuntimeError("gloo: no"), diagnosis.explain)[1]
+    assert "one was busy for longer than --timeout" in text
 
 
 @pytest.mark.parametrize("flags, before, after", [

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from runs import Trainer
 
-import test_ddp
+from cluster import memory
 from data import ROOMS
 from ddp_utils import STRATEGIES, run_directory
 from model import GPT2, HRM, MLM, num_params
@@ -68,7 +68,7 @@ MEMORY = re.findall(r"^\| [\w-]+ ([\d.]+)([MB]) \(`train_(\w+)\.py (.+?)`\) \|([
 
 def model_of(name: str, flags: str):
     args = importlib.import_module(f"train_{name}").parse_args(flags.split())
-    return args, test_ddp.empty_model({"gpt2": GPT2, "hrm": HRM, "mlm": MLM}[name], args)
+    return args, memory.empty_model({"gpt2": GPT2, "hrm": HRM, "mlm": MLM}[name], args)
 
 
 def rounded(cell: str) -> float:
@@ -82,7 +82,7 @@ def test_the_table_of_memory_is_what_dry_run_says():
         args, model = model_of(name, flags)
         assert abs(num_params(model) / {"M": 1e6, "B": 1e9}[unit] - float(size)) <= rounded(size)
         for strategy, cell in zip(STRATEGIES, cells.strip(" |").split(" | "), strict=True):
-            held = sum(test_ddp.memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
+            held = sum(memory.memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
             assert abs(held - float(cell)) <= rounded(cell), (name, flags, strategy)
 
 

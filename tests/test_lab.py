@@ -23,7 +23,8 @@ from runs import Trainer, assert_same_run, log_of, steps_of, tensors_of
 from test_monitor import curves
 
 import data
-from ddp_utils import Heartbeat, list_checkpoints
+from cluster.heartbeat import Heartbeat
+from ddp_utils import list_checkpoints
 from prepare.pipeline import prepare
 
 TIMEOUT = 15  # of the trainers' collectives, in seconds

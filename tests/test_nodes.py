@@ -22,6 +22,7 @@ from test_monitor import curves
 import ddp_utils
 import test_ddp
 import train_gpt2
+from cluster import diagnosis, heartbeat
 from data import UserError
 from ddp_utils import RunError, list_checkpoints
 
@@ -150,7 +151,7 @@ def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypa
             ddp_utils.start(train_gpt2.parse_args(["--device", "cpu"]))
     finally:
         torch.distributed.destroy_process_group()
-    assert "--backend gloo" in ddp_utils.WHEN_CUT_OFF["nccl"]
+    assert "--backend gloo" in diagnosis.WHEN_CUT_OFF["nccl"]
 
 
 def test_one_process_whose_interface_is_down_is_not_sent_to_other_nodes(shards, tmp_path, monkeypatch):
@@ -226,12 +227,12 @@ def test_ranks_of_before_in_the_store_of_torchrun(monkeypatch):
     torch.distributed.PrefixStore("attempt 0, 0", store).add("rank 0", 1)
     for more, words in (({"TORCHELASTIC_RUN_ID": "r1"}, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on"),
                         ({}, "RANK=0 was given to two processes: give each its own")):
-        monkeypatch.setattr(ddp_utils, "_joins", itertools.count())
+        monkeypatch.setattr(heartbeat, "_joins", itertools.count())
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
         for name, value in more.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=words):
-            ddp_utils.join(5)
+            heartbeat.join(5)
 
 
 # --------------------------------------------------------------------------------------------- how they leave
@@ -252,12 +253,12 @@ class SlowToHear:
     """A process that asks late whether all have come to the end."""
 
     def __call__(self):
-        add = ddp_utils.Heartbeat.add
+        add = heartbeat.Heartbeat.add
 
         def slow(self, key, amount):
             time.sleep(3 * (key.startswith("end") and amount == 0))
             return add(self, key, amount)
-        ddp_utils.Heartbeat.add = slow
+        heartbeat.Heartbeat.add = slow
 
 
 @pytest.mark.full

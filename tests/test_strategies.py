@@ -19,8 +19,8 @@ from runs import (
     steps_of,
 )
 
-import test_ddp
 import train_gpt2
+from cluster import memory
 from data import UserError
 from ddp_utils import list_checkpoints, refuse_gloo
 
@@ -240,5 +240,5 @@ def test_dry_run_says_what_fits():
 
 def test_dry_run_leaves_more_room_on_a_cpu():
     """Where fragmentation has taken 13 % of HRM 25m."""
-    fit = [test_ddp.fits({"together": 0.9e9}, 1.0, torch.device(device)) for device in ("cuda", "cpu")]
+    fit = [memory.fits({"together": 0.9e9}, 1.0, torch.device(device)) for device in ("cuda", "cpu")]
     assert fit == [True, False]

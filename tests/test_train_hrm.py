@@ -24,8 +24,8 @@ from runs import (
 )
 
 import ddp_utils
-import test_ddp
 import train_hrm
+from cluster import memory
 from ddp_utils import RunError, list_checkpoints, read_checkpoint
 from prepare.pipeline import prepare
 from weights import sampling
@@ -290,7 +290,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
 
     published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
     assert not differ(wanted, *published) and row["global_batch"] * row["seq_len"] == 196_608
-    empty = test_ddp.empty_model(train_hrm.HRM, train_hrm.parse_args([*published]))
+    empty = memory.empty_model(train_hrm.HRM, train_hrm.parse_args([*published]))
     assert empty.embed.weight.shape == empty.head.weight.shape == (65536, 1536)
     assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
     given = "--init identity --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()

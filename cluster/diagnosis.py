@@ -1,0 +1,92 @@
+"""What an error means that nobody raised on purpose, and processes that know nothing of each other."""
+
+import os
+import re
+import sys
+
+import torch
+import torch.distributed as dist
+
+from cluster.heartbeat import WAY_BACK
+from data import UserError, first_line
+
+# what started several processes, by the variable in which it tells each their number
+STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
+            "MV2_COMM_WORLD_SIZE": "mpirun_rsh", "PALS_LOCAL_SIZE": "mpiexec", "JSM_NAMESPACE_SIZE": "jsrun",
+            "FLUX_JOB_SIZE": "flux run"}
+
+
+def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, str] | None:
+    """What ddp_utils.ending_of returns, where the cause of an unforeseen error is known, else None. Shows its
+    traceback, too, where the cause is no more than a guess.
+    """
+    if (asked := memory_asked_for(error)) is not None:
+        reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
+                  "such as a smaller --batch or --checkpoint-activations block.")
+        return 1, f"error: {reason}", reason
+    if lacks_compiler(error):
+        reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
+                  "sudo apt install g++ python3-dev, or give --no-compile.")
+        return 2, f"error: {reason}", reason
+    # whether a lost or late process caused it, rather than a mistake in this one
+    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
+    if not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
+        return None
+    if cause := heartbeat.ask():
+        return 1, f"error: {cause}", ""
+    show_traceback(error)
+    reason = first_line(error)
+    if heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
+        reason = (f"all processes stood still for {heartbeat.stood:.0f} s, as on a suspended machine: "
+                  f"{WAY_BACK}.")
+        return 1, f"error: {reason}", reason
+    return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
+               "cannot reach another."), reason
+
+
+def when_cut_off(backend: str, heartbeat) -> str:
+    """What to do where the first collective of a backend fails."""
+    if backend == "gloo" and not heartbeat:  # one process, which needs no other node
+        return ("turn its network interface on (`sudo ip link set lo up`), and unset GLOO_SOCKET_IFNAME if "
+                "you have set it.")
+    return WHEN_CUT_OFF[backend]
+
+
+def lacks_compiler(error: BaseException) -> bool:
+    """Whether the error says that Inductor or Triton found no compiler, or the compiler no Python.h."""
+    signs = (r"InvalidCxxCompiler|Failed to find C compiler|Python\.h: No such|"
+             r"Command '\['[^']*(gcc|clang|cc)'")
+    return re.search(signs, str(error)) is not None
+
+
+def memory_asked_for(error: BaseException) -> str | None:
+    """The size of a failed allocation, or "" if the error does not give it; None for other errors."""
+    text = str(error)
+    lacked = "out of memory" in text.lower() or "DefaultCPUAllocator" in text
+    if not lacked and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return None
+    if found := re.search(r"allocate (\d+) bytes", text):  # on a CPU
+        return f" (asked for {int(found[1]) / 2**30:.2f} GiB more)"
+    found = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
+    return f" (asked for {found[1]} more)" if found else ""
+
+
+def refuse_lone_tasks():
+    """UserError in one of several processes that know nothing of each other: each would train alone."""
+    for name, starter in STARTERS.items():
+        tasks = os.environ.get(name, "")
+        if "RANK" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
+            script = sys.argv[0]
+            raise UserError(
+                f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "
+                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {script} …` "
+                f"instead, on several with `sbatch cluster/slurm.sbatch {script} …` or, on each, "
+                "cluster/ddp_launch.sh.")
+
+
+CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open the firewall between them"
+WHEN_CUT_OFF = {
+    "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
+    "nccl": "NCCL_DEBUG=INFO says more; give each process a GPU of its own, set NCCL_SOCKET_IFNAME on each "
+            f"node to {CARD}, or use --backend gloo, with --strategy ddp or zero1, which is slower but needs "
+            "neither NCCL nor its access to the GPUs."}

@@ -1,0 +1,255 @@
+"""Which ranks are missing at the start, and which rank made a collective fail."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cluster import roll_call
+from data import HOST, NotNow, RunError, UserError, access, listed
+
+_joins = itertools.count()  # in this process, which may call main() again
+_waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
+WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
+
+
+def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
+    """Rank, world size, the store at MASTER_ADDR and, if there are other ranks, the heartbeat of this one."""
+    env = os.environ
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name) or name != "MASTER_ADDR" and not env[name].isdecimal():
+            wrong = "not a number" if env.get(name) else "not set"
+            raise UserError(f"{name} is {wrong}: start with torchrun, or give each process RANK, WORLD_SIZE, "
+                            "MASTER_ADDR and MASTER_PORT, or for a single one `unset RANK WORLD_SIZE`.")
+    rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
+    where = f"{env['MASTER_ADDR']}:{port}"
+    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # otherwise torchrun does
+    try:
+        store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
+                              wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, ValueError, TypeError) as error:  # the last of a port above 65535
+        raise RunError(f"the port of {where} is in use here: end what uses it, or choose another MASTER_PORT."
+                       if "EADDRINUSE" in str(error) else
+                       f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
+                       "if nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
+    attempt = f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}"
+    store = dist.PrefixStore(attempt, store)
+    heartbeat = None
+    if world_size > 1:
+        if store.add(f"rank {rank}", 1) > 1:
+            raise UserError(f"RANK={rank} was given to two processes: give each its own."
+                            if "TORCHELASTIC_RUN_ID" not in env else
+                            "torchrun has started the processes again after a node came or went, and its "
+                            "store still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+                            "on every node before torchrun, and start again; a run resumes from its newest "
+                            "checkpoint.")
+        several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE") or 1)
+        address = address_towards(env["MASTER_ADDR"]) if several_nodes else None
+        store.compare_set("a node's address", "", address or "")
+        leaves_last = hosts_store or several_nodes and (env.get("GROUP_RANK") or "0") == "0"
+        heartbeat = Heartbeat(store, rank, world_size, where, timeout, leaves_last, address)
+    return rank, world_size, store, heartbeat
+
+
+def address_towards(address: str) -> str:
+    """This machine's IPv4 address on the way to that one, "" if it is not known or no other machine's way."""
+    own = ""
+    with suppress(roll_call.Problem):  # as with IPv6
+        own = roll_call.address_towards(address)
+    return "" if own.startswith("127.") else own
+
+
+def choose_interface(own: str, other: str):
+    """Makes gloo use the network interface of the address `own`, or that on the way to another node. By
+    default it takes that of this machine's name, which is 127.0.1.1 on Debian and Ubuntu.
+    """
+    own = own or address_towards(other)  # where MASTER_ADDR is this machine's name
+    if interface := roll_call.interface_of(own):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+@dataclass
+class Heartbeat:
+    """Shows the other ranks that this one is alive, and finds the rank that made a collective fail.
+
+    A thread writes `name|time|state` to the store every BEAT seconds; the state is empty, `failed` or
+    `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that
+    reason, then for ranks whose time stands still, then for busy ranks, whose state is not `failed`. The
+    first rank to find the cause publishes it, so that all ranks print the same sentence.
+    """
+
+    BEAT = 1.0  # seconds
+    PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
+
+    server: dist.Store  # stays open, because it may serve all ranks
+    rank: int
+    world_size: int
+    where: str
+    timeout: float
+    leaves_last: bool  # because this process or machine hosts the store
+    address: str | None = None  # of this machine on the way to node 0, if there are several nodes
+
+    def __post_init__(self):
+        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
+        self.name = f"rank {self.rank} on node{os.environ.get('GROUP_RANK') or 0} ({HOST})"
+        self.keys = [str(r) for r in range(self.world_size)]
+        self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
+        self._state = ""
+        self._seen = {}
+        self.stood = 0.0  # the longest time, in seconds, in which this process did not run
+        self._next_look = 0.0
+        self._stopped = threading.Event()
+        self._beat()
+        threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
+
+    def wait_for_all(self):
+        """Raises RunError if a rank does not show up within the timeout. Then chooses gloo's network card."""
+        deadline = time.monotonic() + self.timeout
+        while not self.call(self.store.check, self.keys):
+            if time.monotonic() > deadline:
+                missing = self.call(lambda: [f"rank {k}" for k in self.keys if not self.store.check([k])])
+                raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
+                               f"{self.timeout:g} s: start the same command there, with its own node rank.")
+            if self.cause:
+                raise RunError(self.cause)
+            time.sleep(0.05)
+        if self.address is not None:
+            choose_interface(self.address, self.server.get("a node's address").decode())
+
+    def on_all(self, function, *args):
+        """See ddp_utils.on_all."""
+        what = f"wait {next(_waits)}"
+        try:
+            with access():
+                result = function(*args)
+        except BaseException as error:
+            reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
+            with suppress(RunError):
+                self.call(self.store.set, f"{what} failed", reason)
+            raise
+        self.add(what, 1)
+        while self.add(what, 0) < self.world_size:
+            # "" where none has failed
+            if failed := self.call(self.store.compare_set, f"{what} failed", "", ""):
+                code, _, reason = failed.decode().partition(" ")
+                raise (UserError if code == "2" else NotNow)(reason)
+            self.raise_if_lost()
+            time.sleep(0.05)
+        return result
+
+    def watch(self, function):
+        """Returns function(). RunError as soon as another rank has failed meanwhile."""
+        running = futures.ThreadPoolExecutor(1).submit(function)
+        while not running.done():
+            self.raise_if_lost()
+            time.sleep(0.05)
+        return running.result()
+
+    def raise_if_lost(self):
+        """RunError if a rank failed or was silent for `timeout`. For loops that wait without a collective."""
+        now = time.monotonic()
+        if self.cause:
+            raise RunError(self.cause)
+        if now < self._next_look:
+            return
+        self._next_look = now + self.PATIENCE
+        beats = self.call(self.store.multi_get, self.keys)
+        self._seen = {beat: self._seen.get(beat, now) for beat in beats}
+        if silent := [beat for beat, since in self._seen.items() if now - since > self.timeout]:
+            raise RunError(self._lost(silent))
+
+    def ask(self) -> str:
+        """Why a collective failed, in one sentence, or "" if unknown. Takes some seconds."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
+        try:
+            self.call(self._find_cause, timeout=self.PATIENCE + 3 * self.BEAT)
+            return self.cause
+        except RunError as error:
+            return str(error)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter in the store; returns the sum."""
+        return self.call(self.store.add, key, amount)
+
+    def call(self, function, *args, timeout: float = 0):
+        """Returns function(*args), whose store calls never time out. RunError if it fails or is too slow."""
+        answer = []
+
+        def attempt():
+            with suppress(Exception):  # the connection is lost
+                answer.append(function(*args))
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(timeout or self.timeout)
+        if answer:
+            return answer[0]
+        raise RunError(self.cause or (
+            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, or the "
+            f"machine or the network to it is down): {WAY_BACK}."))
+
+    def stop(self, reason: str):
+        """Ends the heartbeat, once, publishing `reason` if any. The store's host leaves last."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._state = "ended"
+        if reason:
+            self._own_cause = f"{self.name} failed first: {reason}"
+        with suppress(RunError):
+            self.call(self._beat, timeout=2 * self.BEAT)
+        deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
+        with suppress(RunError):  # it hosts the store of those that still wait in `on_all`
+            while self.leaves_last and time.monotonic() < deadline and not self._all_ended():
+                time.sleep(self.BEAT / 20)
+
+    def _all_ended(self) -> bool:
+        beats = self.call(self.store.multi_get, self.keys, timeout=self.PATIENCE)
+        return all(beat.endswith(b"|ended") for beat in beats)
+
+    def _beat_on(self):
+        with suppress(Exception):  # the store is gone
+            last = time.monotonic()
+            while not self.cause and not self._stopped.wait(self.BEAT):
+                now = time.monotonic()
+                self.stood = max(self.stood, now - last - self.BEAT)
+                last = now
+                self._beat()
+
+    def _beat(self):
+        self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")
+        if cause := self.store.compare_set("cause", "", self._own_cause):  # the first one stays
+            self.cause = cause.decode()
+
+    def _names(self, beats: list[bytes]) -> str:
+        return listed([beat.decode().partition("|")[0] for beat in beats])
+
+    def _lost(self, beats: list[bytes]) -> str:
+        return (f"{self._names(beats)} stopped responding (the process, its machine or the network to it is "
+                f"down): {WAY_BACK}.")
+
+    def _find_cause(self):
+        before = self.store.multi_get(self.keys)
+        self._state = "failed"
+        deadline = time.monotonic() + self.PATIENCE
+        while not self.cause:
+            time.sleep(self.BEAT / 4)
+            self._beat()
+            now = self.store.multi_get(self.keys)
+            silent = [beat for beat in now if beat in before and not beat.endswith(b"|ended")]
+            busy = [beat for beat in now if not beat.endswith((b"|failed", b"|ended"))]
+            if not silent and not busy:
+                return
+            if time.monotonic() > deadline:  # the next beat publishes the cause
+                self._own_cause = self._lost(silent) if silent else (
+                    f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
+                    "alive: busy for longer, or cut off from other ranks; look there, or raise --timeout.")
