@@ -895,6 +895,7 @@ class Run:
     global_batch: int = 0  # sequences in a step, over all processes
     batch: int = 0  # sequences in a micro-batch
     grad_accum: int = 0  # micro-batches in a step
+    continue_text: Callable | None = None  # that of weights/sampling.py
     flash_attention_3: bool = False  # see set_modes
 
 
@@ -1097,6 +1098,9 @@ def open_run(run: Run):
                             "--comm fp32.")
     if args.comm == "late":
         on_all(refuse_late, args, world)
+    with room("weights"):
+        from weights.sampling import continue_text
+        run.continue_text = continue_text
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
@@ -2219,8 +2223,9 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
 
     on_all(begin)
     say_plan(run, state, identity)
-    for folder in WITHOUT.keys() - rooms_here():
-        log.say(f"there is no folder {folder}/ beside ddp_utils.py, so {WITHOUT[folder]}")
+    for folder, loss in WITHOUT.items():
+        if folder not in rooms_here():
+            log.say(f"there is no folder {folder}/ beside ddp_utils.py, so {loss}")
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
     changed = [name for name, p in state.model.named_parameters()
@@ -2621,15 +2626,12 @@ def sample(state: TrainState, run: Run, step: int):
     holds a shard.
     """
     args, dataset, log = run.args, run.dataset, run.log
-    continue_text = None
-    with room("weights"):
-        from weights.sampling import continue_text
-    if not continue_text:  # as begin_log has said
+    if not run.continue_text:  # as begin_log has said
         return
     prompt, expected = sample_prompt(args, dataset)
 
     def write() -> str:
-        return "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
+        return "".join(run.continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
 
     with state.averaged_weights():
         text = on_all(write if args.strategy in SHARDED or state.world.is_rank0 else str)

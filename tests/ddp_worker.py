@@ -412,8 +412,8 @@ def check_who_writes_samples(world: World) -> None:
             time.sleep(1)
             return ["b"]
 
-        with mock.patch("weights.sampling.continue_text", slowly):
-            ddp_utils.sample(state, argparse.Namespace(args=args, dataset=dataset, log=log), 1)
+        run = argparse.Namespace(args=args, dataset=dataset, log=log, continue_text=slowly)
+        ddp_utils.sample(state, run, 1)
         assert set(written) == writers & {world.rank} and time.monotonic() - began > 0.5
         assert texts.pop() == f"a sample after step 1:\n{'ab' if world.rank in writers else 'a'}\n"
 

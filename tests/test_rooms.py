@@ -3,11 +3,13 @@
 import ast
 import importlib
 import shutil
+import socket
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
-from runs import Trainer, log_of
+from conftest import ROOT, finish, run, start
+from runs import Trainer, log_of, steps_of
 
 import data
 import ddp_utils
@@ -165,3 +167,63 @@ def test_folders_can_be_deleted(name, processes, gone, tmp_path, shards):
     found, usual = losses(tmp_path / "without"), losses(tmp_path / "with")
     assert len(found) == len(usual) == 4
     assert found == (pytest.approx(usual, abs=1e-6) if "ops" in gone else usual)
+
+
+def test_ranks_with_unlike_folders_are_refused(tmp_path, shards):
+    """One would write the plan, a sample or averaged weights in a collective that the other does not join."""
+    copy_without(["weights"], tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", steps=1, timeout=60)
+    common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+              "PYTHONPATH": None}
+    processes = []
+    for rank, program in enumerate((ROOT, tmp_path)):
+        command = [sys.executable, program / "train_gpt2.py", *flags]
+        processes.append(start(command, RANK=rank, LOCAL_RANK=rank, **common))
+    for done in map(finish, processes):
+        assert done.code == 2 and "error: which of the folders beside data.py are there on rank 1" in done.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+def test_a_run_goes_on_after_folders_were_deleted(tmp_path, shards):
+    """It says once what is lost. What its state needs is refused in a sentence."""
+    (tmp_path / "program").mkdir()
+    copy_without(ROOMS, tmp_path / "program")
+    gpt2 = TRAINERS["gpt2"]
+    for name, more in (("plain", {}), ("late", {"comm": "late"})):
+        flags = {"steps": 8, "eval_every": 4, "sample_every": 1} | more
+        assert gpt2.train(2, shards, tmp_path / name, **flags).code == 0
+        again = gpt2.flags(shards, tmp_path / name, **flags | {"steps": 12})
+        done = run(2, tmp_path / "program" / gpt2.script, *again, PYTHONPATH=None)
+        if more:
+            assert done.code and "error: --comm late needs the folder cluster/, which is not" in done.out
+            continue
+        assert done.code == 0 and [r["step"] for r in steps_of(tmp_path / name)] == [*range(1, 13)], done.out
+        for room in ROOMS:
+            assert done.out.count(f"there is no folder {room}/") == (room != "prepare"), done.out
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (["--prompt", "x"], "using a run (--prompt, --export, --eval-only and the like) needs the folder "
+                        "weights/"),
+    (["--init-from", "hf:x"], "--init-from needs the folder weights/"),
+    (["--dry-run"], "--dry-run needs the folder cluster/"),
+    (["--data", "stdlib", "--out", "run"], "--data stdlib needs the folder prepare/")])
+def test_what_needs_a_folder_says_so(flags, sentence, tmp_path, shards):
+    copy_without(ROOMS, tmp_path)
+    usual = [] if "--data" in flags else TRAINERS["gpt2"].flags(shards, tmp_path / "run", steps=1)
+    if "--prompt" in flags:
+        assert run(0, tmp_path / "train_gpt2.py", *usual, PYTHONPATH=None).code == 0
+    done = run(0, tmp_path / "train_gpt2.py", *usual, *flags, cwd=tmp_path, PYTHONPATH=None)
+    assert done.code == 2 and f"error: {sentence}, which is not beside data.py" in done.out, done.out
+    assert "Traceback" not in done.out and ((tmp_path / "run").exists() == ("--prompt" in flags))
+
+
+@pytest.mark.parametrize("command, room", [("data.py", "prepare")])
+def test_a_command_without_its_folder_says_so(command, room, tmp_path):
+    copy_without([room], tmp_path)
+    done = run(0, tmp_path / command, PYTHONPATH=None)
+    assert done.code == 2 and f"error: python {command} needs the folder {room}/" in done.out, done.out
