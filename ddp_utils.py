@@ -105,6 +105,8 @@ from model import (
     ModelConfig,
     blocks_of,
     copied_buffers,
+    flag_fields,
+    flags_of_model,
     flops_per_token,
     num_params,
     pad_vocab,
@@ -124,7 +126,9 @@ OF_EVALUATION = {"samples", "exact", "correct", "criterion"}  # no names for a m
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # what a run does without where a folder is not there; of prepare/ only a new source needs anything
-WITHOUT = {"cluster": "a process that is lost is not named", "weights": "no samples are written"}
+WITHOUT = {"cluster": "a process that is lost is not named",
+           "loggers": "no plan is printed, and the curves are in metrics.jsonl alone",
+           "weights": "no samples are written"}
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
@@ -191,7 +195,8 @@ def launch(main):
         heartbeat.stop(reason)
     # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
     futures.wait(unwritten, timeout=15)
-    monitor.WandbRun.finish_all(code)
+    for finish in monitor.at_exit:
+        finish(code)
     if code == 0 and dist.is_initialized():  # after a failure this can hang
         dist.destroy_process_group()
     with suppress(OSError):  # the terminal may be gone
@@ -221,7 +226,8 @@ def with_cleanup(main):
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
                 RunLock.release()
-                monitor.WandbRun.finish_all(int(failed))
+                for finish in monitor.at_exit:
+                    finish(int(failed))
                 gc.unfreeze()
                 if dist.is_initialized() and not joined_before:
                     if heartbeat:
@@ -574,15 +580,6 @@ def steps_or_fraction(text: str) -> int | float:
     if value > 1 and value % 1:
         raise ArgumentTypeError(f"{text} is neither a whole number nor below 1")
     return int(value) if value >= 1 else value
-
-
-def flag_fields(config_class: type) -> list:
-    """The fields of a model's configuration that are flags; see `flag` in model.py."""
-    return [field for field in fields(config_class) if field.metadata]
-
-
-def flags_of_model(config_class: type, args) -> dict:
-    return {field.name: getattr(args, field.name) for field in flag_fields(config_class)}
 
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
@@ -1101,11 +1098,19 @@ def open_run(run: Run):
     with room("weights"):
         from weights.sampling import continue_text
         run.continue_text = continue_text
+    if args.wandb:
+        with room("loggers", "--wandb"):
+            from loggers.wandb import WandbRun
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
-    run.log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
-    if args.wandb:
-        run.log.sinks.append(monitor.WandbRun(run.out, run.log.say))
+    run.log = log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
+    with room("loggers"):
+        from loggers.picture import History
+        from loggers.tensorboard import EventFile
+        log.sinks.append(EventFile(run.out / "tb", log.say))
+        if args.wandb:
+            log.sinks.append(WandbRun(run.out, log.say))
+        log.sinks.append(History(run.out, log.say, lock.lost))
     run.checkpoints = Checkpoints(run.out, world, args.keep_last, run.log.say, lock.lost)
     run.saved = saved = run.checkpoints.load(args.resume, run.saved)
     wanted = args.wanted_batch
@@ -2215,14 +2220,26 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     facts["flops_per_token"] = lambda record: run.flops_factor * statistics.fmean(
         count(**kw) for kw in examples(record))
     evaluations = on_rank0(log.read_back, step)
+    begin_curves = say_plan = None
+    with room("loggers"):
+        from loggers.machine import begin_curves
+        from loggers.plan import say_plan
     facts["own_criterion"] = on_rank0(monitor.has_own_criterion, log.records)
 
     def begin():
         files = run_files(run, identity) if world.is_rank0 else {}
         log.begin(step, settings, facts, files, evaluations)
+        if begin_curves and world.is_rank0:
+            begin_curves(log.say)
 
     on_all(begin)
-    say_plan(run, state, identity)
+    for name, shards in dataset.val.items():  # a trainer may have added some
+        if shards.ids != dataset.train.ids:
+            raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
+                            f"training data: prepare it with --tokenizer {log.out}/tokenizer.json.")
+    machines = Counter(from_all(hardware(world.device)))
+    if say_plan:
+        say_plan(run, state, identity, machines, compiles(settings["compile"], world.device))
     for folder, loss in WITHOUT.items():
         if folder not in rooms_here():
             log.say(f"there is no folder {folder}/ beside ddp_utils.py, so {loss}")
@@ -2279,78 +2296,6 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
                             f"(see {path})")
                 break
     return files
-
-
-def say_plan(run: Run, state: TrainState, identity: dict):
-    """Prints what will be trained, where, how and on what. Every rank calls this."""
-    world, dataset, log = run.world, run.dataset, run.log
-    settings = identity["settings"]
-    model = state.model
-    c = model.config
-    blocks = blocks_of(model)
-    rows = run.names.get("RECIPES") or run.names.get("SIZES", {})
-    row = rows.get(settings["size"], {})
-    usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
-    shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items()
-             if value != getattr(usual, name) or name == "attention"]  # which the data may choose
-    parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
-                  f"{len(blocks)} blocks")
-    ids = f"vocabulary {c.vocab_size:,}, padded to {c.padded_vocab:,}"
-    log.say("; ".join([f"{identity['family']} {settings['size']}: {parameters}", *shape, ids]))
-    trained = []
-    for inner, optimizer in zip(state.inner, state.optimizers):
-        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-        trained.append(f"{type(inner).__name__} trains {count:,}")
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    log.say(f"of these parameters {', '.join(trained)}, and {frozen:,} are frozen")
-
-    machines = Counter(from_all(hardware(world.device)))
-    hosts = ", ".join(f"{count} x {name}" for name, count in machines.items())
-    processes = (f"processes {world.world_size}, nodes {world.nodes}, backend {world.backend} "
-                 f"(--backend {settings['backend']}, on {world.device.type})")
-    scaler = f"GradScaler {'on' if state.scaler.is_enabled() else 'off'}"
-    compiled = f"compile {'on' if compiles(settings['compile'], world.device) else 'off'}"
-    saving = f"activation checkpointing {settings['checkpoint_activations']}, strategy {settings['strategy']}"
-    fast = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
-    log.say(f"{processes}, {hosts}, threads per process {torch.get_num_threads()}; activations "
-            f"{settings['precision']}, no autocast, {scaler}, {compiled}, {saving}{fast}")
-
-    for name, shards in dataset.val.items():  # a trainer may have added some
-        if shards.ids != dataset.train.ids:
-            raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
-                            f"training data: prepare it with --tokenizer {log.out}/tokenizer.json.")
-    rows = dataset.train.rows
-    read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
-            f"{dataset.loss}")
-    validation = ("{val_tokens:,} validation tokens of unigram entropy {entropy:.4f} (losses are in nats per "
-                  "token; a model without any context reaches none below that)").format(**log.facts)
-    held_out = [shards.rows for shards in dataset.val.values()]
-    limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)
-    evaluated = sum(min(limit, rows) for rows in held_out)
-    log.say(f"data {dataset.name}: {read}; {validation}; an evaluation reads {evaluated:,} of "
-            f"{sum(held_out):,} rows")
-
-    sequences = run.global_batch
-    passes = run.steps * sequences / rows
-    batch = f"{run.batch} x accumulation {run.grad_accum} x processes {world.world_size}"
-    tokens = f"{sequences * settings['seq_len']:,} tokens a step"
-    log.say(f"batch {batch} = {sequences} sequences, {tokens}; {run.steps} steps, "
-            f"{rows / sequences:.1f} an epoch")
-    if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
-        log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
-                "a smaller --global-batch, or start with --init-from")
-    if settings["epochs"] and run.steps < 100:
-        log.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more "
-                "--epochs or a smaller --global-batch")
-    warmup = settings["warmup"] if settings["warmup"] >= 1 else settings["warmup"] * run.steps
-    if warmup > run.steps / 3:
-        log.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
-                "--warmup or more steps")
-    if dataset.too_short:
-        log.say(f"WARNING: {dataset.too_short}")
-    elif not dataset.val:
-        log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                f"them with --val-split {dataset.would_split} in another directory")
 
 
 @dataclass
@@ -2474,6 +2419,10 @@ class Metrics:
         self._got_labels = self._warned = False
         self._signature = inspect.signature(model.forward)
         model.register_forward_pre_hook(self._count_labels, with_kwargs=True)
+        self._machine_curves = lambda suffix: {}
+        with room("loggers"):
+            from loggers.machine import machine_curves
+            self._machine_curves = machine_curves
 
     def _count_labels(self, model: nn.Module, args: tuple, kwargs: dict):
         given = self._signature.bind_partial(*args, **kwargs).arguments
@@ -2528,7 +2477,7 @@ class Metrics:
         """
         world = self.world
         host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
-        own = monitor.machine_curves(host) if world.local_rank == 0 else {}
+        own = self._machine_curves(host) if world.local_rank == 0 else {}
         memory, curves = zip(*from_all((monitor.memory_gb(world.device), own)))
         return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
 

@@ -14,7 +14,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -446,6 +446,15 @@ def flag(default, help: str, type=None):
     `type`, choices or a function, is for values that are neither a number nor a switch.
     """
     return field(default=default, metadata={"help": help, "type": type})
+
+
+def flag_fields(config_class: type) -> list:
+    """The fields of a model's configuration that are flags; see `flag`."""
+    return [field for field in fields(config_class) if field.metadata]
+
+
+def flags_of_model(config_class: type, args) -> dict:
+    return {field.name: getattr(args, field.name) for field in flag_fields(config_class)}
 
 
 DROPOUT = "probability of dropping an activation while training"

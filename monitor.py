@@ -7,13 +7,13 @@
     tensorboard --logdir runs                            # compares runs
 
 A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
-for each logged step and each evaluation (metrics.jsonl), the same data as lists (history.json), and, if
-matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one
-line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes, as in nvidia-smi,
-htop and torch's messages. Only functions for trainers import torch, so the commands start at once.
+for each logged step and each evaluation (metrics.jsonl), and with the folder loggers/ the same data as lists
+(history.json) and, if matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard.
+A logged step has one line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes,
+as in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands, which
+are in loggers/, too, start at once.
 """
 
-import io
 import json
 import math
 import os
@@ -22,19 +22,18 @@ import resource
 import sys
 import threading
 import time
-from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from tqdm import tqdm  # comes with datasets
 
-from data import ArgumentParser, UserError, access, first_line, say, write_atomically
+from data import UserError, access, first_line, refuse_moved, room, say, write_atomically
 
 GB = 2**30
 MB = 2**20
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
+at_exit = []  # functions of the exit code that end what a sink has begun outside of this process
 
 # Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
 # first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
@@ -66,124 +65,9 @@ def memory_gb(device) -> float:
     return peak / (GB if sys.platform == "darwin" else MB)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# The machine
-
-
-def why_not(package: str, error: BaseException) -> str:
-    """Why an optional package did not do its part, as one line. One that is there may raise anything, when it
-    is imported or later.
-    """
-    missing = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == package
-    return f"pip install {package}" if missing else first_line(error)
-
-
-def cpu_and_ram() -> dict:
-    """CPU use since the last call, RAM in bytes. Raises whatever psutil does."""
-    import psutil
-    memory = psutil.virtual_memory()
-    return {"cpu_percent": psutil.cpu_percent(), "ram_percent": memory.percent,
-            "ram_used": memory.total - memory.available, "ram_total": memory.total}
-
-
-def machine_curves(suffix: str = "") -> dict[str, float]:
-    """CPU use since the last call and RAM, in percent; for this thread's GPU, the memory reserved by torch in
-    MB, and the use in percent, which needs nvidia-ml-py. `suffix` ends the name of each curve.
-    """
-    import torch
-    values = {}
-    with suppress(*FAULTS):  # RunLog.begin says what is missing
-        now = cpu_and_ram()
-        values = {f"System/CPU_percent{suffix}": now["cpu_percent"],
-                  f"System/RAM_percent{suffix}": now["ram_percent"]}
-    if torch.cuda.is_initialized():
-        values[f"System/GPU_VRAM_MB{suffix}"] = torch.cuda.memory_reserved() / MB
-        with suppress(*FAULTS):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
-            values[f"System/GPU_percent{suffix}"] = torch.cuda.utilization()
-    return values
-
-
-def network_traffic() -> tuple[int, int]:
-    """Bytes (received, sent) so far on all interfaces except loopback."""
-    import psutil
-    counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
-    return sum(c.bytes_recv for c in counters), sum(c.bytes_sent for c in counters)
-
-
-def is_trainer(command: list[str]) -> bool:
-    """Whether a command line is Python running a trainer (not torchrun, which only starts trainers)."""
-    script = next((part for part in command[1:] if part and not part.startswith("-")), "")
-    return bool(re.fullmatch(r"train_\w+\.py", Path(script).name)) and "python" in Path(command[0]).name
-
-
-def read_gpus() -> list[dict]:
-    """A dict for each GPU, with None for unreported values. Empty without nvidia-ml-py or a driver."""
-    try:
-        import pynvml
-        pynvml.nvmlInit()  # repeated calls cost nothing
-        count = pynvml.nvmlDeviceGetCount()
-    except FAULTS:  # not installed, or an NVMLError: no driver, or one of another version
-        return []
-
-    def query(name, *args):
-        try:
-            return getattr(pynvml, f"nvmlDeviceGet{name}")(*args)
-        except FAULTS:
-            return None
-
-    found = []
-    for i in range(count):
-        gpu = query("HandleByIndex", i)  # None if it is lost
-        load, memory, power = (query(name, gpu) for name in ("UtilizationRates", "MemoryInfo", "PowerUsage"))
-        values = {"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
-                  "memory_used": memory and memory.used, "memory_total": memory and memory.total}
-        values["power_watts"] = power and power / 1000
-        values["temperature_celsius"] = query("Temperature", gpu, pynvml.NVML_TEMPERATURE_GPU)
-        found.append(values)
-    return found
-
-
-def read_machine(seconds: float) -> dict:
-    """Watches the machine for `seconds`; CPU and network are means over that time. Sizes are in bytes.
-    `process_ram` is the RAM of all trainers, or else of this process. Raises whatever psutil does.
-    """
-    import psutil
-    psutil.cpu_percent()  # the next call returns the mean since this one
-    before = network_traffic()
-    time.sleep(seconds)
-    received, sent = (round((b - a) / seconds) for a, b in zip(before, network_traffic()))
-    trainers = [p.info["memory_info"].rss for p in psutil.process_iter(["cmdline", "memory_info"])
-                if is_trainer(p.info["cmdline"] or []) and p.info["memory_info"]]
-    process_ram = sum(trainers) or psutil.Process().memory_info().rss
-    disk = psutil.disk_usage(".")
-    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **cpu_and_ram(), "process_ram": process_ram,
-            "disk_percent": disk.percent, "disk_used": disk.used, "disk_total": disk.total,
-            "received_per_sec": received, "sent_per_sec": sent, "gpus": read_gpus()}
-
-
 def format_known(values: dict, formats: dict[str, str]) -> list[str]:
     """Formats the values that are present and not None, in the order of `formats`."""
     return [text.format(values[key]) for key, text in formats.items() if values.get(key) is not None]
-
-
-def format_reading(r: dict) -> list[str]:
-    """The result of read_machine as lines of text."""
-    def gigabytes(used: int, total: int) -> str:
-        return f"{used / GB:.1f} GB / {total / GB:.1f} GB"
-
-    gpu_formats = {"utilization_percent": "Util: {:.0f}%", "memory": "Memory: {}",
-                   "power_watts": "Power: {:.0f} W", "temperature_celsius": "Temp: {:.0f} C"}
-    ram = gigabytes(r["ram_used"], r["ram_total"])
-    disk = gigabytes(r["disk_used"], r["disk_total"])
-    network = f"{r['received_per_sec'] / MB:.1f} MB/s in, {r['sent_per_sec'] / MB:.1f} MB/s out"
-    own = f"process RAM: {r['process_ram'] / GB:.1f} GB"
-    lines = [f"[{r['time']}] CPU: {r['cpu_percent']:.1f}% | RAM: {r['ram_percent']:.1f}% ({ram}) | {own}"]
-    lines.append(f"  - Disk: {r['disk_percent']:.1f}% ({disk}) | Network: {network}")
-    for gpu in r["gpus"]:
-        if gpu["memory_total"] is not None:
-            gpu = gpu | {"memory": gigabytes(gpu["memory_used"], gpu["memory_total"])}
-        lines.append(" | ".join([f"  - GPU {gpu['index']} ({gpu['name']})", *format_known(gpu, gpu_formats)]))
-    return lines
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -371,126 +255,6 @@ class MetricsFile:
         self._file.close()
 
 
-class EventFile:
-    """Curves for TensorBoard, and the settings as a text."""
-
-    SUFFIX = "run"  # of the names of the files that are written here
-
-    def __init__(self, directory: Path, say):
-        self._directory = directory
-        self._say = say
-        self._writer = None  # none if nothing can be written
-
-    def open(self, records: list[dict], settings: dict):
-        """Writes these records into a new file, then empties that of the start before, which may hold points
-        after the resumed step, and removes older ones.
-        """
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.plugins.text.summary_v2 import text_pb
-            from tensorboard.summary.writer.record_writer import RecordWriter
-            self._directory.mkdir(exist_ok=True)
-            # TensorBoard reads files in the order of their names, so a clock that goes back must not matter
-            made = self._directory.glob("events.out.tfevents.[0-9]*.*")
-            stamp = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in made)])
-            path = self._directory / f"events.out.tfevents.{stamp}.{self.SUFFIX}"
-            content = io.BytesIO()
-            began = records[0].get("time") if records else time.time()
-            text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
-            self._writer = RecordWriter(content)
-            self._add(Event(wall_time=began, file_version="brain.Event:2"))
-            # a TensorBoard that has read older files forgets their points
-            self._add(Event(wall_time=began, session_log=SessionLog(status=SessionLog.START)))
-            self._add(Event(wall_time=began, summary=text_pb("settings", text)))
-            for record in records:
-                self.write(record)
-            found = self._directory.glob(f"events.out.tfevents.*.{self.SUFFIX}")
-            earlier = sorted(path for path in found if not path.is_symlink())  # a link may lead anywhere
-            write_atomically(path, content.getvalue())
-            for old in (*earlier[:-1], *self._directory.glob(".tmp-*")):  # the latter after a kill
-                old.unlink()
-            for last in earlier[-1:]:
-                os.truncate(last, 0)  # a TensorBoard that has it open would stay there if it were removed
-            self._writer = RecordWriter(open(path, "ab"))
-        except FAULTS as error:
-            self._writer = None
-            self._say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
-
-    def _add(self, event):
-        self._writer.write(event.SerializeToString())
-        self._writer.flush()
-
-    def write(self, record: dict):
-        """Writes all points of a record as one event, so that a kill leaves all of them or none."""
-        if not self._writer:
-            return
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        own = "Train" if "loss" in record else "Val"
-        points = []
-        for key, value in record.items():
-            base, slash, name = key.partition("/")  # the name of a validation set
-            if isinstance(value, int | float) and base not in OTHER_KEYS:
-                tag = TAGS.get(base, f"{own}/{base}") + slash + name
-                points.append(Summary.Value(tag=tag, simple_value=value))
-        self._add(Event(wall_time=record.get("time"), step=record["step"], summary=Summary(value=points)))
-
-    def close(self):
-        if self._writer:
-            self._writer.close()
-
-
-class WandbRun:
-    """A run of Weights & Biases for each run directory, online or, as WANDB_MODE says, offline. Each start
-    sends all records, because the one before may have been killed before it had sent its own; the server
-    leaves out steps that it has.
-    """
-
-    living: ClassVar[list] = []  # what wandb.init returned, for finish_all
-
-    def __init__(self, out: Path, say):
-        self._out = out
-        self._say = say
-        self._run = None  # none if nothing can be sent
-
-    def open(self, records: list[dict], settings: dict):
-        self.close()
-        began = str(settings.get("began")).split()[-1]  # tells apart two directories of one name
-        # a service that a parent process started may still hold this run, of a start that was killed
-        os.environ.pop("WANDB_SERVICE", None)
-        try:
-            import wandb
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", Path(settings["trainer"]).stem), dir=self._out,
-                id=re.sub(r"[^\w.-]", "-", f"{self._out.name}-{began}"), name=self._out.name, resume="allow",
-                reinit="create_new", config=settings, settings=wandb.Settings(console="off"))
-            self.living.append(self._run)
-            for record in records:
-                self.write(record)
-        except FAULTS as error:
-            if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
-                raise UserError("--wandb needs the package wandb: pip install wandb, or give --no-wandb.")
-            self._run = None
-            self._say(f"nothing is sent to Weights & Biases: {why_not('wandb', error)}")
-
-    def write(self, record: dict):
-        if self._run:
-            self._run.log(record, step=record["step"])
-
-    def close(self):
-        if self._run in self.living:
-            self.living.remove(self._run)
-            with suppress(*FAULTS):
-                self._run.finish()
-
-    @classmethod
-    def finish_all(cls, exit_code: int):
-        """Ends what an error has left open; without this, wandb's own process drops what it has not sent."""
-        while cls.living:
-            with suppress(*FAULTS):
-                cls.living.pop().finish(exit_code)
-
-
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
     passes to all `sinks`. A sink has open(records, settings), which gets all records so far, write(record)
@@ -506,9 +270,8 @@ class RunLog:
         self.records: list[dict] = []
         self.evaluations: dict[int, float] = {}  # their criteria by step, on all ranks
         self.clock: Clock | None = None  # see start_clock
-        self.sinks = [MetricsFile(self.out / "metrics.jsonl"), EventFile(self.out / "tb", self.say)]
+        self.sinks = [MetricsFile(self.out / "metrics.jsonl")]  # open_run in ddp_utils.py adds others
         self._behind = []  # the sinks that lack records, because a write has failed
-        self._next_drawing = 0.0
         self._text = TrainLog(self.out / "train.log", prefix, lost) if active else None
 
     def say(self, text: str = ""):
@@ -543,10 +306,6 @@ class RunLog:
         self._write_files()
         for sink in self.sinks:
             sink.open(self.records, settings)
-        try:
-            cpu_and_ram()  # the first record has the mean from now on
-        except FAULTS as error:
-            self.say(f"curves of CPU and RAM are not written: {why_not('psutil', error)}")
         self._text.begin(step, settings["steps"])
 
     def _write_files(self):
@@ -630,7 +389,6 @@ class RunLog:
         parts = [*results(found), f"unigram entropy {self.facts['entropy']:.4f}"]
         self.write(record, " | ".join(parts + ["best so far"] * best))
         self._warn_of_loss(step, found["val_loss"])
-        self.save_history()
         trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
         if ends_epoch and trained:
             self._epoch_line(trained[0], found["val_loss"])
@@ -675,23 +433,6 @@ class RunLog:
                 self.say(f"WARNING: {type(sink).__name__} lacks a record ({first_line(error)}); the next one "
                          "tries again")
 
-    def save_history(self, last: bool = False):
-        """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
-        start = time.perf_counter()
-        if not self.records or not last and start < self._next_drawing or self.lost():
-            return
-        keys = dict.fromkeys(key for record in self.records for key in record)
-        history = {key: [record.get(key) for record in self.records] for key in keys}
-        try:
-            write_atomically(self.out / "history.json", json.dumps(history).encode())
-            draw_curves(self.out.name, self.records, self.out / "training_history.png")
-        except UserError as error:
-            self.say(f"WARNING: the history was not written ({error})")
-        except FAULTS as error:
-            if last:
-                self.say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
-        self._next_drawing = time.perf_counter() + 20 * (time.perf_counter() - start)
-
     def finish(self, step: int, samples: int, peak_memory: float, ending: str):
         """Says how fast the run was, and how it has ended."""
         if not self.active:
@@ -714,125 +455,32 @@ class RunLog:
     def close(self):
         if not self.active:
             return
-        self.save_history(last=True)
         for sink in (self._text, *self.sinks):
             with suppress(OSError):
                 sink.close()
 
 
-# -----------------------------------------------------------------------------------------------------------
-# A run as a picture and as a line
+MOVED = {
+    "loggers.machine": "why_not cpu_and_ram machine_curves network_traffic is_trainer read_gpus read_machine "
+                       "format_reading",
+    "loggers.tensorboard": "EventFile", "loggers.wandb": "WandbRun", "loggers.picture": "draw_curves",
+    "loggers.command": "summarize watch_machine show_run"}
 
 
-def draw_curves(name: str, records: list[dict], path: Path):
-    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
-    800 pixels wide. Raises whatever matplotlib does, and UserError.
-    """
-    backend = os.environ.pop("MPLBACKEND", None)  # that of a notebook, with which the import fails
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which needs a display
-    finally:
-        if backend:
-            os.environ["MPLBACKEND"] = backend
-    keys = dict.fromkeys(key for record in records for key in record)
-    own = [key for key in own_keys(keys) if "/" not in key]
-    rows = ["lr", "tokens_per_sec", *own, *keys.keys() & {"val_exact"}]
-    figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)), layout="constrained")
-    loss, *others = figure.subplots(1 + len(rows), 1, sharex=True, height_ratios=(3, *[1] * len(rows)))
-
-    def curve(axes, key: str, **style):
-        points = [r for r in records if r.get(key) is not None]
-        axes.plot([r["step"] for r in points], [r[key] for r in points], **style)
-
-    curve(loss, "loss", label="training loss", linewidth=1, alpha=0.6)
-    curve(loss, "val_loss", label="validation loss", marker="o", markersize=5)
-    loss.set(title=name, ylabel="loss (nats per token)")
-    loss.legend()
-    labels = {"lr": "learning rate", "tokens_per_sec": "tokens/s"}
-    for key, axes in zip(rows, others):
-        curve(axes, key)
-        axes.set(ylabel=labels.get(key, key))
-    others[1].set(ylim=(0, None))
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-    figure.axes[-1].set(xlabel="step")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=100)
-    write_atomically(path, picture.getvalue())
-
-
-def summarize(records: list[dict]) -> dict:
-    """The last logged step of a run, its last validation loss, and that of its best evaluation."""
-    last = ([record for record in records if "loss" in record] or [{"step": 0}])[-1]
-    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
-    criteria = evaluations_of(records)
-    best = min(criteria, key=criteria.get, default=None)
-    found = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
-    return found | {"val_loss": losses.get(max(losses, default=None)),
-                    "best_val_loss": losses.get(best), "best_step": best}
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Command line
-
-
-def watch_machine(args: Namespace):
-    while True:
-        try:
-            reading = read_machine(args.interval)
-        except FAULTS as error:
-            raise UserError("CPU, memory and network are read with psutil: "
-                            f"{why_not('psutil', error)}.") from None
-        say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
-        if args.once:
-            return
-
-
-def show_run(run: Path):
-    warnings = []
-    try:
-        records = read_metrics(run, warnings.append)
-    except OSError as error:
-        raise UserError(f"{run} has no metrics.jsonl that can be read ({error.strerror}): name the "
-                        "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None
-    if not records and (run / "metrics.jsonl").stat().st_size > 0:
-        raise UserError(f"not a run: {run}/metrics.jsonl does not begin with the record of a step.")
-    for warning in warnings:
-        print(warning, file=sys.stderr)
-    name = run.resolve().name
-    say(json.dumps({"run": name} | summarize(records)))
-    path = run / "training_history.png"
-    try:
-        draw_curves(name, records, path)
-        print(f"the curves are in {path}", file=sys.stderr)
-    except FAULTS as error:  # a run may be there for reading only
-        print(f"the curves are not drawn: {why_not('matplotlib', error)}", file=sys.stderr)
+def __getattr__(name: str):
+    refuse_moved(__name__, name, MOVED)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit code of a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR",
-                        help="a run: prints a summary as JSON and draws its curves (without it, readings of "
-                        "this machine)")
-    parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
-    parser.add_argument("--once", action="store_true", help="stop after the first reading")
-    parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in bytes")
-    try:
-        args = parser.parse_args(argv)
-        if not 0.1 <= args.interval <= 1e6:
-            parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
-        with access():
-            show_run(args.run) if args.run else watch_machine(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:  # as in `python monitor.py | head`; at exit Python would flush into it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    """`python monitor.py`"""
+    with room("loggers", "python monitor.py"):
+        from loggers.command import main as command
+    return command(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

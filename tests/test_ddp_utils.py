@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import wait
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ import train_gpt2
 from cluster import diagnosis, heartbeat, memory
 from data import UserError
 from ddp_utils import Checkpoints, RunError, World, list_checkpoints, load_checkpoint, read_checkpoint
+from loggers.plan import say_plan
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 from weights.use import load_model
 
@@ -757,7 +759,7 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     log = SimpleNamespace(say=said.append, facts={"val_tokens": 0, "entropy": 3.0})
     run = SimpleNamespace(world=world, dataset=dataset, log=log, names={}, steps=300,
                           global_batch=16, batch=8, grad_accum=2)
-    ddp_utils.say_plan(run, make_state(world), {"family": "HRM", "settings": settings})
+    say_plan(run, make_state(world), {"family": "HRM", "settings": settings}, Counter(["a GPU"]), True)
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
     assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16; ")
     assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "

@@ -26,7 +26,12 @@ from conftest import ROOT, finish, kill, start
 
 import monitor
 from data import UserError
-from monitor import GB, MB, RunLog, read_machine
+from loggers import machine, picture
+from loggers.command import summarize
+from loggers.machine import read_machine
+from loggers.picture import History
+from loggers.tensorboard import EventFile
+from monitor import GB, MB, RunLog
 
 COMMAND = [sys.executable, ROOT / "monitor.py"]
 needs_psutil = pytest.mark.skipif(not importlib.util.find_spec("psutil"), reason="needs psutil")
@@ -52,7 +57,7 @@ def command(capsys, *arguments) -> tuple[int, str, str]:
 def record(step: int, **changes) -> dict:
     return {"step": step, "loss": 5.0 - step / 10, "lr": 1e-3, "grad_norm": 1.0,
             "tokens": step * 100, "tokens_per_sec": 50.0, "mfu": 0.25, "mem_gb": 1.0,
-            "time": 1.7e9 + step} | monitor.machine_curves() | changes
+            "time": 1.7e9 + step} | machine.machine_curves() | changes
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -91,7 +96,7 @@ def proc_reading() -> dict:
     pages = 0
     for task in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it may have ended by now
-            if monitor.is_trainer((task / "cmdline").read_bytes().decode(errors="replace").split("\0")):
+            if machine.is_trainer((task / "cmdline").read_bytes().decode(errors="replace").split("\0")):
                 pages += int((task / "statm").read_text().split()[1])
     pages = pages or int(Path("/proc/self/statm").read_text().split()[1])
     return {"received": sum(int(i[0]) for i in interfaces), "sent": sum(int(i[8]) for i in interfaces),
@@ -104,7 +109,7 @@ def test_a_reading_agrees_with_proc():
     if not Path("/proc/stat").exists():
         pytest.skip("needs /proc")
     for _ in range(5):  # processes may come and go between the two
-        reading = read_machine(0.1) | dict(zip(("received", "sent"), monitor.network_traffic()))
+        reading = read_machine(0.1) | dict(zip(("received", "sent"), machine.network_traffic()))
         expected = proc_reading()
         if {key: reading[key] for key in expected} == pytest.approx(expected, rel=0.05, abs=MB):
             break
@@ -139,7 +144,7 @@ GPU_LINE = "  - GPU 0 (NVIDIA RTX 4090) | Util: 89% | Memory: 12.1 GB / 24.0 GB 
 
 
 def gpu_lines() -> list[str]:
-    return monitor.format_reading(read_machine(0.1))[2:]
+    return machine.format_reading(read_machine(0.1))[2:]
 
 
 @needs_psutil
@@ -192,7 +197,7 @@ def test_curves_of_a_gpu(monkeypatch, installed):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GB)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    found = {tag: value for tag, value in monitor.machine_curves().items() if "GPU" in tag}
+    found = {tag: value for tag, value in machine.machine_curves().items() if "GPU" in tag}
     assert found == {"System/GPU_VRAM_MB": 3072.0} | ({"System/GPU_percent": 89} if installed else {})
 
 
@@ -202,15 +207,15 @@ def test_gpus_agree_with_nvidia_smi():
     out = subprocess.run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
                          capture_output=True, text=True).stdout
     expected = [(name, int(total)) for name, total in (line.split(", ") for line in out.splitlines())]
-    assert [(g["name"], round(g["memory_total"] / MB)) for g in monitor.read_gpus()] == expected
+    assert [(g["name"], round(g["memory_total"] / MB)) for g in machine.read_gpus()] == expected
 
 
 def test_trainers_are_told_from_their_launcher():
-    assert monitor.is_trainer(["python", "-u", "/x/train_hrm.py", "--size", "tiny"])
+    assert machine.is_trainer(["python", "-u", "/x/train_hrm.py", "--size", "tiny"])
     for other in (["python", "-m", "torch.distributed.run", "train_hrm.py"], ["vim", "train_hrm.py"],
                   [], ["python"],
                   ["/venv/python", "/venv/bin/torchrun", "--nproc_per_node=2", "train_hrm.py"]):
-        assert not monitor.is_trainer(other)
+        assert not machine.is_trainer(other)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -262,16 +267,24 @@ FACTS = {"sync": "OK", "val_tokens": 8, "rows": 4, "entropy": 2.89861, "peak_flo
 
 
 def begun(out: Path, step: int = 0, facts: dict = FACTS, **settings) -> RunLog:
+    """A log as that of ddp_utils.open_run, after `step` steps."""
     log = RunLog(out, True, "[Rank 0/1]")
+    log.sinks += [EventFile(out / "tb", log.say), History(out, log.say)]
     settings = {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None, "steps": 10} | settings
     log.begin(step, settings, facts, {}, log.read_back(step))
+    machine.begin_curves(log.say)
     return log
+
+
+def reader(out: Path, kind: str = "event_accumulator"):
+    """TensorBoard's own, of which `curves` uses the one and the command `tensorboard` the one of plugins."""
+    module = pytest.importorskip(f"tensorboard.backend.event_processing.{kind}")
+    return module.EventAccumulator(str(out / "tb"), {"scalars": 0, "tensors": 0})
 
 
 def curves(out: Path) -> dict[str, list[tuple[int, float]]]:
     """All points of each curve as TensorBoard reads them."""
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = event_accumulator.EventAccumulator(str(out / "tb"), {"scalars": 0, "tensors": 0})
+    events = reader(out)
     events.Reload()
     found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     return found | {tag: len(events.Tensors(tag)) for tag in events.Tags()["tensors"]}
@@ -285,7 +298,7 @@ def test_tags(tmp_path):
     log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_bits_per_byte=1.0), "")
     log.close()
     found = curves(tmp_path)
-    assert found.pop("settings") == 1
+    assert found.pop("settings/text_summary") == 1
     for tag in ("System/CPU_percent", "System/RAM_percent"):
         assert [step for step, _ in found.pop(tag)] == [1, 2]
     one = {"Loss/train_step": 4.9, "Loss/train_epoch": 4.8, "Loss/val_epoch": 4.5, "Time/epoch_seconds": 12.0,
@@ -460,38 +473,48 @@ def test_a_disk_that_is_away_for_a_while_costs_nothing(tmp_path, monkeypatch, ca
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
 
 
-def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["writer", "thread"])
+def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeypatch, capsys, where):
     log = begun(tmp_path)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    _, curve_file = log.sinks
-    monkeypatch.setattr(curve_file._writer, "flush", full)
+    writer = log.sinks[1]._writer
+    if where == "thread":  # what it calls for each record
+        monkeypatch.setattr(writer.file_writer.event_writer._async_writer._writer, "write", full)
+    else:
+        monkeypatch.setattr(writer, "flush", full)
     log.write(record(1), "")
     log.write(record(2), "")
-    assert capsys.readouterr().out.count("No space left on device") == 1
+    said = capsys.readouterr().out
+    assert said.count("No space left on device") == said.count("EventFile lacks a record") == 1
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2]
     assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.out.tfevents.*"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tb"])
 def test_a_disk_that_is_full_at_a_start_loses_no_old_curve(tmp_path, monkeypatch, capsys, name):
-    """The files are written anew beside the old ones, which stay until then."""
+    """The log is written anew beside the old one, which stays until then, and the old curves stay."""
     log = begun(tmp_path)
     for step in range(1, 4):
         log.write(record(step), "")
     log.close()
-    write = monitor.write_atomically
+    capsys.readouterr()
 
-    def full(path, *pieces):
-        if path.match(name):
-            raise UserError(f"{path} cannot be written: free some space.")
-        write(path, *pieces)
+    def full(*_):
+        raise UserError("this cannot be written: free some space.")
 
-    monkeypatch.setattr(monitor, "write_atomically", full)
+    record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
+    if name == "tb":
+        monkeypatch.setattr(record_writer.RecordWriter, "write", full)
+    else:
+        monkeypatch.setattr(monitor, "write_atomically", full)
     with contextlib.suppress(UserError):  # of metrics.jsonl, without which no run begins
         begun(tmp_path, 3)
+        assert "curves for TensorBoard are not written: this cannot" in capsys.readouterr().out
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
     assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3]
 
@@ -503,7 +526,7 @@ def test_each_record_goes_to_all_sinks_by_one_call(tmp_path, capsys):
                           write=lambda record: got.append(record["step"]), close=lambda: got.append("closed"))
     for first in (1, 2):
         log = RunLog(tmp_path, True, "[Rank 0/1]")
-        log.sinks.append(own)
+        log.sinks += [EventFile(tmp_path / "tb", log.say), own]
         log.begin(first - 1, {"lr": 1e-3, "steps": 10}, FACTS, {}, log.read_back(first - 1))
         log.write(record(first), "loss 4.9")
         log.write({"step": first, "val_loss": 4.0}, "validation loss 4.0")
@@ -698,6 +721,7 @@ def test_a_directory_that_was_removed_and_made_again_has_all_files(tmp_path, kep
     """Even if what removes it and the run come in turns."""
     (tmp_path / "run").mkdir()
     log = RunLog(tmp_path / "run", True, "")
+    log.sinks.append(EventFile(log.out / "tb", log.say))
     log.begin(0, {"steps": 9}, FACTS, {"config.json": "{}"}, {})
     log.write(record(1), "one")
     names = {path.name for path in log.out.iterdir()}
@@ -717,9 +741,14 @@ def test_a_directory_that_was_removed_and_made_again_has_all_files(tmp_path, kep
 
 @needs_psutil
 @pytest.mark.parametrize("shifts", [(0, 0), (0, -3600), (365 * 86400, 0), (0, -3600, 60)])
-def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeypatch, shifts):
-    """As with a dual boot or without a battery: TensorBoard reads files in the order of their names."""
+@pytest.mark.parametrize("named", [True, False])
+def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeypatch, shifts, named):
+    """As with a dual boot or without a battery: TensorBoard reads files in the order of their names. If these
+    had the clock's time, that would be another order (a negative control, but where the last is the latest).
+    """
     now = time.time
+    if not named:
+        monkeypatch.setattr("loggers.tensorboard.SimpleNamespace", lambda time: sys.modules["time"])
     for i, shift in enumerate(shifts):
         monkeypatch.setattr(time, "time", lambda shift=shift: now() + shift)
         log = begun(tmp_path, 5 * i)
@@ -727,8 +756,83 @@ def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeyp
             log.write(record(step, loss=i), "")
         log.sinks[1].close()
     found = curves(tmp_path)["Loss/train_step"]
-    assert [step for step, _ in found] == list(range(1, 5 * len(shifts) + 3))
-    assert [value for _, value in found[5:10]] == [1] * 5
+    expected = [(step, min((step - 1) // 5, len(shifts) - 1)) for step in range(1, 5 * len(shifts) + 3)]
+    assert (found == expected) == (named or shifts[-1] == max(shifts))
+
+
+def without_purge_step(monkeypatch):
+    """A negative control: TensorBoard is not told what to forget."""
+    made = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter",
+                        lambda directory, purge_step, **named: made(directory, **named))
+
+
+@pytest.mark.parametrize("kind", ["event_accumulator", "plugin_event_accumulator"])
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_open_tensorboard_forgets_what_is_made_again(tmp_path, monkeypatch, kind, told, times):
+    """Also what was evaluated and is not any more. No file is removed or cut, and each has all points, so
+    that TensorBoard's faster reader, which a program cannot ask, shows the same.
+    """
+    if not told:
+        without_purge_step(monkeypatch)
+    log = begun(tmp_path)
+    for step in range(1, 9):
+        log.write(record(step), "")
+    log.write({"step": 8, "val_loss": 4.0}, "")
+    events = reader(tmp_path, kind)
+
+    def seen(tag: str) -> list[int]:
+        points = events.Reload().Scalars if kind == "event_accumulator" else events.Reload().Tensors
+        return [event.step for event in points(tag)]
+
+    assert seen("Loss/train_step") == [*range(1, 9)] and seen("Loss/val_epoch") == [8]
+    sizes = {path: path.stat().st_size for path in (tmp_path / "tb").iterdir()}
+    for _ in range(times):  # killed each time
+        log = begun(tmp_path, 5)
+        log.write(record(6), "")
+    assert (seen("Loss/train_step") == [*range(1, 7)]) == told
+    assert seen("Loss/val_epoch") == [8] * (not told)
+    for path in (tmp_path / "tb").iterdir():
+        if path in sizes:
+            assert path.stat().st_size == sizes[path]
+        else:
+            (tmp_path / "one" / "tb").mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, tmp_path / "one" / "tb")
+            assert [step for step, _ in curves(tmp_path / "one")["Loss/train_step"]] == [1, 2, 3, 4, 5, 6]
+            shutil.rmtree(tmp_path / "one")
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("cut", [0, 1, 30, 100])
+def test_a_kill_in_the_middle_of_a_record_costs_no_point(tmp_path, monkeypatch, told, cut):
+    """Of which a part is in the file. An open TensorBoard waits for the rest in vain."""
+    if not told:
+        without_purge_step(monkeypatch)
+    log = begun(tmp_path)
+    for step in range(1, 6):
+        log.write(record(step), "")
+    path, = (tmp_path / "tb").iterdir()
+    os.truncate(path, path.stat().st_size - cut)
+    events = reader(tmp_path)
+    assert len(events.Reload().Scalars("Loss/train_step")) == 5 - bool(cut)
+    log = begun(tmp_path, 5)
+    log.write(record(6), "")
+    found = [event.step for event in events.Reload().Scalars("Loss/train_step")]
+    assert found == [step for step, _ in curves(tmp_path)["Loss/train_step"]]
+    assert (found == [1, 2, 3, 4, 5, 6]) == told
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_directory_of_curves_that_was_removed_has_all_again(tmp_path, capsys):
+    """The next record notices, and the one after it writes all."""
+    log = begun(tmp_path)
+    log.write(record(1), "")
+    shutil.rmtree(tmp_path / "tb")
+    for step in (2, 3, 4):
+        log.write(record(step), "")
+    assert capsys.readouterr().out.count("EventFile lacks a record") == 1
+    assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("broken", [
@@ -805,7 +909,7 @@ def test_the_picture_has_the_exact_matches(tmp_path, monkeypatch):
         drawn.append(self.axes[-1]), save(self, *given, **named)))
     found = {"val_loss": 1.0, "val_exact": 0.5, "val_exact/easy": 0.75, "val_exact/hard": 0.25}
     records = [record(1), {"step": 1, "tokens": 32, **found}]
-    monitor.draw_curves("run", records, tmp_path / "run.png")
+    picture.draw_curves("run", records, tmp_path / "run.png")
     axes, = drawn
     line, = axes.lines
     assert axes.get_ylabel() == "val_exact" and [*line.get_ydata()] == [0.5]
@@ -820,11 +924,11 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
         drawn.append(records[-1]["step"])
         now[0] += 1.0
 
-    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(monitor, "draw_curves", draw)
+    monkeypatch.setattr(picture, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(picture, "draw_curves", draw)
     for step in range(100, 700, 100):
         log.write(record(step), "")
-        log.save_history()
+        log.write({"step": step, "val_loss": 1.0}, "")
         now[0] += 40.0 if step < 400 else 9.0
     assert drawn == [100, 200, 300, 400]
     log.close()
@@ -863,7 +967,7 @@ def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):
 def test_a_run_that_diverged_does_not_look_as_if_it_had_not():
     records = [{"step": 10, "loss": 2.0, "tokens": 10}, {"step": 20, "loss": None, "tokens": 20},
                {"step": 20, "val_loss": None, "tokens": 20}]
-    found = monitor.summarize(records)
+    found = summarize(records)
     assert (found["step"], found["loss"], found["val_loss"]) == (20, None, None)
 
 

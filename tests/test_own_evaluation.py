@@ -31,6 +31,7 @@ import ddp_utils
 import model as model_module
 import monitor
 from ddp_utils import TrainState, UserError, list_checkpoints, read_checkpoint
+from loggers.command import summarize
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
 from prepare.pipeline import prepare
 from weights.init_from import load_frozen
@@ -169,7 +170,7 @@ def test_best_is_chosen_by_the_criterion_in_a_resumed_run_too(criterion, best, s
     assert again.code == 0, again.out
     for out in (tmp_path / "whole", tmp_path / "resumed"):
         assert read_checkpoint(out / "checkpoints" / "best.pt")["step"] == best
-        assert monitor.summarize(monitor.read_metrics(out))["best_step"] == best
+        assert summarize(monitor.read_metrics(out))["best_step"] == best
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 

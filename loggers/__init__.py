@@ -1,0 +1,4 @@
+"""What is made of a run beside train.log and metrics.jsonl: tensorboard.py (tb/), wandb.py (--wandb),
+picture.py (training_history.png and history.json), machine.py (curves of CPU, memory and GPUs), plan.py (what
+a run prints at its start). command.py is `python monitor.py`.
+"""

@@ -1,0 +1,82 @@
+"""`python monitor.py`: readings of this machine, or a run as a line and a picture."""
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import monitor
+from data import ArgumentParser, UserError, access, say
+from loggers.machine import format_reading, read_machine, why_not
+from loggers.picture import draw_curves
+from monitor import FAULTS, evaluations_of, read_metrics
+
+
+def summarize(records: list[dict]) -> dict:
+    """The last logged step of a run, its last validation loss, and that of its best evaluation."""
+    last = ([record for record in records if "loss" in record] or [{"step": 0}])[-1]
+    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
+    criteria = evaluations_of(records)
+    best = min(criteria, key=criteria.get, default=None)
+    found = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
+    return found | {"val_loss": losses.get(max(losses, default=None)),
+                    "best_val_loss": losses.get(best), "best_step": best}
+
+
+def watch_machine(args: Namespace):
+    while True:
+        try:
+            reading = read_machine(args.interval)
+        except FAULTS as error:
+            raise UserError("CPU, memory and network are read with psutil: "
+                            f"{why_not('psutil', error)}.") from None
+        say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
+        if args.once:
+            return
+
+
+def show_run(run: Path):
+    warnings = []
+    try:
+        records = read_metrics(run, warnings.append)
+    except OSError as error:
+        raise UserError(f"{run} has no metrics.jsonl that can be read ({error.strerror}): name the "
+                        "directory of a run, such as runs/hrm-tiny-stdlib-bpe4096.") from None
+    if not records and (run / "metrics.jsonl").stat().st_size > 0:
+        raise UserError(f"not a run: {run}/metrics.jsonl does not begin with the record of a step.")
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    name = run.resolve().name
+    say(json.dumps({"run": name} | summarize(records)))
+    path = run / "training_history.png"
+    try:
+        draw_curves(name, records, path)
+        print(f"the curves are in {path}", file=sys.stderr)
+    except FAULTS as error:  # a run may be there for reading only
+        print(f"the curves are not drawn: {why_not('matplotlib', error)}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit code of a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
+    parser = ArgumentParser(description=monitor.__doc__)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR",
+                        help="a run: prints a summary as JSON and draws its curves (without it, readings of "
+                        "this machine)")
+    parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
+    parser.add_argument("--once", action="store_true", help="stop after the first reading")
+    parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in bytes")
+    try:
+        args = parser.parse_args(argv)
+        if not 0.1 <= args.interval <= 1e6:
+            parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
+        with access():
+            show_run(args.run) if args.run else watch_machine(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:  # as in `python monitor.py | head`; at exit Python would flush into it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

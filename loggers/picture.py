@@ -1,0 +1,87 @@
+"""A run as lists (history.json) and as a picture (training_history.png)."""
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+from data import UserError, write_atomically
+from loggers.machine import why_not
+from monitor import FAULTS, own_keys
+
+
+class History:
+    """history.json and training_history.png, written anew after evaluations and at the end."""
+
+    def __init__(self, out: Path, say, lost=lambda: ""):
+        self._out = out
+        self._say = say
+        self._lost = lost  # see RunLog
+        self._records = []
+        self._next = 0.0  # when they may be written again
+
+    def open(self, records: list[dict], settings: dict):
+        self._records = [*records]
+
+    def write(self, record: dict):
+        self._records.append(record)
+        if "val_loss" in record:
+            self._save()
+
+    def _save(self, last: bool = False):
+        """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
+        start = time.perf_counter()
+        if not self._records or not last and start < self._next or self._lost():
+            return
+        keys = dict.fromkeys(key for record in self._records for key in record)
+        history = {key: [record.get(key) for record in self._records] for key in keys}
+        try:
+            write_atomically(self._out / "history.json", json.dumps(history).encode())
+            draw_curves(self._out.name, self._records, self._out / "training_history.png")
+        except UserError as error:
+            self._say(f"WARNING: the history was not written ({error})")
+        except FAULTS as error:
+            if last:
+                self._say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
+        self._next = time.perf_counter() + 20 * (time.perf_counter() - start)
+
+    def close(self):
+        self._save(last=True)
+
+
+def draw_curves(name: str, records: list[dict], path: Path):
+    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
+    800 pixels wide. Raises whatever matplotlib does, and UserError.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)  # that of a notebook, with which the import fails
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which needs a display
+    finally:
+        if backend:
+            os.environ["MPLBACKEND"] = backend
+    keys = dict.fromkeys(key for record in records for key in record)
+    own = [key for key in own_keys(keys) if "/" not in key]
+    rows = ["lr", "tokens_per_sec", *own, *keys.keys() & {"val_exact"}]
+    figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)), layout="constrained")
+    loss, *others = figure.subplots(1 + len(rows), 1, sharex=True, height_ratios=(3, *[1] * len(rows)))
+
+    def curve(axes, key: str, **style):
+        points = [r for r in records if r.get(key) is not None]
+        axes.plot([r["step"] for r in points], [r[key] for r in points], **style)
+
+    curve(loss, "loss", label="training loss", linewidth=1, alpha=0.6)
+    curve(loss, "val_loss", label="validation loss", marker="o", markersize=5)
+    loss.set(title=name, ylabel="loss (nats per token)")
+    loss.legend()
+    labels = {"lr": "learning rate", "tokens_per_sec": "tokens/s"}
+    for key, axes in zip(rows, others):
+        curve(axes, key)
+        axes.set(ylabel=labels.get(key, key))
+    others[1].set(ylim=(0, None))
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    figure.axes[-1].set(xlabel="step")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100)
+    write_atomically(path, picture.getvalue())

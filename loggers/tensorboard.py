@@ -1,0 +1,68 @@
+"""Curves for TensorBoard."""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+from loggers.machine import why_not
+from monitor import FAULTS, OTHER_KEYS, TAGS
+
+
+class EventFile:
+    """Curves for TensorBoard, and the settings as a text. Each start writes all records into a file of its
+    own, which makes TensorBoard forget the points of older files: these may lack some, as after a full disk,
+    and TensorBoard's faster reader forgets only where a curve has a point again.
+    """
+
+    def __init__(self, directory: Path, say):
+        self._directory = directory
+        self._say = say
+        self._writer = None  # none if nothing can be written
+
+    def open(self, records: list[dict], settings: dict):
+        self.close()
+        try:
+            from tensorboard.summary.writer import event_file_writer
+            from torch.utils.tensorboard import SummaryWriter
+            self._directory.mkdir(exist_ok=True)
+            made = self._directory.glob("events.out.tfevents.[0-9]*.*")
+            stamps = [int(path.name.split(".")[3]) for path in made]
+            # TensorBoard reads files in the order of their names, so a clock that goes back must not matter:
+            # the name begins with what this module's clock says
+            stamp = max([time.time(), *(stamp + 1 for stamp in stamps)])
+            event_file_writer.time = SimpleNamespace(time=lambda: stamp)
+            try:
+                self._writer = SummaryWriter(self._directory, purge_step=0, filename_suffix=".run")
+            finally:
+                event_file_writer.time = time
+            text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
+            self._writer.add_text("settings", text, 0)
+            for record in records:
+                self._add(record)
+            self._writer.flush()
+        except FAULTS as error:
+            self._writer = None
+            self._say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
+
+    def _add(self, record: dict):
+        """Adds all points of a record as one event: the writer opens the file anew for each."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        own = "Train" if "loss" in record else "Val"
+        points = []
+        for key, value in record.items():
+            base, slash, name = key.partition("/")  # the name of a validation set
+            if isinstance(value, int | float) and base not in OTHER_KEYS:
+                tag = TAGS.get(base, f"{own}/{base}") + slash + name
+                points.append(Summary.Value(tag=tag, simple_value=value))
+        self._writer.file_writer.add_summary(Summary(value=points), record["step"], record.get("time"))
+
+    def write(self, record: dict):
+        if self._writer:
+            self._add(record)
+            self._writer.flush()
+
+    def close(self):
+        if self._writer:
+            with suppress(*FAULTS):  # all records are flushed
+                self._writer.close()
