@@ -67,7 +67,7 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-ROOMS = ("cluster", "loggers", "prepare", "weights")  # folders beside this file, each of its own use
+ROOMS = ("cluster", "loggers", "ops", "prepare", "weights")  # folders beside this file, each of its own use
 
 
 def rooms_here() -> list[str]:

@@ -121,13 +121,14 @@ READING = ("attention", "eot", "start", "response", "end")  # fields that say wh
 FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
 # flags of one command or one machine, which a resumed run does not keep
 ASKED_ANEW = ("out", "resume", "tokenizer", "device", "backend", "timeout", "compile")
-UNSAID = (*ASKED_ANEW, "wanted_batch", "largest_batch")  # of which a change needs no line
+UNSAID = (*ASKED_ANEW, "wanted_batch", "largest_batch", "ops")  # of which a change needs no line
 OF_EVALUATION = {"samples", "exact", "correct", "criterion"}  # no names for a metric
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # what a run does without where a folder is not there; of prepare/ only a new source needs anything
 WITHOUT = {"cluster": "a process that is lost is not named",
            "loggers": "no plan is printed, and the curves are in metrics.jsonl alone",
+           "ops": "loss and attention take longer, and their last bits are others",
            "weights": "no samples are written"}
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -1095,6 +1096,7 @@ def open_run(run: Run):
                             "--comm fp32.")
     if args.comm == "late":
         on_all(refuse_late, args, world)
+    refuse_without_rooms(args)
     with room("weights"):
         from weights.sampling import continue_text
         run.continue_text = continue_text
@@ -1137,6 +1139,14 @@ def open_run(run: Run):
         wanted, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
         run.log.say(f"warm-up over {args.warmup} of {run.steps} steps, as over {wanted} of {usual}: --warmup "
                     "chooses another number")
+
+
+def refuse_without_rooms(args: Namespace):
+    """Raises UserError where a flag needs one of ROOMS that is not there, before there is a directory."""
+    for flag, asked, folder in (("--ema", args.ema, "ops"),
+                                ("--optimizer adam-atan2", args.optimizer == "adam-atan2", "ops")):
+        if asked:
+            refuse_without(folder, flag)
 
 
 def refuse_late(args: Namespace, world: World):
@@ -1201,7 +1211,7 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     plan = {name: getattr(run, name)
             for name in ("steps", "global_batch", "batch", "grad_accum", "flash_attention_3")}
     plan |= {"world_size": run.world.world_size, "threads": torch.get_num_threads(),
-             "precision": str(model.compute_dtype).removeprefix("torch.")}
+             "precision": str(model.compute_dtype).removeprefix("torch."), "ops": "ops" in rooms_here()}
     settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
     run.described = True
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
@@ -1227,6 +1237,9 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
             raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
                             f"it as it was, or start a new run with another --out (--init-from {path} starts "
                             f"it from these weights{way}).")
+    if (ops := after.get("ops", True)) != before.get("ops", True):
+        say(f"resuming {'with' if ops else 'without'} the folder ops/, unlike before: from here on the last "
+            "bits differ")
     for flag, value in now["settings"].items():
         if (was := saved["settings"].get(flag, value)) != value and flag not in UNSAID:
             say(f"resuming with {flag} {value} (was {was})")
@@ -1362,8 +1375,12 @@ def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, check
     """
     model.compute_dtype = dtype
     model.compile_loss = bool(compiling) and device.type == "cuda"
+    cpu_attention = None
+    if device.type == "cpu":
+        with room("ops"):
+            from ops.attention import cpu_attention
     for block in blocks_of(model):
-        block.plain_attention = device.type == "cpu"
+        block.cpu_attention = cpu_attention
         block.checkpointing = checkpointing
         if compiling:
             block.compile(**compiling)
@@ -1394,8 +1411,8 @@ def set_modes(model: nn.Module, run: Run):
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
     if all(from_all(torch.are_deterministic_algorithms_enabled())):
-        with room("cluster"):
-            from cluster.flash_attention_3 import take
+        with room("ops"):
+            from ops.flash_attention_3 import take
             run.flash_attention_3 = take(model, run, from_all, at_end)
 
 
@@ -1457,39 +1474,6 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(here, clip.to(here[0].device))
     return norm
-
-
-@dataclass
-class EMA:
-    """An exponential moving average of the parameters, for evaluation, sampling and export. The decay grows
-    with the number of updates, so that the average soon leaves the first, untrained weights.
-    """
-
-    model: nn.Module
-    decay: float
-    updates: int = 0
-
-    def __post_init__(self):
-        self.params = dict(self.model.named_parameters())
-        self.average = {name: p.detach().clone() for name, p in self.params.items()}
-
-    @torch.no_grad()
-    def update(self):
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        self.updates += 1
-        torch._foreach_lerp_([local_shard(t) for t in self.average.values()],
-                             [local_shard(p) for p in self.params.values()], 1 - decay)
-
-    @torch.no_grad()
-    def swap(self):
-        """Exchanges the average with the parameters; a second call restores both, bit for bit."""
-        for name, p in self.params.items():
-            p = local_shard(p)
-            average = local_shard(self.average[name])
-            held = p.clone()
-            p.copy_(average)
-            average.copy_(held)
-        free_gathered_params(self.model)
 
 
 class HostCopy:
@@ -1559,7 +1543,11 @@ class TrainState:
                 self.groups[f"{type(inner).__name__} {i}.{j}"] = group
         self._made = {name: repr(value) for name, value in self._group_values().items()}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
-        self.ema = EMA(model, args.ema) if args.ema else None
+        self.ema = None
+        if args.ema:
+            with room("ops", "--ema"):
+                from ops.ema import EMA
+            self.ema = EMA(model, args.ema)
         self.wrapped = wrap(model, world, args.comm)
         self.late = None
         if args.comm == "late":
@@ -1686,10 +1674,14 @@ class TrainState:
         """A context in which the model has the averaged weights, if the run keeps any. Afterwards its buffers
         are what they were before.
         """
+        def swap():
+            self.ema.swap()
+            free_gathered_params(self.model)
+
         with copied_buffers(self.model), contextlib.ExitStack() as at_end:
             if self.ema:
-                self.ema.swap()
-                at_end.callback(self.ema.swap)
+                swap()
+                at_end.callback(swap)
             yield
 
     def tensors(self):
@@ -2623,7 +2615,8 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
 
 MOVED = {"cluster.diagnosis": "refuse_lone_tasks lacks_compiler memory_asked_for",
          "cluster.heartbeat": "Heartbeat join address_towards choose_interface",
-         "weights.init_from": "load_frozen", "weights.use": "load_model load_run use_model evaluate_only"}
+         "ops.ema": "EMA", "weights.init_from": "load_frozen",
+         "weights.use": "load_model load_run use_model evaluate_only"}
 
 
 def __getattr__(name: str):

@@ -7,6 +7,9 @@ MLP, V rows of the embedding table. Two choices shape every layer:
   autocast, and gradients from several uses of a weight are summed in float32. (Autocast's weight cache sums
   them in bfloat16, breaks selective checkpointing, and lost gradients after no_grad in older releases.)
 * Activation checkpointing wraps single blocks, never the recurrence, so recomputing cannot change the depth.
+
+Without the folder ops/, which has the fast forms, a model trains with the plain loss below and torch's own
+attention: more slowly, with the same values to 1e-6 (in float32).
 """
 
 import contextlib
@@ -21,13 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import UserError, documents, refuse_moved
+from data import UserError, documents, refuse_moved, room
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -119,73 +121,7 @@ def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-QUERIES = 256  # that bfloat16 attention on a CPU takes at a time; with a window a quarter of them
-SUMMED = 512  # terms that a matrix product of bfloat16 on a CPU adds up before it rounds
 LONGEST_PLAIN = 4096  # tokens; beyond, torch's kernel takes less memory
-
-
-def _first(begin: int, end: int) -> int:
-    """Where to begin instead, so that sums over [begin, end) are rounded as those over all from 0 on."""
-    return begin if begin // SUMMED == (end - 1) // SUMMED else begin // SUMMED * SUMMED
-
-
-class _BlockAttention(torch.autograd.Function):
-    """Attention of scaled queries q (B, H, T, D) over keys and values (B, H, S, D), a few queries at a time,
-    whose scores fit a cache. Position i sees at most the keys from i - before to i + after (None: any). Up to
-    1,024 tokens these are the bits of two products over all of T x S.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, mask, before, after):
-        T, S = q.size(2), k.size(2)
-        step = QUERIES if before is None else QUERIES // 4
-        out = torch.empty_like(q)
-        weights, blocks = [], []  # of some queries, and which queries and keys these are
-        for begin in range(0, T, step):
-            end = min(begin + step, T)
-            last = S if after is None else min(math.ceil((end + after) / step) * step, S)
-            first = 0 if before is None else _first(max(begin - before, 0) // step * step, last)
-            scores = q[:, :, begin:end] @ k[:, :, first:last].mT
-            seen = None if mask is None else mask[..., begin:end, first:last]
-            if mask is None and after == 0:
-                seen = q.new_ones(end - begin, last - first, dtype=torch.bool).tril(begin - first)
-            if seen is not None:
-                scores = scores + torch.where(seen, 0.0, -torch.inf).to(scores.dtype)
-            weights.append(scores.softmax(dim=-1))
-            blocks.append((begin, end, first, last))
-            out[:, :, begin:end] = weights[-1] @ v[:, :, first:last]
-        ctx.save_for_backward(q, k, v, *weights)
-        ctx.blocks, ctx.step = blocks, step
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, k, v, *weights = ctx.saved_tensors
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        grads = []  # of the scores
-        for (begin, end, first, last), p in zip(ctx.blocks, weights):
-            grad_p = grad[:, :, begin:end] @ v[:, :, first:last].mT
-            grads.append(torch._softmax_backward_data(grad_p, p, -1, p.dtype))
-            grad_q[:, :, begin:end] = grads[-1] @ k[:, :, first:last]
-        for begin in range(0, k.size(2), ctx.step):
-            keys = slice(begin, min(begin + ctx.step, k.size(2)))
-            seeing = [block for block in ctx.blocks if block[2] <= begin < block[3]]
-            rows = slice(_first(seeing[0][0], seeing[-1][1]), seeing[-1][1])
-            grad_v[:, :, keys] = _columns(weights, ctx.blocks, rows, keys).mT @ grad[:, :, rows]
-            grad_k[:, :, keys] = (q[:, :, rows].mT @ _columns(grads, ctx.blocks, rows, keys)).mT
-        return grad_q, grad_k, grad_v, None, None, None
-
-
-def _columns(parts: list[Tensor], blocks: list[tuple], rows: slice, keys: slice) -> Tensor:
-    """Some queries and keys, (B, H, rows, keys), of `parts` (B, H, block of queries, keys that they see)."""
-    found = []
-    for (begin, _, first, last), part in zip(blocks, parts):
-        if rows.start <= begin < rows.stop:
-            if not first <= keys.start < last:  # all of these see none of the keys
-                part, first = torch.zeros_like(part[..., :1]).expand(*part.shape[:3], keys.stop), 0
-            found.append(part[..., keys.start - first:keys.stop - first])
-    return torch.cat(found, dim=2)
 
 
 def mask_of(sees: Callable, idx: Tensor, flex: bool, before: int | None = None, after: int | None = None):
@@ -213,7 +149,7 @@ class Block(nn.Module):
     dropout = 0.0
     qk_norm = False
     drops_attention = False  # whether `dropout` is also that of attention
-    plain_attention = False  # for CPUs: bfloat16 attention as two matrix products, see attend
+    cpu_attention = None  # that of ops/ for bfloat16 on CPUs, if it is there, see attend
     flex_attention = None  # compiled when a GPU first needs it
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, mask=None,
@@ -230,28 +166,18 @@ class Block(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
         """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, or boolean with True where attention is
-        allowed; without one attention is causal. torch's CPU kernel computes bfloat16 in float32 unless the
-        CPU has AMX. Products of bfloat16 with some of the scores (B, H, T, T) in between are faster, but keep
-        these for the backward pass.
+        allowed; without one attention is causal. ops/attention.py has a faster kernel than torch's for
+        bfloat16 on CPUs.
         """
         is_causal = mask is None and q.size(2) > 1
         dropout = self.dropout if self.drops_attention and self.training else 0.0
         if mask is not None and not isinstance(mask, Tensor):
             return self.flex_attention(q, k, v, block_mask=mask)
         long = k.size(2) > LONGEST_PLAIN
-        if not self.plain_attention or q.dtype != torch.bfloat16 or dropout or long:
+        if not self.cpu_attention or q.dtype != torch.bfloat16 or dropout or long:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
                                                   is_causal=is_causal)
-        before, after = (None, 0) if is_causal else getattr(mask, "reach", (None, None))
-        q = q * q.size(-1) ** -0.5
-        if q.size(2) > QUERIES:
-            return _BlockAttention.apply(q, k, v, mask, before, after)
-        scores = q @ k.mT
-        if is_causal:
-            mask = scores.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril()
-        if mask is not None:
-            scores = scores + torch.where(mask, 0.0, -torch.inf).to(scores.dtype)
-        return scores.softmax(dim=-1) @ v
+        return self.cpu_attention(q, k, v, mask, is_causal)
 
     def forward(self, x: Tensor, *args) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
@@ -286,145 +212,62 @@ def blocks_of(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
-LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits per chunk, for fast matrix products
-LOSS_CACHE = 2**20  # logits that stay in a CPU's cache from one operation to the next
-
-
-def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tensor | None, vocab_size: int,
-               z_loss: float, needs_grad: bool, hits: bool, compiled: bool):
-    """The part of `_LinearCrossEntropy` between its matrix products, for some rows of logits (rows, V) with
-    targets y (rows, 1). Returns the summed objective and loss, with `hits` whether each target has the
-    largest logit, and the gradient of the bias. If `needs_grad`, the gradient overwrites `products`.
-    `compiled` selects operations that Inductor fuses: they read the products twice and write them once. With
-    `of_target`, the products of the targets (rows, 1), which then need not be read between the two, sums and
-    gradient are one kernel. The gradient of a bias is a sum over the rows, in a kernel of its own.
-    """
-    counted, y = y >= 0, y.clamp(min=0)
-    logits = products.float()
-    if bias is not None:  # in place, Inductor of torch 2.11 would add it twice to some of the float32 logits
-        logits = logits + bias if compiled else logits.add_(bias)
-    logits[:, vocab_size:] = -torch.inf  # padding
-    correct = (logits.argmax(-1, keepdim=True) == y) & counted if hits else None
-    if of_target is None:
-        log_p = torch.log_softmax(logits, dim=-1)
-        of_target = log_p.gather(1, y)
-        log_z = logits.gather(1, y) - of_target  # (rows, 1)
-    else:
-        largest = logits.amax(-1, keepdim=True)
-        log_sum = (logits - largest).exp().sum(-1, keepdim=True).log()
-        log_p = logits - largest - log_sum
-        of_target = of_target.float() - largest - log_sum
-        log_z = largest + log_sum
-    objective = loss = -(of_target * counted).sum()
-    if z_loss:
-        objective = loss + z_loss * (log_z.square() * counted).sum()
-    if not needs_grad:
-        return objective, loss, correct, None
-    p = log_p.exp_()
-    if z_loss:
-        p = p * (1 + 2 * z_loss * log_z)
-    if compiled:
-        column = torch.arange(p.size(1), device=p.device)
-        p = p - (column == y).float()
-    else:  # takes half as long on a CPU
-        p.scatter_add_(1, y, torch.full_like(y, -1, dtype=torch.float32))
-    p.mul_(counted)
-    products.copy_(p)
-    return objective, loss, correct, None if bias is None else p.sum(0)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Σ cross-entropy of softmax(hidden · weightᵀ + bias), computed in chunks of the N rows, so that memory
-    does not grow with N · V. The objective, which is differentiated, adds z_loss · Σ log² Z. With `hits`,
-    also returns whether each target has the largest logit of its row. The forward pass computes the gradients
-    while it holds a chunk's probabilities: three vocabulary products instead of four.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, vocab_size, z_loss, grad_enabled, hits, compiled):
-        chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
-        if compiled:  # even chunks, because each size compiles its own graph
-            chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
-        # Uncompiled operations between the products take fewer rows at a time, on a GPU to save memory
-        few = chunk if compiled else 4096 if hidden.is_cuda else max(LOSS_CACHE // len(weight), 8)
-        rows_loss = compiled_once(_rows_loss) if compiled else _rows_loss
-        needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
-        w = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad and bias is not None else None
-        objective, total = (hidden.new_zeros((), dtype=torch.float32) for _ in range(2))
-        correct = torch.empty_like(targets, dtype=torch.bool)
-        space = hidden.new_empty(min(chunk, len(hidden)), len(weight))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            h = hidden[rows]
-            products = torch.mm(h, w.T, out=space[:len(h)])
-            for some, y, right in zip(*(t.split(few) for t in (products, targets[rows], correct[rows]))):
-                y = y[:, None]
-                of_target = some.gather(1, y.clamp(min=0)) if compiled and bias is None else None
-                part, loss, found, bias_part = rows_loss(
-                    some, of_target, y, bias, vocab_size, z_loss, needs_grad, hits, compiled)
-                objective += part
-                total += loss
-                if hits:
-                    right.copy_(found[:, 0])
-                if bias_part is not None:
-                    grad_bias += bias_part
-            if needs_grad:  # `products` now holds the gradient
-                torch.mm(products, w, out=grad_hidden[rows])
-                if hidden.is_cuda:  # where products can accumulate in float32
-                    torch.addmm(grad_weight, products.T, h, out_dtype=torch.float32, out=grad_weight)
-                elif h.dtype == torch.float16:  # whose sums over the rows can overflow, whatever the scale
-                    grad_weight += products.T.float() @ h.float()
-                else:
-                    grad_weight += products.T @ h
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.mark_non_differentiable(total, correct)
-        return objective, total, correct
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, *_):
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        # in float32, because bfloat16 cannot represent 1 / labels exactly
-        return ((grad_hidden.float() * grad).to(grad_hidden.dtype), grad_weight * grad,
-                None if grad_bias is None else grad_bias * grad, None, None, None, None, None, None)
-
-
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
                          bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
-                         compiled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+                         compiled: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """For the logits hidden (…, C) · weightᵀ (C, V) + bias (V) and targets (…), returns the objective, the
     loss and, with `hits`, whether each target has the largest logit, bool (…). The loss is the summed
     cross-entropy in nats. The objective, which is differentiated, adds z_loss · log² Z of each target (PaLM,
     arXiv 2204.02311, uses 1e-4). Both are float32 scalars. Targets below 0 are ignored. Rows of `weight` from
-    `vocab_size` on are padding and have probability 0. `compiled` fuses the operations between the matrix
-    products.
+    `vocab_size` on are padding and have probability 0. `compiled` is for the loss of ops/.
     """
-    objective, total, correct = _LinearCrossEntropy.apply(
-        hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), vocab_size, z_loss,
-        torch.is_grad_enabled(), hits, compiled)
-    return objective, total, correct.view(targets.shape)
+    if fused := fused_loss():
+        return fused(hidden, weight, targets, vocab_size, bias, z_loss, hits, compiled)
+    objective, loss, *correct = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, hits)
+    return objective.sum(), loss.sum(), correct[0] if hits else None
+
+
+_fused = None  # what fused_loss has found
+
+
+def fused_loss() -> Callable | None:
+    """linear_cross_entropy of ops/, or None without that. The first call imports it: that of the first model.
+    (functools.cache would be ignored, with a warning, by what compiles a whole model.)
+    """
+    global _fused
+    if _fused is None:
+        _fused = False
+        with room("ops"):
+            from ops.cross_entropy import linear_cross_entropy as _fused
+    return _fused or None
+
+
+def label_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None,
+                 z_loss: float, hits: bool = False) -> list[Tensor]:
+    """The objective and the detached loss of each target (…), float32, 0 where that is below 0, and with
+    `hits` whether it has the largest logit. The backward pass computes the logits again, so memory does not
+    grow with N · V.
+    """
+    def of_rows(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        logits = F.linear(h, weight.to(h.dtype)).float()
+        logits = (logits if bias is None else logits + bias)[:, :vocab_size]
+        log_z = logits.logsumexp(-1)
+        loss = log_z - logits.gather(1, y.clamp(min=0)[:, None])[:, 0]
+        found = (loss + z_loss * log_z.square()) * (y >= 0), loss.detach() * (y >= 0)
+        return (*found, logits.argmax(-1) == y) if hits else found
+
+    rows = 4096 if hidden.is_cuda else 512
+    chunks = zip(hidden.reshape(-1, hidden.size(-1)).split(rows), targets.reshape(-1).split(rows))
+    parts = [checkpoint(of_rows, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
+    return [torch.cat(part).view(targets.shape) for part in zip(*parts)]
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None = None,
                  z_loss: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """As linear_cross_entropy, but the objective of each target (…), float32, 0 where that is below 0, and
-    detached sums: `loss`. For objectives that are no plain sum: weighted, clipped, of preferences. The
-    backward pass computes the logits again, so memory does not grow with N · V.
+    detached sums: `loss`. For objectives that are no plain sum: weighted, clipped, of preferences.
     """
-    def of_rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(h, weight.to(h.dtype)).float()
-        logits = (logits if bias is None else logits + bias)[:, :vocab_size]
-        log_z = logits.logsumexp(-1)
-        loss = log_z - logits.gather(1, y.clamp(min=0)[:, None])[:, 0]
-        return (loss + z_loss * log_z.square()) * (y >= 0), loss.detach() * (y >= 0)
-
-    rows = 4096 if hidden.is_cuda else 512
-    chunks = zip(hidden.reshape(-1, hidden.size(-1)).split(rows), targets.reshape(-1).split(rows))
-    parts = [checkpoint(of_rows, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
-    objective, loss = (torch.cat(part).view(targets.shape) for part in zip(*parts))
+    objective, loss = label_losses(hidden, weight, targets, vocab_size, bias, z_loss)
     return objective, {"loss": loss.sum()}
 
 
@@ -564,6 +407,10 @@ class LanguageModel(nn.Module):
     compute_dtype = torch.float32
     compile_loss = False  # on GPUs, fuse the operations between the loss's matrix products
     z_loss = 0.0  # weight of log² Z of each label in the objective
+
+    def __init__(self):
+        super().__init__()
+        fused_loss()  # not in the first step
 
 
 class CausalLM(LanguageModel):
@@ -1119,33 +966,6 @@ def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
 # Optimizers and schedules
 
 
-class AdamAtan2(torch.optim.Optimizer):
-    """AdamW with an arctangent in place of the division and its epsilon (Everett et al., arXiv 2407.05872).
-    As in HRM-Text, the bias correction of the first moment multiplies the arctangent, not its argument.
-    """
-
-    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay=0.1):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
-                              "exp_avg_sq": torch.zeros_like(p)}
-                state["step"] += 1
-                step = state["step"].double()
-                mean = state["exp_avg"].lerp_(p.grad, 1 - beta1)
-                square = state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
-                angle = torch.atan2(mean, square.div(1 - beta2 ** step).sqrt_())
-                p.mul_(1 - lr * group["weight_decay"]).sub_(angle * (lr / (1 - beta1 ** step)))
-
-
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that Muon trains: all matrices of all blocks."""
     return [p for block in blocks_of(model) for p in block.parameters() if p.ndim == 2 and p.requires_grad]
@@ -1169,7 +989,10 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
             scale = vocab_lr if key in VOCAB_TENSORS else 1.0
             group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
             group["params"].append(p)
-    adam = AdamAtan2 if name == "adam-atan2" else functools.partial(torch.optim.AdamW, fused=True)
+    adam = functools.partial(torch.optim.AdamW, fused=True)
+    if name == "adam-atan2":
+        with room("ops", "--optimizer adam-atan2"):
+            from ops.adam_atan2 import AdamAtan2 as adam
     optimizers = [adam(groups.values(), lr=lr, betas=betas)]
     if hidden:
         # scaled to the size of AdamW's updates, so that one learning rate serves both (arXiv 2502.16982)
@@ -1199,7 +1022,9 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
 
 MOVED = {
     "weights.huggingface": "HFFamily HF_FAMILIES MODERN to_hf from_hf config_from_hf",
-    "weights.llama_cpp": "to_gguf", "weights.sampling": "sample_ids generate continue_text fill_masks"}
+    "ops.adam_atan2": "AdamAtan2", "ops.attention": "QUERIES SUMMED",
+    "ops.cross_entropy": "LOSS_ROWS LOSS_CACHE", "weights.llama_cpp": "to_gguf",
+    "weights.sampling": "sample_ids generate continue_text fill_masks"}
 
 
 def __getattr__(name: str):

@@ -160,7 +160,8 @@ def configs_since(known: list) -> dict:
 def loss(say, device, chunks=(4096, 16384, 32768)) -> None:
     import torch
 
-    import model
+    from model import linear_cross_entropy
+    from ops.cross_entropy import LOSS_ROWS
     known = []
     on_gpu = device.type == "cuda"
     rows, width, table, ids, divisor = (65536, 768, 50304, 50257, 1) if on_gpu else (512, 32, 512, 500, 128)
@@ -170,7 +171,7 @@ def loss(say, device, chunks=(4096, 16384, 32768)) -> None:
     targets = torch.randint(ids, (rows,), device=device)
 
     def measure(compiled):
-        call = partial(model.linear_cross_entropy, hidden, weight, targets, ids, compiled=compiled)
+        call = partial(linear_cross_entropy, hidden, weight, targets, ids, compiled=compiled)
         begin = time.perf_counter()
         found = {"loss": call()[1].item() / rows, "first_s": time.perf_counter() - begin}
         if on_gpu:
@@ -182,7 +183,7 @@ def loss(say, device, chunks=(4096, 16384, 32768)) -> None:
         return found | {"gb": (torch.cuda.max_memory_allocated() - before) / 2**30}
 
     for compiled, chunk in ((False, 4096), *((True, chunk) for chunk in chunks)):
-        model.LOSS_ROWS[device.type] = chunk // divisor
+        LOSS_ROWS[device.type] = chunk // divisor
         torch.compiler.reset()  # else another size makes a kernel for all sizes
         attempt(say, {"compiled": compiled, "rows": chunk // divisor}, partial(measure, compiled))
 

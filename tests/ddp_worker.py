@@ -23,10 +23,10 @@ import data
 import ddp_utils
 import train_hrm
 from cluster import memory
-from cluster.flash_attention_3 import take
 from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
 from model import GPT2, HRM, GPT2Config, HRMConfig
+from ops.flash_attention_3 import take
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
 

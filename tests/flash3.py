@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ddp_utils
-from cluster.flash_attention_3 import take
+from ops.flash_attention_3 import take
 
 # with the operators of flash_attn_3 3.0.0; `calls` has what each call was asked for
 PACKAGE = '''

@@ -18,7 +18,7 @@ from runs import module_of
 
 import ddp_utils
 from cluster.late import Late
-from ddp_utils import EMA, TrainState, local_shard
+from ddp_utils import TrainState, local_shard
 
 
 def clip_alone(parameters, max_norm):
@@ -29,13 +29,11 @@ def clip_alone(parameters, max_norm):
     return norm
 
 
-def keep_gathered(self):
-    """Like EMA.swap, but what zero2 has gathered stays as it was."""
-    for name, p in self.params.items():
-        p, average = local_shard(p), local_shard(self.average[name])
-        held = p.detach().clone()
-        p.detach().copy_(average)
-        average.copy_(held)
+@contextlib.contextmanager
+def keep_gathered(self, averaged_weights=TrainState.averaged_weights):
+    """Like TrainState.averaged_weights, but what zero2 has gathered stays as it was."""
+    with mock.patch.object(ddp_utils, "free_gathered_params"), averaged_weights(self):
+        yield
 
 
 def inf_at(step, rank=None):
@@ -76,7 +74,7 @@ def spoiled(step, rank, exchange=Late.exchange):
 def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
     return {"norm": lambda: mock.patch.object(ddp_utils, "clip_gradients", clip_alone),
-            "ema": lambda: mock.patch.object(EMA, "swap", keep_gathered),
+            "ema": lambda: mock.patch.object(TrainState, "averaged_weights", keep_gathered),
             "forget": lambda: mock.patch.object(TrainState, "restore", forgetful(*numbers)),
             "nan": lambda: mock.patch.object(Late, "exchange", spoiled(*numbers)),
             "inf": lambda: mock.patch.object(ddp_utils, "clip_gradients", inf_at(*numbers)),

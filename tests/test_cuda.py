@@ -10,11 +10,11 @@ from states import train_state
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
-import model as models
 import train_gpt2
 from cluster import memory
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
+from ops.cross_entropy import LOSS_ROWS
 from weights.sampling import generate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="pytest tests/test_cuda.py, with a GPU")
@@ -129,7 +129,7 @@ def test_the_backward_pass_of_attention_gives_the_same_bits_twice(head_dim, kern
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_compiled_loss_equals_the_other(bias, world, monkeypatch):
     """In float32, with a chunk that is not full, labels below 0 and padding columns."""
-    monkeypatch.setitem(models.LOSS_ROWS, "cuda", 2048)  # float32 sums over more rows are less exact
+    monkeypatch.setitem(LOSS_ROWS, "cuda", 2048)  # float32 sums over more rows are less exact
     rows = 2048 + 301
     hidden, weight = torch.randn(rows, 64, device="cuda"), torch.randn(512, 64, device="cuda") / 8
     offset = torch.randn(512, device="cuda") / 8

@@ -25,13 +25,13 @@ from conftest import ROOT, Finished, finish, run, start
 from states import run_of, train_state
 
 import ddp_utils
-import model as model_module
 import train_gpt2
 from cluster import diagnosis, heartbeat, memory
 from data import UserError
 from ddp_utils import Checkpoints, RunError, World, list_checkpoints, load_checkpoint, read_checkpoint
 from loggers.plan import say_plan
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
+from ops import attention
 from weights.use import load_model
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
@@ -448,7 +448,7 @@ def test_world_describes_a_single_process(world):
 @pytest.mark.parametrize("mode", ("none", "block", "selective"))
 @pytest.mark.parametrize("queries", (32, 256))  # attention in blocks, and at once
 def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode, queries, monkeypatch):
-    monkeypatch.setattr(model_module, "QUERIES", queries)
+    monkeypatch.setattr(attention, "QUERIES", queries)
     config = model_class.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
     model = model_class(config)
     inputs = model.example(4, "cpu", **example)

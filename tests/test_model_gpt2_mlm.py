@@ -55,6 +55,7 @@ from model import (
     num_params,
     pad_vocab,
 )
+from ops import attention
 from prepare import bpe
 from weights.huggingface import from_hf, to_hf
 from weights.sampling import generate
@@ -218,7 +219,7 @@ def masks_of(kind: str, T: int):
 def test_attention_in_blocks_has_the_bits_of_whole_products(kind, T, monkeypatch):
     """Also its gradients; with bfloat16 on a CPU."""
     block = gpt2().transformer["blocks"][0]
-    block.plain_attention = True
+    block.cpu_attention = attention.cpu_attention
     mask = masks_of(kind, T)
     assert getattr(mask, "reach", "none") == {
         "causal": "none", "isolated": (None, 0), "window": (32, 32)}.get(kind, (None, None))
@@ -226,8 +227,8 @@ def test_attention_in_blocks_has_the_bits_of_whole_products(kind, T, monkeypatch
     qkv = torch.randn(3, 2, T, 2 * 16, generator=generator).bfloat16().requires_grad_()
     grad = torch.randn(2, 2, T, 16, generator=generator).bfloat16()
     found = []
-    for queries in (model.QUERIES, 10**6):  # the second: all at once
-        monkeypatch.setattr(model, "QUERIES", queries)
+    for queries in (attention.QUERIES, 10**6):  # the second: all at once
+        monkeypatch.setattr(attention, "QUERIES", queries)
         y = block.attend(*qkv.unflatten(-1, (2, 16)).transpose(2, 3).unbind(), mask)
         found.append([y, *torch.autograd.grad(y, qkv, grad)])
     assert all(map(torch.equal, *found))
@@ -235,15 +236,15 @@ def test_attention_in_blocks_has_the_bits_of_whole_products(kind, T, monkeypatch
 
 @each_model
 def test_checkpointing_changes_no_bit_of_attention_in_blocks(build, monkeypatch):
-    monkeypatch.setattr(model, "QUERIES", 4)
+    monkeypatch.setattr(attention, "QUERIES", 4)
     calls = []
-    plain = model._BlockAttention.apply
-    monkeypatch.setattr(model._BlockAttention, "apply", lambda *args: calls.append(1) or plain(*args))
+    plain = attention._BlockAttention.apply
+    monkeypatch.setattr(attention._BlockAttention, "apply", lambda *args: calls.append(1) or plain(*args))
     found = []
     for mode in ("none", "selective", "block"):
         each = build(mode, dtype=torch.bfloat16)
         for block in model.blocks_of(each):
-            block.plain_attention = True
+            block.cpu_attention = attention.cpu_attention
         found.append(step(each))
     assert calls
     assert differing(found[0], found[1]) == differing(found[0], found[2]) == []

@@ -17,6 +17,7 @@ from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache
+from ops.attention import cpu_attention
 from prepare import packing, pipeline
 from weights import sampling
 from weights.sampling import generate
@@ -358,7 +359,7 @@ def test_packed_samples_are_computed_as_if_alone(build, dtype, plain):
     model, idx = build(), packed(4)
     model.compute_dtype = dtype
     for block in (m for m in model.modules() if isinstance(m, Block)):
-        block.plain_attention = plain
+        block.cpu_attention = cpu_attention if plain else None
     logits, largest = model(idx).float(), model(idx).float().abs().max()
     compared = 0
     for row, found in zip(idx, logits):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, finish, run, start
 from runs import Trainer, log_of, steps_of
 
@@ -16,6 +17,7 @@ import ddp_utils
 import model
 import monitor
 from data import ROOMS
+from ddp_utils import list_checkpoints
 
 # Arrows that run up, from a file to a door's room that imports this file again. This list may only shrink.
 UPWARDS = {
@@ -228,3 +230,48 @@ def test_a_command_without_its_folder_says_so(command, room, tmp_path):
     copy_without([room], tmp_path)
     done = run(0, tmp_path / command, PYTHONPATH=None)
     assert done.code == 2 and f"error: python {command} needs the folder {room}/" in done.out, done.out
+
+
+SHORT = {"steps": 4, "eval_every": 4, "sample_every": 0, "max_new_tokens": 3}
+
+
+@pytest.mark.parametrize("asked", [
+    "--ema 0.9", pytest.param("--optimizer adam-atan2", marks=pytest.mark.full)])
+def test_a_start_that_needs_ops_leaves_no_directory(asked, tmp_path, shards):
+    (tmp_path / "program").mkdir()
+    copy_without(["ops"], tmp_path / "program")
+    flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", **SHORT)
+    done = run(0, tmp_path / "program" / "train_gpt2.py", *flags, *asked.split(), PYTHONPATH=None)
+    assert done.code == 2 and f"error: {asked.removesuffix(' 0.9')} needs the folder ops/, which" in done.out
+    assert "Traceback" not in done.out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ema", [0, 0.9])
+def test_a_run_goes_on_without_ops_unless_it_is_averaged(ema, tmp_path, shards):
+    """And says once that bits differ, there and where the folder is back. What began before this was
+    recorded had it.
+    """
+    trainer, out = TRAINERS["gpt2"], tmp_path / "run"
+    (tmp_path / "program").mkdir()
+    copy_without(["ops"], tmp_path / "program")
+
+    def go_on(steps: int, script=tmp_path / "program" / "train_gpt2.py"):
+        return run(0, script, *trainer.flags(shards, out, **SHORT | {"steps": steps}), PYTHONPATH=None)
+
+    assert trainer.train(0, shards, out, ema=ema, **SHORT).code == 0
+    path, = list_checkpoints(out)
+    content = torch.load(path, weights_only=True)
+    assert content["settings"].pop("ops") is True
+    torch.save(content, path)
+    done = go_on(6)
+    if ema:
+        assert done.code == 2 and "error: --ema needs the folder ops/, which is not" in done.out, done.out
+        return
+    assert done.code == 0 and done.out.count("resuming without the folder ops/, unlike before") == 1, done.out
+    assert done.out.count("there is no folder ops/ beside ddp_utils.py, so loss and") == 1, done.out
+    done = go_on(8)
+    assert done.code == 0 and "unlike before" not in done.out, done.out
+    done = go_on(10, ROOT / "train_gpt2.py")
+    assert done.code == 0 and done.out.count("resuming with the folder ops/, unlike before") == 1, done.out
+    assert "resuming with ops" not in done.out

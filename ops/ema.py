@@ -1,0 +1,46 @@
+"""Averaged weights: --ema."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """As in ddp_utils.py, which is above this file."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class EMA:
+    """An exponential moving average of the parameters, for evaluation, sampling and export. The decay grows
+    with the number of updates, so that the average soon leaves the first, untrained weights.
+    """
+
+    model: nn.Module
+    decay: float
+    updates: int = 0
+
+    def __post_init__(self):
+        self.params = dict(self.model.named_parameters())
+        self.average = {name: p.detach().clone() for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def update(self):
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        torch._foreach_lerp_([local_shard(t) for t in self.average.values()],
+                             [local_shard(p) for p in self.params.values()], 1 - decay)
+
+    @torch.no_grad()
+    def swap(self):
+        """Exchanges the average with the parameters; a second call restores both, bit for bit. What zero2 and
+        zero3 have gathered of them is stale then.
+        """
+        for name, p in self.params.items():
+            p = local_shard(p)
+            average = local_shard(self.average[name])
+            held = p.clone()
+            p.copy_(average)
+            average.copy_(held)
