@@ -1096,7 +1096,10 @@ def open_run(run: Run):
                             "--comm fp32.")
     if args.comm == "late":
         on_all(refuse_late, args, world)
-    refuse_without_rooms(args)
+    if args.ema:
+        refuse_without("ops", "--ema")
+    if args.optimizer == "adam-atan2":
+        refuse_without("ops", "--optimizer adam-atan2")
     with room("weights"):
         from weights.sampling import continue_text
         run.continue_text = continue_text
@@ -1139,14 +1142,6 @@ def open_run(run: Run):
         wanted, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
         run.log.say(f"warm-up over {args.warmup} of {run.steps} steps, as over {wanted} of {usual}: --warmup "
                     "chooses another number")
-
-
-def refuse_without_rooms(args: Namespace):
-    """Raises UserError where a flag needs one of ROOMS that is not there, before there is a directory."""
-    for flag, asked, folder in (("--ema", args.ema, "ops"),
-                                ("--optimizer adam-atan2", args.optimizer == "adam-atan2", "ops")):
-        if asked:
-            refuse_without(folder, flag)
 
 
 def refuse_late(args: Namespace, world: World):
@@ -2154,7 +2149,7 @@ class RunLock:
             leftover.unlink()
 
     def lost(self) -> str:
-        """Why this run may no longer write into its directory, or "". One that was removed is made again."""
+        """Why this run may no longer write into its directory, or ""."""
         if not self._file:  # rank 0 has it
             return ""
         with self._mutex:
@@ -2163,7 +2158,10 @@ class RunLock:
                 held = os.fstat(self._file.fileno())
                 owner, same = path.read_text(), os.path.samestat(held, path.stat())
             except FileNotFoundError:
-                return self._find(held)
+                if not held.st_nlink:  # it was removed, and each save says that it fails
+                    return ""
+                now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
+                return f"{self.out} was moved to {now}: the same command with --out {now} resumes the run."
             except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
                 return ""  # fails as well, and is tried again
             # some file systems number a file anew; on a full disk the owner was not written
@@ -2171,18 +2169,6 @@ class RunLock:
                 return ""
             return (f"{self.out} was taken by another run ({owner}), so this one ends without a checkpoint: "
                     "give each run its own --out.")
-
-    def _find(self, held: os.stat_result) -> str:
-        """Says where the directory is, or makes it again."""
-        if held.st_nlink:
-            now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
-            return f"{self.out} was moved to {now}: the same command with --out {now} resumes the run."
-        try:
-            self._acquire()
-        except UserError as error:
-            return str(error)
-        say(f"WARNING: {self.out} was removed and is made again")
-        return ""
 
     @classmethod
     def release(cls):
@@ -2613,9 +2599,7 @@ def end_run(run: Run, stop: StopVote, step: int, samples: int):
     say_on_other_nodes(world, f"{ending} on node 0")
 
 
-MOVED = {"cluster.diagnosis": "refuse_lone_tasks lacks_compiler memory_asked_for",
-         "cluster.heartbeat": "Heartbeat join address_towards choose_interface",
-         "ops.ema": "EMA", "weights.init_from": "load_frozen",
+MOVED = {"ops.ema": "EMA", "weights.init_from": "load_frozen",
          "weights.use": "load_model load_run use_model evaluate_only"}
 
 

@@ -219,10 +219,14 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     loss and, with `hits`, whether each target has the largest logit, bool (…). The loss is the summed
     cross-entropy in nats. The objective, which is differentiated, adds z_loss · log² Z of each target (PaLM,
     arXiv 2204.02311, uses 1e-4). Both are float32 scalars. Targets below 0 are ignored. Rows of `weight` from
-    `vocab_size` on are padding and have probability 0. `compiled` is for the loss of ops/.
+    `vocab_size` on are padding and have probability 0. `compiled` fuses the operations between the
+    matrix products of ops/.
     """
     if fused := fused_loss():
-        return fused(hidden, weight, targets, vocab_size, bias, z_loss, hits, compiled)
+        objective, loss, correct = fused.apply(
+            hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), vocab_size, z_loss,
+            torch.is_grad_enabled(), hits, compiled)
+        return objective, loss, correct.view(targets.shape)
     objective, loss, *correct = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, hits)
     return objective.sum(), loss.sum(), correct[0] if hits else None
 
@@ -230,15 +234,15 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
 _fused = None  # what fused_loss has found
 
 
-def fused_loss() -> Callable | None:
-    """linear_cross_entropy of ops/, or None without that. The first call imports it: that of the first model.
+def fused_loss() -> type | None:
+    """LinearCrossEntropy of ops/, or None without that. The first call imports it: that of the first model.
     (functools.cache would be ignored, with a warning, by what compiles a whole model.)
     """
     global _fused
     if _fused is None:
         _fused = False
         with room("ops"):
-            from ops.cross_entropy import linear_cross_entropy as _fused
+            from ops.cross_entropy import LinearCrossEntropy as _fused
     return _fused or None
 
 
@@ -1021,10 +1025,10 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
 
 
 MOVED = {
-    "weights.huggingface": "HFFamily HF_FAMILIES MODERN to_hf from_hf config_from_hf",
     "ops.adam_atan2": "AdamAtan2", "ops.attention": "QUERIES SUMMED",
-    "ops.cross_entropy": "LOSS_ROWS LOSS_CACHE", "weights.llama_cpp": "to_gguf",
-    "weights.sampling": "sample_ids generate continue_text fill_masks"}
+    "ops.cross_entropy": "LOSS_ROWS LOSS_CACHE",
+    "weights.huggingface": "HFFamily HF_FAMILIES MODERN to_hf from_hf config_from_hf",
+    "weights.llama_cpp": "to_gguf", "weights.sampling": "sample_ids generate continue_text fill_masks"}
 
 
 def __getattr__(name: str):

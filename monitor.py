@@ -187,18 +187,13 @@ class Clock:
 class TrainLog:
     """train.log and the screen: all that a run says, and a line for each record."""
 
-    def __init__(self, path: Path, prefix: str, lost=lambda: ""):
-        self._lost = lost  # see RunLog
-        self._path = path
+    def __init__(self, path: Path, prefix: str):
         self._prefix = prefix
         self._steps = 0  # of the run, see begin
         self._bar = tqdm(disable=True)  # until `begin`
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
-        self.open()
-
-    def open(self):
-        with access(self._path):
-            self._file = open(self._path, "a", buffering=1, encoding="utf-8", errors="replace")
+        with access(path):
+            self._file = open(path, "a", buffering=1, encoding="utf-8", errors="replace")
 
     def begin(self, step: int, steps: int):
         """Shows a progress bar after `step` of `steps`, if the screen is a terminal."""
@@ -215,9 +210,6 @@ class TrainLog:
                 elif on_screen:
                     self._bar.write(text)
             with suppress(OSError, UserError):  # a full disk must not stop the training
-                if not self._path.exists() and not self._lost():
-                    self.open()
-                    self._file.write("WARNING: train.log was removed, and begins anew here\n")
                 self._file.write(text + "\n")
 
     def tick(self, step: int):
@@ -272,7 +264,7 @@ class RunLog:
         self.clock: Clock | None = None  # see start_clock
         self.sinks = [MetricsFile(self.out / "metrics.jsonl")]  # open_run in ddp_utils.py adds others
         self._behind = []  # the sinks that lack records, because a write has failed
-        self._text = TrainLog(self.out / "train.log", prefix, lost) if active else None
+        self._text = TrainLog(self.out / "train.log", prefix) if active else None
 
     def say(self, text: str = ""):
         """Prints a text and appends it to train.log."""
@@ -299,18 +291,14 @@ class RunLog:
         """
         self.settings = settings
         self.facts = facts
-        self.files = files
         self.evaluations = evaluations
         if not self.active:
             return
-        self._write_files()
+        for name, text in files.items():
+            write_atomically(self.out / name, text.encode())
         for sink in self.sinks:
             sink.open(self.records, settings)
         self._text.begin(step, settings["steps"])
-
-    def _write_files(self):
-        for name, text in self.files.items():
-            write_atomically(self.out / name, text.encode())
 
     def start_clock(self, step: int, samples: int):
         """Starts the clock when the run has done `step` steps and `samples` samples."""
@@ -415,12 +403,7 @@ class RunLog:
 
     def _pass_on(self, record: dict):
         self.records.append(record)
-        # and the directory was made again, by `lost`
-        removed = not all(os.path.exists(self.out / name) for name in ("metrics.jsonl", *self.files))
-        if removed:
-            with suppress(OSError, UserError):  # which a sink says below
-                self._write_files()
-        behind = self.sinks if removed else self._behind
+        behind = self._behind
         self._behind = []
         for sink in self.sinks:
             try:

@@ -22,10 +22,9 @@ class History:
         self._next = 0.0  # when they may be written again
 
     def open(self, records: list[dict], settings: dict):
-        self._records = [*records]
+        self._records = records  # to which RunLog appends
 
     def write(self, record: dict):
-        self._records.append(record)
         if "val_loss" in record:
             self._save()
 

@@ -19,7 +19,7 @@ def compiled_once(function):
 
 def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tensor | None, vocab_size: int,
                z_loss: float, needs_grad: bool, hits: bool, compiled: bool):
-    """The part of `_LinearCrossEntropy` between its matrix products, for some rows of logits (rows, V) with
+    """The part of `LinearCrossEntropy` between its matrix products, for some rows of logits (rows, V) with
     targets y (rows, 1). Returns the summed objective and loss, with `hits` whether each target has the
     largest logit, and the gradient of the bias. If `needs_grad`, the gradient overwrites `products`.
     `compiled` selects operations that Inductor fuses: they read the products twice and write them once. With
@@ -60,7 +60,7 @@ def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tens
     return objective, loss, correct, None if bias is None else p.sum(0)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     """Σ cross-entropy of softmax(hidden · weightᵀ + bias), computed in chunks of the N rows, so that memory
     does not grow with N · V. The objective, which is differentiated, adds z_loss · Σ log² Z. With `hits`,
     also returns whether each target has the largest logit of its row. The forward pass computes the gradients
@@ -117,13 +117,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # in float32, because bfloat16 cannot represent 1 / labels exactly
         return ((grad_hidden.float() * grad).to(grad_hidden.dtype), grad_weight * grad,
                 None if grad_bias is None else grad_bias * grad, None, None, None, None, None, None)
-
-
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
-                         bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
-                         compiled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """As in model.py. `compiled` fuses the operations between the matrix products."""
-    objective, total, correct = _LinearCrossEntropy.apply(
-        hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), vocab_size, z_loss,
-        torch.is_grad_enabled(), hits, compiled)
-    return objective, total, correct.view(targets.shape)

@@ -716,29 +716,6 @@ def test_a_sink_that_fails_is_opened_again_alone(tmp_path, monkeypatch, capsys):
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kept", ["", "metrics.jsonl", "config.json", "train.log"])
-def test_a_directory_that_was_removed_and_made_again_has_all_files(tmp_path, kept):
-    """Even if what removes it and the run come in turns."""
-    (tmp_path / "run").mkdir()
-    log = RunLog(tmp_path / "run", True, "")
-    log.sinks.append(EventFile(log.out / "tb", log.say))
-    log.begin(0, {"steps": 9}, FACTS, {"config.json": "{}"}, {})
-    log.write(record(1), "one")
-    names = {path.name for path in log.out.iterdir()}
-    for name in names - {kept}:
-        shutil.rmtree(log.out / name) if name == "tb" else (log.out / name).unlink()
-    log.write(record(2), "two")
-    assert {path.name for path in log.out.iterdir()} == names >= {"train.log", "config.json", "tb"}
-    assert [r["step"] for r in monitor.read_metrics(log.out)] == [1, 2]
-    text = (log.out / "train.log").read_text()
-    assert "two" in text and ("train.log was removed" in text) == (kept != "train.log")
-    shutil.rmtree(log.out)
-    log.say("nowhere to write")
-    log.out.mkdir()
-    log.say("three")
-    assert "three" in (log.out / "train.log").read_text()
-
-
 @needs_psutil
 @pytest.mark.parametrize("shifts", [(0, 0), (0, -3600), (365 * 86400, 0), (0, -3600, 60)])
 @pytest.mark.parametrize("named", [True, False])
