@@ -103,6 +103,12 @@ def test_rooms_are_imported_in_functions_behind_the_helper():
     assert not ill_placed(ROOT)
 
 
+def test_a_trainer_that_is_imported_opens_no_room():
+    code = f"import sys, train_hrm; print([m for m in sys.modules if m.partition('.')[0] in {ROOMS}])"
+    done = finish(start([sys.executable, "-c", code], cwd=ROOT))
+    assert done.code == 0 and done.out.splitlines()[-1] == "[]", done.out
+
+
 DOOR = "def f():\n  with room('upper'):\n    from upper.a import b\n"
 
 
@@ -214,6 +220,7 @@ def test_a_run_goes_on_after_folders_were_deleted(tmp_path, shards):
                         "weights/"),
     (["--init-from", "hf:x"], "--init-from needs the folder weights/"),
     (["--dry-run"], "--dry-run needs the folder cluster/"),
+    (["--wandb"], "--wandb needs the folder loggers/"),
     (["--data", "stdlib", "--out", "run"], "--data stdlib needs the folder prepare/")])
 def test_what_needs_a_folder_says_so(flags, sentence, tmp_path, shards):
     copy_without(ROOMS, tmp_path)
@@ -225,7 +232,7 @@ def test_what_needs_a_folder_says_so(flags, sentence, tmp_path, shards):
     assert "Traceback" not in done.out and ((tmp_path / "run").exists() == ("--prompt" in flags))
 
 
-@pytest.mark.parametrize("command, room", [("data.py", "prepare")])
+@pytest.mark.parametrize("command, room", [("data.py", "prepare"), ("monitor.py", "loggers")])
 def test_a_command_without_its_folder_says_so(command, room, tmp_path):
     copy_without([room], tmp_path)
     done = run(0, tmp_path / command, PYTHONPATH=None)
