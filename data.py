@@ -934,11 +934,6 @@ class Dataset:
         digests = [digest_of(found[directory][0]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
-    def splits(self) -> dict[str, Shards]:
-        """All sets by split: `train`, `val` or `val_NAME`."""
-        held_out = {f"val_{name}".rstrip("_"): shards for name, shards in self.val.items()}
-        return {"train": self.train, **held_out}
-
     @functools.cached_property
     def token_bytes(self):
         """The number of bytes that each id stands for, int64 (ids,); 0 for special tokens."""

@@ -13,6 +13,7 @@ from data import (
     WAY_BACK,
     ArgumentParser,
     Dataset,
+    Shards,
     UserError,
     access,
     flag_group,
@@ -54,13 +55,19 @@ def verify(directory: Path):
     print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
 
 
+def splits_of(dataset: Dataset) -> dict[str, Shards]:
+    """All sets by split: `train`, `val` or `val_NAME`."""
+    held_out = {f"val_{name}".rstrip("_"): shards for name, shards in dataset.val.items()}
+    return {"train": dataset.train, **held_out}
+
+
 def info(directory: Path, tokenizer_name: str | None):
     manifest, _ = read_directory(directory, 1, tokenizer_name, manifest_of_plain_shards)
     dataset = Dataset([directory], row_of(str(directory)) or 1, tokenizer_name,
                       plain=manifest_of_plain_shards)
     print(f"{manifest['dataset']}: {describe(manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
-    for split, shards in dataset.splits().items():
+    for split, shards in splits_of(dataset).items():
         entropy = unigram_entropy([shards])
         print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
               f"unigram entropy {entropy:.4f} nats")
@@ -76,7 +83,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     if min(rows, seq_len) < 1:
         raise UserError("--rows and --seq-len must be 1 or more.")
     dataset = Dataset([directory], seq_len, tokenizer_name, plain=manifest_of_plain_shards)
-    splits = dataset.splits()
+    splits = splits_of(dataset)
     if split not in splits:
         raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
     shards = splits[split]
