@@ -13,7 +13,7 @@ The order of samples is a pure function of seed and position on any number of ra
 only the number of samples consumed. Only the reader imports torch, so `prepare` starts five times faster.
 
 What all commands of this project share is defined here, too: the errors that end them with one sentence
-(UserError, NotNow), their flags (ArgumentParser, flag_group), and how they print (`say`).
+(UserError, NotNow, RunError), their flags (ArgumentParser, flag_group), and how they print (`say`).
 """
 
 import argparse
@@ -82,8 +82,8 @@ def room(folder: str, asked: str = ""):
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != folder:  # a package that is missing in there
+    except ModuleNotFoundError:
+        if folder in rooms_here():  # what is missing is a package, or a file of another version
             raise
         if asked:
             refuse_without(folder, asked)
@@ -92,16 +92,15 @@ def room(folder: str, asked: str = ""):
 def refuse_without(folder: str, asked: str):
     """UserError if one of ROOMS is not there, in which is what `asked` for it."""
     if folder not in rooms_here():
-        raise UserError(f"{asked} needs the folder {folder}/, which is not beside data.py: copy it there, or "
-                        "leave that out.") from None
+        raise UserError(f"{asked} needs the folder {folder}/, which is not beside data.py: copy it there, "
+                        "too.") from None
 
 
 def refuse_moved(module: str, name: str, places: dict[str, str]):
     """For __getattr__ of a module: UserError, for a copy of older code, where a name is in a room now."""
     for place, names in places.items():
         if name in names.split():
-            raise UserError(f"{name} of {module}.py has moved: write `from {place} import {name}`, and "
-                            f"{name} for {module}.{name}.")
+            raise UserError(f"{module}.{name} has moved: write `from {place} import {name}`.")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
@@ -424,7 +423,7 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
 
 
 def load_tokenizer(name: str) -> Vocabulary:
-    """Loads a tokenizer by name, or from a tokenizer.json or its directory. (For `bpe:N` see train_bpe.)"""
+    """Loads a tokenizer by name, or from a tokenizer.json or its directory. (bpe:N is in prepare/bpe.py.)"""
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
     if name in TIKTOKEN_IDS:
@@ -516,13 +515,14 @@ def lock_file(file, when_held) -> str:
     which may raise, and waits. Returns "", or why the file system has no locks.
     """
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            when_held()
-            fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        pass
     except OSError as error:
         return error.strerror
+    when_held()
+    fcntl.flock(file, fcntl.LOCK_EX)
     return ""
 
 
@@ -648,10 +648,10 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     return text
 
 
-def row_of(dataset: str) -> int | None:
+def row_of(directory: str | Path) -> int | None:
     """The row length of prepared pairs; otherwise None."""
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
-        return (read_manifest(Path(dataset)) or {}).get("row")
+        return (read_manifest(Path(directory)) or {}).get("row")
 
 
 def in_order(batches, workers: int, function, *arguments):
@@ -976,8 +976,8 @@ def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = N
     elif plain:
         manifest, tokenizer = plain(directory, tokenizer_name)
     else:
-        raise UserError(f"{directory} has no manifest.json: prepare it first, or give what reads it as "
-                        "`plain`, such as manifest_of_plain_shards of prepare/llm_c.py.")
+        raise UserError(f"{directory} has no manifest.json: prepare it first, or give shards of llm.c with "
+                        "plain=manifest_of_plain_shards, which prepare.llm_c has.")
     for i, shard in enumerate(manifest["shards"]):
         tokens = open_shard(directory / shard["file"])
         if len(tokens) != shard["tokens"]:
@@ -1096,7 +1096,7 @@ def sources_of(data: str) -> list[str]:
     return [first, *others] if others and Path(first).is_dir() and not Path(data).is_dir() else [data]
 
 
-FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source, such as _jsonl
+FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a method of Source in prepare/sources.py
 
 
 def default_tokenizer(dataset: str) -> str:
@@ -1126,7 +1126,6 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
 
 
 MOVED = {"prepare.sources": "Source SOURCES", "prepare.bpe": "train_bpe", "prepare.packing": "write_shard",
-         "prepare.tokenizer_json": "HuggingFaceTokenizer", "weights.sampling": "stream_text",
          "prepare.pipeline": "prepare locate"}
 
 

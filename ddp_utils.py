@@ -363,7 +363,7 @@ def connect(backend: str, function):
             return heartbeat.watch(function)
         return function()
     except RuntimeError as error:
-        if heartbeat and heartbeat.ask():  # a rank was lost, see ending_of
+        if heartbeat and heartbeat.ask():  # a rank was lost, see cluster/diagnosis.py
             raise
         advice = "its processes cannot reach each other."
         with room("cluster"):
@@ -746,7 +746,7 @@ def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], ar
     args.usual_steps = None if saved or given.warmup is not None else defaults.get("steps")
     sources = sources_of(args.data)
     own_data = saved and args.data == saved["settings"]["data"]  # what the run was trained on
-    row = None if own_data else row_of(sources[0])
+    row = None if own_data else row_of(directory_of(sources[0], args.tokenizer))
     args.seq_len = given.seq_len or row or record.get("seq_len") or args.seq_len
     if own_data:
         args.tokenizer = args.tokenizer or saved["tokenizer_flag"]
@@ -993,7 +993,8 @@ def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
     with room("prepare"):
         from prepare.pipeline import locate
         return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
-    if not read_manifest(directory):
+    manifest = read_manifest(directory)
+    if not manifest or any(limits[name] not in (None, manifest["settings"].get(name)) for name in limits):
         refuse_without("prepare", f"--data {source}")
     return directory
 
@@ -1103,15 +1104,15 @@ def open_run(run: Run):
     with room("weights"):
         from weights.sampling import continue_text
         run.continue_text = continue_text
-    if args.wandb:
-        with room("loggers", "--wandb"):
-            from loggers.wandb import WandbRun
+    if args.wandb and not run.saved:  # its state does not need it
+        refuse_without("loggers", "--wandb")
     run.dataset = load_data(run)  # first: bad data leave no empty directory
     lock = RunLock(run.out)
     run.log = log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
     with room("loggers"):
         from loggers.picture import History
         from loggers.tensorboard import EventFile
+        from loggers.wandb import WandbRun
         log.sinks.append(EventFile(run.out / "tb", log.say))
         if args.wandb:
             log.sinks.append(WandbRun(run.out, log.say))

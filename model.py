@@ -240,9 +240,9 @@ def fused_loss() -> type | None:
     """
     global _fused
     if _fused is None:
-        _fused = False
         with room("ops"):
             from ops.cross_entropy import LinearCrossEntropy as _fused
+        _fused = _fused or False
     return _fused or None
 
 
@@ -1025,8 +1025,7 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
 
 
 MOVED = {
-    "ops.adam_atan2": "AdamAtan2", "ops.attention": "QUERIES SUMMED",
-    "ops.cross_entropy": "LOSS_ROWS LOSS_CACHE",
+    "ops.adam_atan2": "AdamAtan2",
     "weights.huggingface": "HFFamily HF_FAMILIES MODERN to_hf from_hf config_from_hf",
     "weights.llama_cpp": "to_gguf", "weights.sampling": "sample_ids generate continue_text fill_masks"}
 

@@ -443,11 +443,7 @@ class RunLog:
                 sink.close()
 
 
-MOVED = {
-    "loggers.machine": "why_not cpu_and_ram machine_curves network_traffic is_trainer read_gpus read_machine "
-                       "format_reading",
-    "loggers.tensorboard": "EventFile", "loggers.wandb": "WandbRun", "loggers.picture": "draw_curves",
-    "loggers.command": "summarize watch_machine show_run"}
+MOVED = {"loggers.tensorboard": "EventFile", "loggers.wandb": "WandbRun", "loggers.picture": "draw_curves"}
 
 
 def __getattr__(name: str):

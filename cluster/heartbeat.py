@@ -118,7 +118,8 @@ class Heartbeat:
             if time.monotonic() > deadline:
                 missing = self.call(lambda: [f"rank {k}" for k in self.keys if not self.store.check([k])])
                 raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
-                               f"{self.timeout:g} s: start the same command there, with its own node rank.")
+                               f"{self.timeout:g} s: start the same command there, with its own node "
+                               "rank and the same folders.")
             if self.cause:
                 raise RunError(self.cause)
             time.sleep(0.05)

@@ -18,6 +18,7 @@ from conftest import ROOT
 from processes import Group, fork
 from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
 
+import data
 import ddp_utils
 from ddp_utils import list_checkpoints, read_checkpoint
 
@@ -164,6 +165,18 @@ def test_a_file_system_without_locks_is_said_and_the_first_run_gives_way(tmp_pat
     assert done.code == 2 and "was taken by another run" in done.out, done.out
     assert second.all_alive
     second.kill()
+
+
+def test_a_lock_that_is_held_is_never_taken(tmp_path):
+    """Also not where nobody can be told, as after `| head`: a closed pipe is no file system without locks."""
+    with open(tmp_path / "lock", "a") as held, open(tmp_path / "lock", "a") as other:
+        assert data.lock_file(held, pytest.fail) == ""
+
+        def say():
+            raise BrokenPipeError
+
+        with pytest.raises(BrokenPipeError):
+            data.lock_file(other, say)
 
 
 def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
