@@ -7,13 +7,15 @@
     python data.py verify shards/stdlib-bpe4096        # all bytes against their checksums
     python data.py peek   shards/stdlib-bpe4096        # a few rows as text
 
-A shard is a header followed by an array (the format of llm.c and modded-nanogpt); it is memory-mapped.
-`prepare` can be killed at any time: the manifest lists the finished shards and where they end in the source.
-The order of samples is a pure function of seed and position on any number of ranks, so a checkpoint stores
-only the number of samples consumed. Only the reader imports torch, so `prepare` starts five times faster.
+These commands, and all that makes shards of a text, are in prepare/; here is what reads them. A shard is a
+header followed by an array (the format of llm.c and modded-nanogpt); it is memory-mapped. `prepare` can be
+killed at any time: the manifest lists the finished shards and where they end in the source. The order of
+samples is a pure function of seed and position on any number of ranks, so a checkpoint stores only the number
+of samples consumed. Only the reader imports torch, so `prepare` starts five times faster.
 
-What all commands of this project share is defined here, too: the errors that end them with one sentence
-(UserError, NotNow, RunError), their flags (ArgumentParser, flag_group), and how they print (`say`).
+What all commands of this project share comes first: how folders that can be deleted are opened (`room`), the
+errors that end a command with one sentence (UserError, NotNow, RunError), flags (ArgumentParser, flag_group),
+and how they print (`say`).
 """
 
 import argparse

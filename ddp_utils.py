@@ -2202,7 +2202,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) 
     begin_curves = say_plan = None
     with room("loggers"):
         from loggers.machine import begin_curves
-        from loggers.plan import say_plan
+        from loggers.start import say_plan
     facts["own_criterion"] = on_rank0(monitor.has_own_criterion, log.records)
 
     def begin():

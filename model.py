@@ -212,6 +212,10 @@ def blocks_of(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
+# -----------------------------------------------------------------------------------------------------------
+# Losses
+
+
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
                          bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
                          compiled: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -274,6 +278,9 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: in
     objective, loss = label_losses(hidden, weight, targets, vocab_size, bias, z_loss)
     return objective, {"loss": loss.sum()}
 
+
+# -----------------------------------------------------------------------------------------------------------
+# What a model must provide
 
 VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # of padded_vocab rows
 

@@ -1,17 +1,11 @@
-"""Watches a machine; writes and draws the log of a run.
-
-    python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
-    python monitor.py --once --json                      # one reading, for a script
-    python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a summary of the run, and its curves as a PNG
-    watch -n 4 python monitor.py runs/one                # again and again, in a remote terminal
-    tensorboard --logdir runs                            # compares runs
+"""The log of a run. What watches a machine and draws a run, `python monitor.py`, is in loggers/.
 
 A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
 for each logged step and each evaluation (metrics.jsonl), and with the folder loggers/ the same data as lists
 (history.json) and, if matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard.
 A logged step has one line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes,
-as in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands, which
-are in loggers/, too, start at once.
+as in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start
+at once.
 """
 
 import json

@@ -190,6 +190,7 @@ def measure_network(world: World, limit: float):
 
 
 # -----------------------------------------------------------------------------------------------------------
+# The commands
 
 
 def dry_run(*args, **example):

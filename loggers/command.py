@@ -1,4 +1,17 @@
-"""`python monitor.py`: readings of this machine, or a run as a line and a picture."""
+"""Watches a machine; writes and draws the log of a run.
+
+    python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
+    python monitor.py --once --json                      # one reading, for a script
+    python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a summary of the run, and its curves as a PNG
+    watch -n 4 python monitor.py runs/one                # again and again, in a remote terminal
+    tensorboard --logdir runs                            # compares runs
+
+A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
+for each logged step and each evaluation (metrics.jsonl), the same data as lists (history.json), and, if
+matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one
+line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes, as in nvidia-smi,
+htop and torch's messages. Only functions for trainers import torch, so the commands start at once.
+"""
 
 import json
 import os
@@ -6,7 +19,6 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import monitor
 from data import ArgumentParser, UserError, access, say
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
@@ -59,7 +71,7 @@ def show_run(run: Path):
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code of a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
-    parser = ArgumentParser(description=monitor.__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR",
                         help="a run: prints a summary as JSON and draws its curves (without it, readings of "
                         "this machine)")

@@ -29,7 +29,7 @@ import train_gpt2
 from cluster import diagnosis, heartbeat, memory
 from data import UserError
 from ddp_utils import Checkpoints, RunError, World, list_checkpoints, load_checkpoint, read_checkpoint
-from loggers.plan import say_plan
+from loggers.start import say_plan
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 from ops import attention
 from weights.use import load_model
