@@ -295,7 +295,7 @@ def check_memory(world: World) -> None:
         held[strategy]["gradients"] = sum(gradients)
         # on a CPU nothing is offloaded
         said = memory.memory_of(model, strategy.removesuffix("-offload"), train_hrm.parse_args([]),
-                                   world.world_size, 0)
+                                world.world_size, 0)
         for what, n in held[strategy].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
                 assert 0.7 * said[what] <= n <= 1.3 * said[what], (strategy, what, n, said)

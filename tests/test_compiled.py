@@ -373,5 +373,5 @@ def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, cho
 def test_dropout_does_not_count_what_only_a_cpu_keeps():
     inputs = dict(zip(("idx", "targets"), batch("gpt2")))
     counted = [memory.kept_for_backward(GPT2, GPT2Config(**SMALL, dropout=dropout), GPU, torch.bfloat16,
-                                          "none", inputs, compiled=False) for dropout in (0.0, 0.1)]
+                                        "none", inputs, compiled=False) for dropout in (0.0, 0.1)]
     assert counted[0] == counted[1]

@@ -362,7 +362,7 @@ def test_a_limited_set_has_a_validation_split_or_names_one(tmp_path, limits):
             named = re.search(r"--val-split (\S+) in", pipeline.describe(data.read_manifest(out)))[1]
             assert data.Dataset([out], 8).would_split == named
             again = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{i}-again", "bytes", workers=1,
-                                    val_split=data_py.parse_val_split(named), **limits)
+                                     val_split=data_py.parse_val_split(named), **limits)
             assert counts_of(again).keys() == {"train", "val"}, named
     assert without and (len(without) < 12 or not limits)
 
@@ -373,7 +373,7 @@ def test_a_limit_leaves_out_the_pair_that_exceeds_it(tmp_path):
     each = 3 + 20  # tokens of each of the first ten: the start, a digit, the marker and the response
     for limit, samples in ((4 * each + 5, 4), (5 * each - 1, 4), (5 * each, 5), (10_000, 40)):
         out = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{limit}", "bytes", workers=1, prompt_field="q",
-                              response_field="a", max_tokens=limit, val_split="hash:0.000001")
+                               response_field="a", max_tokens=limit, val_split="hash:0.000001")
         counts = data.read_manifest(out)["pairs"]
         assert counts["samples"] == samples and counts["read"] <= limit
 

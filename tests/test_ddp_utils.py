@@ -454,7 +454,7 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode, q
     inputs = model.example(4, "cpu", **example)
     cpu = torch.device("cpu")
     counted = memory.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
-                                         compiled=False)
+                                       compiled=False)
     ddp_utils.use_device(model, cpu, torch.bfloat16, mode)
     kept = memory.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
     assert counted == kept > 4 * 64 * 32 * 2

@@ -149,7 +149,7 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     rows = [{"q": "b", "a": answer, "kind": "<|quick|>"} for answer in ("c", "") for _ in range(9)]
     source = write(tmp_path / "o.jsonl", rows)
     out = pipeline.prepare(source, tmp_path / "o", name, prompt_field="q", response_field="a",
-                          condition_field="kind", row=6, workers=1, val_split="hash:0.0001")
+                           condition_field="kind", row=6, workers=1, val_split="hash:0.0001")
     assert json.loads((out / "tokenizer.json").read_text())["added_tokens"][-1]["content"] == "<|quick|>"
     assert json.loads((out / "manifest.json").read_text())["pairs"]["empty responses"] == 9
     row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
@@ -665,7 +665,7 @@ def test_named_sets_of_plain_text_report_their_losses(tmp_path):
     rows = [{"text": f"{i}" + ("a" * 60 if i % 2 else f"{i**9}"), "kind": "easy" if i % 2 else "hard"}
             for i in range(900)]
     out = pipeline.prepare(write(tmp_path / "t.jsonl", rows), tmp_path / "t", "bytes", val_field="kind",
-                          workers=1, val_split="hash:0.2")
+                           workers=1, val_split="hash:0.2")
     done = Trainer("train_gpt2.py", max_new_tokens=3, lr=1e-2).train(0, out, tmp_path / "run", eval_batches=0)
     assert done.code == 0, done.out
     easy, hard = map(float, re.findall(r"\| easy (\d\.\d{4}), hard (\d\.\d{4})", done.out)[-1])

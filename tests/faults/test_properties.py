@@ -128,9 +128,9 @@ def test_any_value_in_any_field(shards, tmp_path_factory, where, draw, value):
     content = json.dumps(manifest | {"checksum": data.manifest_digest(manifest)})
     if parse(directory, content.encode()):
         for use in (lambda: data.Dataset([directory], 8), lambda: verify(directory),
-               lambda: command.info(directory, None),
-               lambda: prepare(manifest["dataset"], directory, "bytes", workers=1),
-               lambda: pipeline.locate(manifest["dataset"], "bytes", 1000, 0)):
+                    lambda: command.info(directory, None),
+                    lambda: prepare(manifest["dataset"], directory, "bytes", workers=1),
+                    lambda: pipeline.locate(manifest["dataset"], "bytes", 1000, 0)):
             with contextlib.suppress(data.UserError), contextlib.chdir(directory.parent):
                 use()
 

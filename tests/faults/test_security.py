@@ -168,7 +168,7 @@ def test_paths_in_a_manifest(shards, tmp_path, name):
     packing.write_manifest(directory, manifest)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for use in (lambda: data.Dataset([directory], 8), lambda: verify(directory),
-           lambda: prepare(manifest["dataset"], directory, "bytes", workers=1)):
+                lambda: prepare(manifest["dataset"], directory, "bytes", workers=1)):
         with pytest.raises(data.UserError, match="manifest.json is damaged"):
             use()
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
