@@ -125,7 +125,7 @@ UNSAID = (*ASKED_ANEW, "wanted_batch", "largest_batch", "ops")  # of which a cha
 OF_EVALUATION = {"samples", "exact", "correct", "criterion"}  # no names for a metric
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# what a run does without where a folder is not there; of prepare/ only a new source needs anything
+# what a run does without where a folder is not there; without prepare/ nothing, once its data can be read
 WITHOUT = {"cluster": "a process that is lost is not named",
            "loggers": "no plan is printed, and the curves are in metrics.jsonl alone",
            "ops": "loss and attention take longer, and their last bits are others",

@@ -64,10 +64,10 @@ def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
         if dist.is_nccl_available():
             report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     plain = None
-    with room("prepare"):
-        from prepare.llm_c import manifest_of_plain_shards as plain
     try:
         if args.data:
+            with room("prepare"):
+                from prepare.llm_c import manifest_of_plain_shards as plain
             report["data"] = Dataset([Path(args.data)], 1, args.tokenizer, plain=plain).fingerprint[:12]
     except UserError as error:
         report["wrong"] = str(error)

@@ -1,5 +1,6 @@
 """Rooms: the folders that can be taken out. What imports what, and what a run does without them."""
 
+import argparse
 import ast
 import importlib
 import shutil
@@ -18,6 +19,7 @@ import model
 import monitor
 from data import ROOMS
 from ddp_utils import list_checkpoints
+from prepare.pipeline import prepare
 
 # Arrows that run up, from a file to a door's room that imports this file again. This list may only shrink.
 UPWARDS = {
@@ -230,6 +232,44 @@ def test_what_needs_a_folder_says_so(flags, sentence, tmp_path, shards):
     done = run(0, tmp_path / "train_gpt2.py", *usual, *flags, cwd=tmp_path, PYTHONPATH=None)
     assert done.code == 2 and f"error: {sentence}, which is not beside data.py" in done.out, done.out
     assert "Traceback" not in done.out and ((tmp_path / "run").exists() == ("--prompt" in flags))
+
+
+def test_a_file_that_is_missing_in_a_folder_is_no_missing_folder(tmp_path):
+    """As where new trainers were copied beside an older cluster/."""
+    with pytest.raises(ModuleNotFoundError, match="cluster.no_such_file"), data.room("cluster"):
+        import cluster.no_such_file  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"), data.room("cluster", "x"):
+        import no_such_package  # noqa: F401
+
+
+def test_prepared_data_go_on_without_prepare_with_the_limits_that_they_have(tmp_path, monkeypatch, corpus):
+    source, limits = f"text:{corpus}", {"max_tokens": 50_000, "max_samples": None, "min_words": None}
+    monkeypatch.chdir(tmp_path)
+    out = data.directory_of(source, "bytes")
+    prepare(source, out, "bytes", max_tokens=50_000)
+    monkeypatch.setitem(sys.modules, "prepare.pipeline", None)  # its import fails
+    monkeypatch.setattr(data, "rooms_here", list)
+    args = argparse.Namespace(tokenizer="bytes", seq_len=32, **limits)
+    assert ddp_utils.located(source, args, 0, 0) == out
+    args.max_tokens = 1000
+    with pytest.raises(data.UserError, match="needs the folder prepare/"):
+        ddp_utils.located(source, args, 0, 0)
+
+
+@pytest.mark.full
+def test_a_run_with_wandb_goes_on_without_loggers(tmp_path, shards):
+    """What a resumed run was logged to is no state of it. A new one is refused, see above."""
+    (tmp_path / "program").mkdir()
+    copy_without(["loggers"], tmp_path / "program")
+    gpt2, out = TRAINERS["gpt2"], tmp_path / "run"
+    assert gpt2.train(0, shards, out, steps=4).code == 0
+    path, = list_checkpoints(out)
+    content = torch.load(path, weights_only=True)
+    content["settings"]["wandb"] = True
+    torch.save(content, path)
+    flags = gpt2.flags(shards, out, steps=6)
+    done = run(0, tmp_path / "program" / gpt2.script, *flags, PYTHONPATH=None)
+    assert done.code == 0 and "there is no folder loggers/" in done.out, done.out
 
 
 @pytest.mark.parametrize("command, room", [("data.py", "prepare"), ("monitor.py", "loggers")])
