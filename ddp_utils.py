@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
@@ -115,14 +115,6 @@ from model import (
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
-# flags of a model that a resumed run may change
-CHANGEABLE = ("dropout", "eval_cycles", "bp_cycles")
-READING = ("attention", "eot", "start", "response", "end")  # fields that say which tokens see which
-FREE = ("attention", "init", *CHANGEABLE)  # and a run that starts from trained weights
-# flags of one command or one machine, which a resumed run does not keep
-ASKED_ANEW = ("out", "resume", "tokenizer", "device", "backend", "timeout", "compile")
-UNSAID = (*ASKED_ANEW, "wanted_batch", "largest_batch", "ops")  # of which a change needs no line
-OF_EVALUATION = {"samples", "exact", "correct", "criterion"}  # no names for a metric
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # what a run does without where a folder is not there; without prepare/ nothing, once its data can be read
@@ -273,8 +265,9 @@ class World:
         torch.get_device_module(self.device).synchronize()
 
 
-def start(args: Namespace) -> World:
+def start(command: "Command") -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
+    args = settle(command).args
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     flags = [*vars(args).items()]
 
@@ -551,6 +544,28 @@ def say_on_other_nodes(world: World, text: str):
 # -----------------------------------------------------------------------------------------------------------
 # Flags
 
+# What a flag is to a run that is resumed:
+ANEW = "of one command or machine, or computed at each start: not kept, and a change is not said"
+PLANNED = "planned anew for the number of processes, unless it is given; a change is said"
+MAY_CHANGE = "as it was, unless it is given; a change is said"
+OF_DATA = "as it was, for the same --data"
+CHOSEN = "as it was, another value is refused; a run that starts from trained weights chooses"
+MUST_NOT = "as it was, another value is refused"
+KINDS = {
+    ANEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
+          "list_presets wanted_batch largest_batch ops",
+    PLANNED: "global_batch batch grad_accum",
+    MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
+                "strategy comm fast wandb log_every eval_every eval_batches save_every keep_last init_from "
+                "loss condition sample_prompt sample_every max_new_tokens temperature top_k "
+                "dropout eval_cycles bp_cycles bp_steps mask_rate",
+    OF_DATA: "max_tokens max_samples min_words",
+    CHOSEN: "attention init",
+    MUST_NOT: "seq_len data loss_on seed size optimizer trainer n_layer n_head d_model vocab_size modern ff "
+              "h_cycles l_cycles inject_input halt window global_every",
+}
+FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
+
 
 def number(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
     """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
@@ -599,13 +614,13 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     if presets:
         choice.add_argument("--preset", dest="size", choices=presets, help="a recipe instead of a --size")
     flag = flag_group(parser, "model")
-    for field in flag_fields(config_class):
-        kinds = {bool: BooleanOptionalAction, int: positive_int if field.default != 0 else nonnegative_int}
-        text = field.metadata["help"]
-        if field.name not in keys and field.default is not None and field.type is not bool:
-            text += f" ({field.default})"  # `parse` sets it, because sizes have their own defaults
-        flag(f"--{field.name.replace('_', '-')}", field.metadata["type"] or kinds.get(field.type, fraction),
-             text)
+    for option in flag_fields(config_class):
+        kinds = {bool: BooleanOptionalAction, int: positive_int if option.default != 0 else nonnegative_int}
+        text = option.metadata["help"]
+        if option.name not in keys and option.default is not None and option.type is not bool:
+            text += f" ({option.default})"  # `parse` sets it, because sizes have their own defaults
+        kind = option.metadata["type"] or kinds.get(option.type, fraction)
+        flag(f"--{option.name.replace('_', '-')}", kind, text)
     add_training_flags(parser)
     if issubclass(config_class, CausalConfig):  # the model writes text
         add_text_flags(parser)
@@ -710,49 +725,36 @@ def uses_model(args: Namespace) -> bool:
                for name in ("eval_only", "export", "prompt", "chat", "fill"))
 
 
-def parse(parser: ArgumentParser, config_class: type, sizes: dict[str, dict], argv: list[str] | None,
-          **records: dict | None) -> Namespace:
-    """Parses the flags. What they do not say is as in the run of `saved`, the checkpoint to resume; in a new
-    run as in `weights`, what is known of those of --init-from, the row of the size, the model's configuration
-    and the parser. Raises UserError for flags that exclude each other or contradict a record.
-    """
+@dataclass
+class Command:
+    """A command line, parsed once."""
+
+    parser: ArgumentParser
+    config_class: type
+    rows: dict[str, dict]  # the sizes
+    argv: list[str] | None
+    given: dict  # the flags that it gives
+    defaults: dict  # of all flags, for what neither it nor a row says
+
+
+def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
+                argv: list[str] | None) -> Command:
+    """Parses the command line of a trainer. Raises UserError for flags that exclude each other."""
     add_rare_flags(parser)  # after those of the trainer, so that --help ends with them
-    unset = {action.dest: None for action in parser._actions if action.default is not SUPPRESS}
-    given = parser.parse_args(argv, Namespace(**unset))
-    if given.steps and given.epochs:
+    defaults = {action.dest: action.default for action in parser._actions if action.default is not SUPPRESS}
+    defaults |= {"vocab_size": None} | {option.name: option.default for option in flag_fields(config_class)}
+    for action in parser._actions:
+        action.default = SUPPRESS  # what is not given is absent
+    given = vars(parser.parse_args(argv))
+    if "steps" in given and "epochs" in given:
         raise UserError("--epochs is not allowed with --steps: leave one of them out.")
-    if given.dry_run is not None and given.init_from and not given.size:
+    if "steps" in given:
+        given["epochs"] = None
+    if "dry_run" in given and "init_from" in given and "size" not in given:
         raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
-    if given.dry_run is not None and given.out and list_checkpoints(given.out):
-        raise UserError(f"--dry-run does not read the run in {given.out}: give its flags, without --out.")
-    saved = records.get("saved")
-    record = saved or records.get("weights") or {"model_config": {}, "settings": {}}
-    size = saved["settings"]["size"] if saved else given.size or nearest_size(sizes, record)
-    check_row(parser, size, sizes.get(size, {}))
-    of_model = {"vocab_size": None} | {field.name: field.default for field in flag_fields(config_class)}
-    free = CHANGEABLE if saved else {*FREE, *(of_model.keys() - record["model_config"].keys())}
-    defaults = of_model | (flags_of_run(saved, sizes, given) if saved else recipe(sizes[size], size, given))
-    if record["model_config"]:
-        defaults |= shape_of(config_class, record, given, free)
-    if given.steps:
-        defaults["epochs"] = None
-    # open_run computes the batches, from these two and from what is given
-    defaults["wanted_batch"] = defaults.pop("global_batch")
-    defaults.setdefault("eval_batch", defaults["wanted_batch"])  # in older runs
-    defaults.setdefault("largest_batch", defaults.pop("batch"))
-    parser.set_defaults(**defaults)
-    args = parser.parse_args(argv)
-    # for which the size's warm-up is meant; a run that has begun keeps its own
-    args.usual_steps = None if saved or given.warmup is not None else defaults.get("steps")
-    sources = sources_of(args.data)
-    own_data = saved and args.data == saved["settings"]["data"]  # what the run was trained on
-    row = None if own_data else row_of(directory_of(sources[0], args.tokenizer))
-    args.seq_len = given.seq_len or row or record.get("seq_len") or args.seq_len
-    if own_data:
-        args.tokenizer = args.tokenizer or saved["tokenizer_flag"]
-    elif not any(Path(source).is_dir() for source in sources):  # whose ids the weights know
-        args.tokenizer = args.tokenizer or record.get("tokenizer_flag") or record.get("tokenizer_file")
-    return args
+    if "dry_run" in given and "out" in given and list_checkpoints(given["out"]):
+        raise UserError(f"--dry-run does not read the run in {given['out']}: give its flags, without --out.")
+    return Command(parser, config_class, sizes, argv, given, defaults)
 
 
 def check_row(parser: ArgumentParser, name: str, row: dict):
@@ -781,31 +783,76 @@ def check_row(parser: ArgumentParser, name: str, row: dict):
 # Which run: its flags, directory, data, batches and model, and whether it may resume
 
 
-def recipe(row: dict, size: str, given: Namespace) -> dict:
-    """The defaults of a new run: the row of its size, gentler if it continues from trained weights."""
-    usual = row["global_batch"]
-    row = row | {"size": size, "eval_batch": usual}  # sequences in one of --eval-batches
-    if given.init_from:
-        batch = min(32, usual)
-        row |= {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50,
-                "global_batch": batch, "eval_batches": math.ceil(row["eval_batches"] * batch / usual),
-                "schedule": "cosine", "ema": min(0.999, row.get("ema", 0.0))}
-    return row
-
-
-def flags_of_run(saved: dict, sizes: dict[str, dict], given: Namespace) -> dict:
-    """The defaults of a resumed run: its flags, but for those of one command or machine. Those that have been
-    added to the trainer since are as in the row of its size.
+def settled(given: dict, saved: dict, weights: dict, row: dict, defaults: dict) -> dict:
+    """The flags of a run. What the command gives wins over what the resumed run had, that over what the
+    weights of --init-from say, that over the row of the size, and that over the defaults.
     """
-    settings = saved["settings"]
-    kept = sizes.get(settings["size"], {}) | {
-        name: value for name, value in settings.items()
-        if name in (*vars(given), "vocab_size", "largest_batch", "eval_batch") and name not in ASKED_ANEW}
-    if given.data not in (None, settings["data"]):
-        kept |= dict.fromkeys(("max_tokens", "max_samples", "min_words"))  # are of other data
-    if uses_model(given) and not given.eval_only:
+    return defaults | row | weights | saved | given
+
+
+@dataclass
+class Settled:
+    """All flags of a run, and what stands behind its batches."""
+
+    args: Namespace
+    row: dict  # of its size
+    wanted_batch: int  # sequences in a step, where the command does not say
+    largest_batch: int  # sequences in a micro-batch at most, where the command does not say
+    eval_batch: int  # sequences in one of --eval-batches
+    usual_steps: int | None  # for which the row's --warmup is meant, if that is taken
+
+
+def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Settled:
+    """The flags of the run that a command begins or, if `saved` is its checkpoint, resumes. `weights` is what
+    is known of those of --init-from. Raises UserError for flags that contradict either.
+    """
+    given, rows = command.given, command.rows
+    record = saved or weights or {"model_config": {}, "settings": {}}
+    size = saved["settings"]["size"] if saved else given.get("size") or nearest_size(rows, record)
+    row = rows.get(size, {})  # a run goes on where its size is gone
+    check_row(command.parser, size, row)
+    shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
+    kept = flags_of_run(saved, command) | shape if saved else {}
+    tuned = gentler(row) | shape if "init_from" in given and not saved else {}
+    flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
+    recipe = row | tuned | kept
+    flags |= {name: given.get(name) for name, kind in FLAGS.items() if kind == PLANNED}
+    sources = sources_of(flags["data"])
+    own_data = saved and flags["data"] == saved["settings"]["data"]  # what the run was trained on
+    length = None if own_data else row_of(directory_of(sources[0], flags["tokenizer"]))
+    flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
+    if own_data:
+        flags["tokenizer"] = flags["tokenizer"] or saved["tokenizer_flag"]
+    elif not any(Path(source).is_dir() for source in sources):  # whose ids the weights know
+        flags["tokenizer"] = (flags["tokenizer"] or record.get("tokenizer_flag")
+                              or record.get("tokenizer_file"))
+    wanted = recipe["global_batch"]
+    usual_batch = wanted if saved else row["global_batch"]
+    usual_steps = None if saved or "warmup" in given else recipe.get("steps")
+    return Settled(Namespace(**flags), row, wanted, recipe.get("largest_batch", recipe["batch"]),
+                   recipe.get("eval_batch", usual_batch), usual_steps)
+
+
+def gentler(row: dict) -> dict:
+    """Where a run that continues from trained weights departs from the row of its size."""
+    batch = min(32, row["global_batch"])
+    eval_batches = math.ceil(row["eval_batches"] * batch / row["global_batch"])
+    return {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50, "global_batch": batch,
+            "eval_batches": eval_batches, "schedule": "cosine", "ema": min(0.999, row.get("ema", 0.0))}
+
+
+def flags_of_run(saved: dict, command: Command) -> dict:
+    """What a resumed run keeps of its settings."""
+    given, settings = Namespace(**command.given), saved["settings"]
+    names = command.defaults.keys() | {"largest_batch", "eval_batch"}
+    gone = [ANEW]
+    if vars(given).get("data", settings["data"]) != settings["data"]:
+        gone.append(OF_DATA)
+    kept = {name: value for name, value in settings.items()
+            if name in names and (name == "largest_batch" or FLAGS.get(name) not in gone)}
+    if uses_model(given) and not vars(given).get("eval_only"):
         kept["precision"] = "auto"  # whatever this machine computes fast
-    return kept | {"grad_accum": None}
+    return kept
 
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
@@ -819,16 +866,19 @@ def nearest_size(sizes: dict[str, dict], record: dict) -> str:
     return size if size in sizes else min(unlike, key=unlike.get)
 
 
-def shape_of(config_class: type, record: dict, given: Namespace, free: tuple[str, ...]) -> dict:
-    """The model's flags as in a record, but for those that are `free`. Raises UserError for a flag that is
-    given and contradicts.
+def shape_of(command: Command, record: dict, resumed: bool) -> dict:
+    """The model's flags as in a record of a run, or of weights to start from, but for those that may change.
+    Raises UserError for a flag that is given and contradicts.
     """
-    known = config_of(config_class, record["model_config"], record["path"])
-    free = ("seq_len", *free)  # rows may be shorter, see check_resumable and find_run
-    shape = {field.name: getattr(known, field.name) for field in flag_fields(config_class)
-             if field.name not in free}
+    known = config_of(command.config_class, record["model_config"], record["path"])
+    names = [option.name for option in flag_fields(command.config_class)]
+    free = {name for name in names if FLAGS.get(name) == MAY_CHANGE}
+    free.add("seq_len")  # rows may be shorter, see check_resumable and find_run
+    if not resumed:
+        free |= {name for name in names if FLAGS.get(name) == CHOSEN or name not in record["model_config"]}
+    shape = {name: getattr(known, name) for name in names if name not in free}
     for name, value in shape.items():
-        asked = getattr(given, name)
+        asked = command.given.get(name)
         if asked is not None and replace(known, **{name: asked}) != known:
             raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
                             f"{asked}: leave out --{name.replace('_', '-')}, or start a new run with another "
@@ -868,92 +918,116 @@ def run_directory(args: Namespace, trainer: str) -> Path:
 
 
 @dataclass
-class Run:
-    """What is settled before the first step."""
+class Asked:
+    """What a command asks for: a run to begin, to resume or to use."""
 
     model_class: type
-    args: Namespace
+    args: Namespace  # all flags
+    settled: Settled
     world: World
-    names: dict  # the globals() of the trainer's file: its constants and parse_args
-    trainer: Path  # the trainer's file
+    constants: dict  # of the trainer, by name
+    trainer: Path  # its file
+    command: str  # of this start
+    out: Path
+    saved: dict | None  # the checkpoint to resume from or to use
+    begun: dict | None  # what config.json says of a run that was killed before its first checkpoint
+    began: str | None  # what a run and its branches are known by; older ones have none
     metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
+
+
+@dataclass
+class Run(Asked):
+    """What will be trained."""
+
+    dataset: Dataset = field(kw_only=True)
+    steps: int = field(kw_only=True)
+    global_batch: int = field(kw_only=True)  # sequences in a step, over all processes
+    batch: int = field(kw_only=True)  # sequences in a micro-batch
+    grad_accum: int = field(kw_only=True)  # micro-batches in a step
+    checkpoints: "Checkpoints" = field(kw_only=True)
+    text: monitor.TrainLog = field(kw_only=True)  # train.log and the screen
+    sinks: list = field(kw_only=True)  # of the records, see monitor.RunLog
+    lost: Callable = field(kw_only=True)  # a RunLock's
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
-    initial: dict[str, int] | None = None  # bit sums of the shards of new_model
-    config: ModelConfig | None = None  # of new_model
-    described: bool = False  # whether identity_of has been called
-    # set by find_run
-    command: str = ""  # of this start
-    out: Path | None = None
-    saved: dict | None = None  # the checkpoint to resume from or to use
-    # set by open_run
-    dataset: Dataset | None = None
-    log: monitor.RunLog | None = None
-    checkpoints: "Checkpoints | None" = None
-    steps: int = 0
-    global_batch: int = 0  # sequences in a step, over all processes
-    batch: int = 0  # sequences in a micro-batch
-    grad_accum: int = 0  # micro-batches in a step
-    continue_text: Callable | None = None  # that of weights/sampling.py
-    flash_attention_3: bool = False  # see set_modes
+
+    def say(self, text: str):
+        """Prints a text and appends it to train.log, on rank 0."""
+        self.text.say(text)
 
 
-def command_line(run: Run, argv: list[str] | None) -> str:
+def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:
     """This start's command, to be pasted into a shell in the same directory (on several nodes: of node 0)."""
     env = os.environ
-    words = sys.argv if argv is None else [run.trainer, *argv]
+    words = sys.argv if argv is None else [trainer, *argv]
     launcher = "python"
     if "TORCHELASTIC_RUN_ID" in env:
         launcher = f"torchrun --nproc_per_node={env['LOCAL_WORLD_SIZE']}"
-        if run.world.nodes > 1:
-            launcher += (f" --nnodes={run.world.nodes} --node_rank={env['GROUP_RANK']} "
+        if world.nodes > 1:
+            launcher += (f" --nnodes={world.nodes} --node_rank={env['GROUP_RANK']} "
                          f"--master_addr={env['MASTER_ADDR']} --master_port={env['MASTER_PORT']}")
     return f"{launcher} {shlex.join(map(str, words))}"
 
 
-def find_run(model_class: type, args: Namespace, world: World, names: dict,
-             argv: list[str] | None) -> Run:
+def find_run(model_class: type, command: Command, world: World, constants: dict) -> Asked:
     """Finds the run directory and the checkpoint to resume from or to use. All ranks call this.
 
-    A resumed run is what it was: what a flag does not say comes from that checkpoint, or in a new run from
-    the weights of --init-from, else from its default. For that, parse_args(argv, …) of `names`, the trainer's
-    globals(), parses the command line again with `saved` and `weights`, what they record. Nothing is written
-    or locked. Raises UserError on all ranks.
+    A resumed run is what it was: see `settled`. So is one that was killed before its first checkpoint, which
+    begins again. `constants` is the trainer's globals(), of which names in capitals that are numbers, texts
+    or tuples are recorded. Nothing is written or locked. Raises UserError on all ranks.
     """
-    parse_args = names["parse_args"]
-    run = Run(model_class, args, world, names, Path(names.get("__file__", "notebook")))
+    trainer = Path(constants.get("__file__", "notebook"))
     weights = missing = None
-    if args.init_from:
+    if "init_from" in command.given:
         try:
             with room("weights", "--init-from"):
                 from weights.init_from import assert_context, weights_of
-            weights = weights_of(model_class, args.init_from, complete=False)
+            weights = weights_of(model_class, command.given["init_from"], complete=False)
         except UserError as error:  # does not matter to a run that has begun
             missing = error
-        else:
-            args = parse_args(argv, weights=weights)
-    run.out = run_directory(args, run.trainer.stem)
-    run.saved = find_checkpoint(run.out, args, world, model_class.__name__)
-    if run.saved:
-        assert_family(run.saved, model_class)
+    flags = settle(command, weights=weights)
+    out = run_directory(flags.args, trainer.stem)
+    saved = find_checkpoint(out, flags.args, world, model_class.__name__)
+    begun = None if saved else on_rank0(run_without_checkpoint, out, flags.args)
+    record = saved or begun
+    if record:
+        assert_family(record, model_class)
+        flags = settle(command, record)
     elif missing:
         raise missing
-    run.args = args = parse_args(argv, saved=run.saved, weights=weights)
-    if args.resume != "auto":
-        run.out = run_directory(args, run.trainer.stem)  # the checkpoint says what it is of
-        continue_branch(run, parse_args, argv)
-    args = run.args
-    args.trainer = run.trainer.name
-    # what a run and its branches are known by; older ones have none
-    args.began = f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
-    if run.saved:
-        args.began = run.saved["settings"].get("began")
-    run.command = command_line(run, argv)
+    if flags.args.resume != "auto":  # the checkpoint says what it is of
+        out = run_directory(flags.args, trainer.stem)
+        if saved and (later := later_of_branch(out, saved, flags.args)):
+            saved = later
+            flags = settle(command, saved)
+    args = flags.args
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_gloo(args, world)
-    if weights and not run.saved:
+    if not uses_model(args):
+        refuse_together(args, world, saved)
+    if weights and not record:
         assert_context(model_class, weights, args.seq_len)
-    return run
+    began = f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
+    constants = {name: value for name, value in constants.items()
+                 if name.isupper() and isinstance(value, int | float | str | tuple)}
+    return Asked(model_class, args, flags, world, constants, trainer,
+                 command_line(trainer, world, command.argv), out, saved, begun,
+                 saved["settings"].get("began") if saved else began)
+
+
+def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
+    """What config.json says of a run that was killed before its first checkpoint, as a checkpoint would. None
+    if there is none, or something else of it that should stay.
+    """
+    kept = [out / name for name in ("checkpoints/best.pt", "hf", "model.gguf")]
+    if args.resume != "auto" or any(path.exists() for path in kept):
+        return None
+    config = {}
+    with suppress(FileNotFoundError, ValueError), access(out / "config.json"):
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if not {"family", "model_config", "seq_len", "tokenizer", "settings"} <= config.keys():
+        return None
+    return config | {"path": str(out)} | tokenizer_of_run(out, config["settings"])
 
 
 def refuse_gloo(args: Namespace, world: World):
@@ -964,23 +1038,43 @@ def refuse_gloo(args: Namespace, world: World):
                         "--strategy ddp or zero1, or --backend nccl.")
 
 
-def continue_branch(run: Run, parse_args, argv: list[str] | None):
-    """Where --resume branches off into a directory that holds later checkpoints of that branch, goes on with
-    those: the same command resumes. Raises UserError if they are of another run.
+def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
+    """The checkpoint to go on with where --resume branches off from `saved` into a directory that holds later
+    ones of that branch: the same command resumes. Raises UserError if they are of another run.
     """
-    resume = run.args.resume
-    if not run.saved or uses_model(run.args):
-        return
-    if on_rank0(lambda: is_in(run.saved, run.out) or not list_checkpoints(run.out)):
-        return
-    newest = load_checkpoint(run.out, print)
+    if uses_model(args) or on_rank0(lambda: is_in(saved, out) or not list_checkpoints(out)):
+        return None
+    newest = load_checkpoint(out, print)
     settings = newest["settings"]
-    if settings.get("began") != run.saved["settings"].get("began"):
-        raise UserError(f"{run.out} holds another run than {resume}: give another --out, or leave out "
+    if settings.get("began") != saved["settings"].get("began"):
+        raise UserError(f"{out} holds another run than {args.resume}: give another --out, or leave out "
                         "--resume to go on with that.")
-    if settings.get("resume") == resume and newest["step"] > run.saved["step"]:
-        run.saved = newest
-        run.args = parse_args(argv, saved=newest)
+    return newest if settings.get("resume") == args.resume and newest["step"] > saved["step"] else None
+
+
+def refuse_together(args: Namespace, world: World, saved: dict | None):
+    """Raises UserError for flags that cannot train together, or not without a folder that is gone."""
+    if args.strategy in SHARDED and args.optimizer == "muon":
+        raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
+                        "run with --optimizer adamw.")
+    dtype = compute_dtype(args.precision, world.device)
+    if args.comm == "bf16" and args.strategy == "zero1":
+        raise UserError("--comm bf16 is for --strategy ddp, zero2 and zero3: give one of them, or --comm "
+                        "fp32.")
+    if args.comm == "bf16" and args.strategy != "ddp" and dtype != torch.bfloat16:
+        raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
+                        "--comm fp32.")
+    if args.comm == "late":
+        refuse_without("cluster", "--comm late")
+        if args.strategy != "ddp" or dtype == torch.float16:
+            raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
+                            "--comm fp32.")
+    if args.ema:
+        refuse_without("ops", "--ema")
+    if args.optimizer == "adam-atan2":
+        refuse_without("ops", "--optimizer adam-atan2")
+    if args.wandb and not saved:  # its state does not need it
+        refuse_without("loggers", "--wandb")
 
 
 def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
@@ -999,20 +1093,20 @@ def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
     return directory
 
 
-def load_data(run: Run) -> Dataset:
+def load_data(asked: Asked) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens.
     """
     with room("cluster"):
         from cluster.diagnosis import refuse_lone_tasks
         refuse_lone_tasks()
-    args, model_class = run.args, run.model_class
+    args, model_class = asked.args, asked.model_class
     with torch.device("meta"):
         model = model_class(model_class.Config(**flags_of_model(model_class.Config, args)))
     parameters = num_params(model)
 
     def read():
-        directories = [located(source, args, 20 * parameters, run.world.local_rank)
+        directories = [located(source, args, 20 * parameters, asked.world.local_rank)
                        for source in sources_of(args.data)]
         plain = None
         for directory in directories:
@@ -1079,78 +1173,57 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
     return global_batch, micro, share // micro
 
 
-def open_run(run: Run):
-    """Reads the data, locks the run directory, opens its train.log and sets the steps and batches. If a newer
-    checkpoint was written before the directory was locked, run.saved becomes that. Raises UserError on all
-    ranks.
+def open_run(asked: Asked, dataset: Dataset) -> Run:
+    """Locks the run directory, opens its train.log and sets the steps and batches. If a newer checkpoint was
+    written before the directory was locked, that is taken. Raises UserError on all ranks.
     """
-    args, world = run.args, run.world
-    if args.strategy in SHARDED and args.optimizer == "muon":
-        raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
-                        "run with --optimizer adamw.")
-    if args.comm == "bf16" and args.strategy != "ddp":
-        if args.strategy == "zero1":
-            raise UserError("--comm bf16 is for --strategy ddp, zero2 and zero3: give one of them, or --comm "
-                            "fp32.")
-        if compute_dtype(args.precision, world.device) != torch.bfloat16:
-            raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
-                            "--comm fp32.")
-    if args.comm == "late":
-        on_all(refuse_late, args, world)
-    if args.ema:
-        refuse_without("ops", "--ema")
-    if args.optimizer == "adam-atan2":
-        refuse_without("ops", "--optimizer adam-atan2")
-    with room("weights"):
-        from weights.sampling import continue_text
-        run.continue_text = continue_text
-    if args.wandb and not run.saved:  # its state does not need it
-        refuse_without("loggers", "--wandb")
-    run.dataset = load_data(run)  # first: bad data leave no empty directory
-    lock = RunLock(run.out)
-    run.log = log = monitor.RunLog(run.out, world.is_rank0, world.prefix, lock.lost)
+    args, world, out, flags = Namespace(**vars(asked.args)), asked.world, asked.out, asked.settled
+    lock = RunLock(out)
+    text = monitor.TrainLog(out / "train.log", world.prefix, world.is_rank0)
+    checkpoints = Checkpoints(out, world, args.keep_last, text.say, lock.lost)
+    saved = checkpoints.load(args.resume, asked.saved)
+    global_batch, batch, grad_accum = plan_batch(world.world_size, args.global_batch, args.batch,
+                                                 args.grad_accum, flags.wanted_batch, flags.largest_batch)
+    if args.batch or args.grad_accum:
+        flags = replace(flags, largest_batch=batch)  # also when the run is resumed
+    if global_batch * args.seq_len > 1e9:
+        raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
+                        "--global-batch, or --batch and --grad-accum.")
+    wanted = flags.wanted_batch
+    if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
+        text.say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
+                 f"{global_batch}")
+        if abs(global_batch / wanted - 1) > 0.05:
+            text.say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
+                     "--global-batch chooses another number")
+    steps = args.steps
+    if args.epochs:  # a resumed run has done some of them
+        done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
+        left = math.ceil(args.epochs * dataset.train.rows) - samples
+        steps = done + max(0, math.ceil(left / global_batch))
+    usual = flags.usual_steps
+    if usual and steps < usual and args.warmup >= 1 and not saved:
+        wanted, args.warmup = args.warmup, round(args.warmup * steps / usual)
+        text.say(f"warm-up over {args.warmup} of {steps} steps, as over {wanted} of {usual}: --warmup "
+                 "chooses another number")
+    asked = replace(asked, args=args, settled=flags, saved=saved)
+    return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
+               grad_accum=grad_accum, checkpoints=checkpoints, text=text, lost=lock.lost,
+               sinks=sinks_of(args, out, text.say, lock.lost))
+
+
+def sinks_of(args: Namespace, out: Path, say, lost) -> list:
+    """What gets the records of a run."""
+    sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
     with room("loggers"):
         from loggers.picture import History
         from loggers.tensorboard import EventFile
         from loggers.wandb import WandbRun
-        log.sinks.append(EventFile(run.out / "tb", log.say))
+        sinks.append(EventFile(out / "tb", say))
         if args.wandb:
-            log.sinks.append(WandbRun(run.out, log.say))
-        log.sinks.append(History(run.out, log.say, lock.lost))
-    run.checkpoints = Checkpoints(run.out, world, args.keep_last, run.log.say, lock.lost)
-    run.saved = saved = run.checkpoints.load(args.resume, run.saved)
-    wanted = args.wanted_batch
-    run.global_batch, run.batch, run.grad_accum = plan_batch(
-        world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, args.largest_batch)
-    if args.batch or args.grad_accum:
-        args.largest_batch = run.batch  # also when the run is resumed
-    if run.global_batch * args.seq_len > 1e9:
-        raise UserError(f"a step of {run.global_batch:,} sequences of {args.seq_len} tokens takes hours: "
-                        "lower --global-batch, or --batch and --grad-accum.")
-    if not (args.global_batch or args.batch and args.grad_accum) and run.global_batch != wanted:
-        run.log.say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
-                    f"{run.global_batch}")
-        if abs(run.global_batch / wanted - 1) > 0.05:
-            run.log.say(f"WARNING: {run.global_batch} sequences a step, not {wanted}, may need another --lr: "
-                        "--global-batch chooses another number")
-    run.steps = args.steps
-    if args.epochs:  # a resumed run has done some of them
-        done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
-        left = math.ceil(args.epochs * run.dataset.train.rows) - samples
-        run.steps = done + max(0, math.ceil(left / run.global_batch))
-    usual = vars(args).pop("usual_steps", None)
-    if usual and run.steps < usual and args.warmup >= 1 and not saved:
-        wanted, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
-        run.log.say(f"warm-up over {args.warmup} of {run.steps} steps, as over {wanted} of {usual}: --warmup "
-                    "chooses another number")
-
-
-def refuse_late(args: Namespace, world: World):
-    """Raises UserError where --comm late cannot be had."""
-    refuse_without("cluster", "--comm late")
-    if args.strategy != "ddp" or compute_dtype(args.precision, world.device) == torch.float16:
-        raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
-                        "--comm fp32.")
+            sinks.append(WandbRun(out, say))
+        sinks.append(History(out, say, lost))
+    return sinks
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -1158,7 +1231,7 @@ def new_model(run: Run, **config) -> nn.Module:
     it. `config` has the fields of its configuration that come from the data.
     """
     model_class, args, dataset, world = run.model_class, run.args, run.dataset, run.world
-    saved, say = run.saved, run.log.say
+    saved = run.saved
     padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
     config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
                                 **config)
@@ -1168,7 +1241,9 @@ def new_model(run: Run, **config) -> nn.Module:
                         "--prompt-field and --response-field.")
     if vars(config).get("response", -1) >= 0:
         sample_prompt(args, dataset)
-    changes = {name: getattr(config, name) for name in (*CHANGEABLE, *READING) if hasattr(config, name)}
+    # the rest of the configuration is that of the checkpoint or of the weights
+    changes = {name: value for name, value in vars(config).items()
+               if name in reading_of(config) or FLAGS.get(name) == MAY_CHANGE}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
@@ -1178,14 +1253,19 @@ def new_model(run: Run, **config) -> nn.Module:
         model = trained_model(run, asdict(config), changes)
     else:
         model = build_model(model_class, config, world, args.strategy, args.comm)
-        say(f"initializing {num_params(model):,} parameters")
+        run.say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
-    if args.strategy in SHARDED:
-        run.initial = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
+    if args.strategy in SHARDED:  # for begin_log
+        model.initial_sums = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
     torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
-    run.config = model.config
     return model
+
+
+def reading_of(config: ModelConfig) -> dict:
+    """The fields of a configuration that say which tokens see which."""
+    return {name: vars(config)[name] for name in ("attention", "eot", "start", "response", "end")
+            if name in vars(config)}
 
 
 def assert_tokenizer(saved: dict, tokenizer, way_out: str):
@@ -1198,18 +1278,16 @@ def assert_tokenizer(saved: dict, tokenizer, way_out: str):
 
 def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
-    its settings: the flags, the plan, the trainer's constants (names in capitals that are numbers, texts or
-    tuples), and `settings`.
+    its settings: the flags, the plan, the trainer's constants, and `settings`, with what set_modes returns.
     """
-    args, dataset = run.args, run.dataset
-    constants = {name: value for name, value in run.names.items()
-                 if name.isupper() and isinstance(value, int | float | str | tuple)}
-    plan = {name: getattr(run, name)
-            for name in ("steps", "global_batch", "batch", "grad_accum", "flash_attention_3")}
-    plan |= {"world_size": run.world.world_size, "threads": torch.get_num_threads(),
-             "precision": str(model.compute_dtype).removeprefix("torch."), "ops": "ops" in rooms_here()}
-    settings = vars(args) | constants | flags_of_model(run.model_class.Config, model.config) | plan | settings
-    run.described = True
+    args, dataset, flags = run.args, run.dataset, run.settled
+    plan = {"steps": run.steps, "global_batch": run.global_batch, "batch": run.batch,
+            "grad_accum": run.grad_accum, "wanted_batch": flags.wanted_batch,
+            "largest_batch": flags.largest_batch, "eval_batch": flags.eval_batch,
+            "world_size": run.world.world_size, "threads": torch.get_num_threads(),
+            "ops": "ops" in rooms_here(), "trainer": run.trainer.name, "began": run.began}
+    shape = flags_of_model(run.model_class.Config, model.config)
+    settings = vars(args) | run.constants | shape | plan | settings
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
     return {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
             "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
@@ -1219,25 +1297,34 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
 def check_resumable(saved: dict, now: dict, branch: bool, say):
     """Raises UserError if what may not change has changed (the shape is that of the checkpoint, see
     find_run); prints other changes. A `branch` goes on in another directory, where it may have another
-    trainer.
+    trainer. `saved` may be a run that has no checkpoint yet.
     """
     path = saved["path"]
     before, after = saved["settings"] | saved, now["settings"] | now
-    fixed = ["seq_len", "data", "loss_on", "seed", "size", "optimizer"] + ["trainer"] * (not branch)
+    of_shape = now["model_config"].keys() - {"seq_len"}
+    fixed = [name for name, kind in FLAGS.items()
+             if kind == MUST_NOT and name in after and name not in of_shape]
     fixed += ["ema"] * (not after["ema"]) + ["init_from"] * (not before.get("init_from"))
     if before["tokenizer"].split()[-1] != after["tokenizer"].split()[-1]:  # the digests, whatever the names
         fixed = ["tokenizer"]
     for what in fixed:
-        if before.get(what, after[what]) != after[what]:
-            way = f"; --resume {path} branches off" if what == "trainer" else ""
-            raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
-                            f"it as it was, or start a new run with another --out (--init-from {path} starts "
-                            f"it from these weights{way}).")
+        if what == "trainer" and branch:
+            continue
+        if before.get(what, after[what]) == after[what]:
+            continue
+        if "step" not in saved:
+            raise UserError(f"{path}, which has no checkpoint yet, was begun with {what} {before[what]}, now "
+                            f"{after[what]}: leave it as it was, give another --out, or begin anew there "
+                            "with --resume none.")
+        way = f"; --resume {path} branches off" if what == "trainer" else ""
+        raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
+                        f"it as it was, or start a new run with another --out (--init-from {path} starts "
+                        f"it from these weights{way}).")
     if (ops := after.get("ops", True)) != before.get("ops", True):
         say(f"resuming {'with' if ops else 'without'} the folder ops/, unlike before: from here on the last "
             "bits differ")
     for flag, value in now["settings"].items():
-        if (was := saved["settings"].get(flag, value)) != value and flag not in UNSAID:
+        if (was := saved["settings"].get(flag, value)) != value and FLAGS.get(flag) != ANEW:
             say(f"resuming with {flag} {value} (was {was})")
 
 
@@ -1382,9 +1469,23 @@ def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, check
             block.compile(**compiling)
 
 
-def set_modes(model: nn.Module, run: Run):
-    """Applies --precision, --checkpoint-activations, --compile and --fast."""
-    args, world = run.args, run.world
+def set_modes(model: nn.Module, run: Run) -> dict:
+    """Applies --precision, --checkpoint-activations, --compile and --fast to the model in training. Returns
+    what became of them, for identity_of.
+    """
+    if compiles(run.args.compile, run.world.device):
+        run.say("compiling: the first step takes minutes")
+    apply_modes(model, run.args, run.world)
+    taken = False
+    if all(from_all(torch.are_deterministic_algorithms_enabled())):
+        with room("ops"):
+            from ops.flash_attention_3 import take
+            taken = take(model, run, from_all, at_end)
+    return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_3": taken}
+
+
+def apply_modes(model: nn.Module, args: Namespace, world: World):
+    """Applies the flags of set_modes to any model."""
     if world.device.type == "cuda":
         # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
         # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
@@ -1399,17 +1500,12 @@ def set_modes(model: nn.Module, run: Run):
     # beyond it a block would run uncompiled, with other bits
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if compiles(args.compile, world.device):
-        run.log.say("compiling: the first step takes minutes")
         # rounds where eager code does, so that recomputing gives the same bits
         compiling["options"] = {"emulate_precision_casts": not args.fast,
                                 # said again for the thread of the backward pass, which may compile, too
                                 "deterministic": torch.are_deterministic_algorithms_enabled()}
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
-    if all(from_all(torch.are_deterministic_algorithms_enabled())):
-        with room("ops"):
-            from ops.flash_attention_3 import take
-            run.flash_attention_3 = take(model, run, from_all, at_end)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1428,10 +1524,6 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
     if comm == "bf16":  # a lambda, because DDP refuses this hook by name without NCCL
         wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return wrapped
-
-
-# values of parameter groups that the command line and the trainer set
-OF_TRAINER = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreach"}
 
 
 def assert_all_train(model: nn.Module, optimizers: list):
@@ -1563,8 +1655,9 @@ class TrainState:
         ddp = isinstance(self.wrapped, DistributedDataParallel)
         return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
 
-    def warm_up(self, first: dict, settled: dict):
-        """Throw-away backward passes: one of model(**first), then two of model(**settled).
+    def warm_up(self, example: dict, after_ramp: dict | None = None):
+        """Throw-away backward passes: one of model(**example), then two of what the steps have after a ramp,
+        model(**after_ramp), if they have one.
 
         The first, without communication, checks that every parameter gets a gradient when training starts
         (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
@@ -1572,7 +1665,8 @@ class TrainState:
         """
         if launched:  # elsewhere it would end a notebook's kernel
             signal.signal(signal.SIGINT, leave_at_once)
-        for i, inputs in enumerate((first, settled, settled)):
+        later = after_ramp or example
+        for i, inputs in enumerate((example, later, later)):
             self.wrapped.zero_grad()
             with copied_buffers(self.model), self.no_sync(i == 0):
                 self.wrapped(**inputs)[0].backward()
@@ -1714,8 +1808,9 @@ class TrainState:
 
     def _group_values(self) -> dict:
         """What the optimizers keep in their groups beside what the trainer sets, by group and key."""
+        of_trainer = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreach"}
         return {f"{name}/{key}": value for name, group in self.groups.items()
-                for key, value in group.items() if key not in OF_TRAINER}
+                for key, value in group.items() if key not in of_trainer}
 
     def plain_values(self) -> dict:
         """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
@@ -1904,14 +1999,19 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
                             "from a copy, or start from scratch in another --out.")
         shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}
                   for group, named in saved["tensors"].items()}
-        own = tokenizer_in(path.parent.parent)
-        flag = saved["settings"].get("tokenizer")  # may name a file that has been moved since
-        gone = flag and flag.endswith(".json") and not Path(flag).exists()
-        return saved | {"path": str(path), "damaged": damaged, "tensors": shapes, "tokenizer_file": own,
-                        "tokenizer_flag": own if gone else flag}
+        of_run = tokenizer_of_run(path.parent.parent, saved["settings"])
+        return saved | {"path": str(path), "damaged": damaged, "tensors": shapes} | of_run
 
     answer = on_rank0(choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer
+
+
+def tokenizer_of_run(directory: Path, settings: dict) -> dict[str, str | None]:
+    """The tokenizer.json of a run, and its --tokenizer, which may name a file that has been moved since."""
+    own = tokenizer_in(directory)
+    flag = settings.get("tokenizer")
+    gone = flag and flag.endswith(".json") and not Path(flag).exists()
+    return {"tokenizer_file": own, "tokenizer_flag": own if gone else flag}
 
 
 def tokenizer_in(directory: Path) -> str | None:
@@ -2183,59 +2283,75 @@ class RunLock:
 # Around a step
 
 
-def begin_log(run: Run, state: TrainState, identity: dict, step: int, examples) -> bool:
-    """Opens the log's sinks after `step` steps, writes config.json, tokenizer.json and trainer.py, and
-    prints the plan. `examples(record)` lists the arguments of `model.example` for steps such as the record's,
-    whose FLOPs are averaged. Returns whether nothing is left to do, and says so.
+def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor.RunLog:
+    """Opens the log after `step` steps, writes config.json, tokenizer.json and trainer.py, and prints the
+    plan. Raises UserError where the run began otherwise.
     """
-    world, dataset, log = run.world, run.dataset, run.log
+    world, dataset, model = run.world, run.dataset, state.model
     settings = identity["settings"]
+    if run.begun:
+        check_resumable(run.begun, identity, False, run.say)
+    for name, shards in dataset.val.items():  # a trainer may have added some
+        if shards.ids != dataset.train.ids:
+            raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
+                            f"training data: prepare it with --tokenizer {run.out}/tokenizer.json.")
     val = [*dataset.val.values()]
-    count = functools.cache(functools.partial(flops_per_token, run.model_class, state.model.config))
-    facts = {"rows": dataset.train.rows, "val_tokens": sum(shards.num_tokens for shards in val)}
-    facts["entropy"] = unigram_entropy(val or [dataset.train])
-    facts["sync"] = "shards" if settings["strategy"] in SHARDED else "OK"
-    facts["peak_flops"] = monitor.peak_flops(world.device, log.say)
-    facts["flops_per_token"] = lambda record: run.flops_factor * statistics.fmean(
-        count(**kw) for kw in examples(record))
-    evaluations = on_rank0(log.read_back, step)
+    count = functools.cache(functools.partial(flops_per_token, run.model_class, model.config))
+
+    def flops_of(record: dict) -> float:
+        return run.flops_factor * statistics.fmean(count(**kw) for kw in model.examples_of(settings | record))
+
+    facts = monitor.Facts(
+        settings, rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in val),
+        entropy=unigram_entropy(val or [dataset.train]),
+        sync="shards" if settings["strategy"] in SHARDED else "OK",
+        peak_flops=monitor.peak_flops(world.device, run.say), flops_per_token=flops_of)
+    records = on_all(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
+    evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
+    log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
     begin_curves = say_plan = None
     with room("loggers"):
         from loggers.machine import begin_curves
         from loggers.start import say_plan
-    facts["own_criterion"] = on_rank0(monitor.has_own_criterion, log.records)
 
     def begin():
-        files = run_files(run, identity) if world.is_rank0 else {}
-        log.begin(step, settings, facts, files, evaluations)
+        log.begin(step, run_files(run, identity) if world.is_rank0 else {})
         if begin_curves and world.is_rank0:
             begin_curves(log.say)
 
     on_all(begin)
-    for name, shards in dataset.val.items():  # a trainer may have added some
-        if shards.ids != dataset.train.ids:
-            raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
-                            f"training data: prepare it with --tokenizer {log.out}/tokenizer.json.")
     machines = Counter(from_all(hardware(world.device)))
     if say_plan:
-        say_plan(run, state, identity, machines, compiles(settings["compile"], world.device))
+        say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
     for folder, loss in WITHOUT.items():
         if folder not in rooms_here():
             log.say(f"there is no folder {folder}/ beside ddp_utils.py, so {loss}")
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
-    changed = [name for name, p in state.model.named_parameters()
-               if run.initial and not run.saved and int(bit_sum(local_shard(p))) != run.initial.get(name)]
-    changed = sorted({*itertools.chain(*from_all(changed))})  # each rank sees its own shards
-    if changed:
-        log.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
-                "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
-    if not blocks_of(state.model):
-        log.say(f"WARNING: no layer of {identity['family']} inherits Block of model.py, so none is compiled, "
-                "recomputed by --checkpoint-activations or sharded by itself")
+    warn_of_changes(run, model)
     say_on_other_nodes(world, f"{HOST}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
-    complete = step >= run.steps and (step in log.evaluations or not dataset.val)
+    return log
+
+
+def warn_of_changes(run: Run, model: nn.Module):
+    """Says where a model's shards have changed since new_model, and where it has no blocks. All ranks."""
+    changed = []
+    if run.args.strategy in SHARDED and not run.saved:
+        changed = [name for name, p in model.named_parameters()
+                   if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
+    changed = sorted({*itertools.chain(*from_all(changed))})  # each rank sees its own shards
+    if changed:
+        run.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
+                "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
+    if not blocks_of(model):
+        run.say(f"WARNING: no layer of {run.model_class.__name__} inherits Block of model.py, so none is "
+                "compiled, recomputed by --checkpoint-activations or sharded by itself")
+
+
+def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
+    """Whether nothing is left to do after `step` steps; if so, says it and closes the log."""
+    complete = step >= run.steps and (step in log.evaluations or not run.dataset.val)
     if complete:
         log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
                 "them), another --out to start from scratch, or use it, for instance with --eval-only")
@@ -2254,8 +2370,9 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
     if commands[:-1] and not run.saved and commands[-2] != run.command:
-        run.log.say("WARNING: there is no checkpoint here, so the run starts from scratch, with the flags of "
-                    f"this command and not of the last one: {commands[-2]}")
+        how = "as it was begun" if run.begun else "with the flags of this command and not of the last one"
+        run.say(f"WARNING: there is no checkpoint here, so the run starts from scratch, {how}: "
+                f"{commands[-2]}")
     config = json.dumps(identity | {"commands": commands}, indent=2, ensure_ascii=False)
     files = {"config.json": without_surrogates(config),
              "tokenizer.json": run.dataset.tokenizer.to_json()}
@@ -2271,8 +2388,8 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
         pairs = itertools.zip_longest(began.splitlines(), now.splitlines())
         for number, (before, after) in enumerate(pairs, 1):
             if before != after:
-                run.log.say(f"{run.trainer.name} has changed since it began this run, first in line {number} "
-                            f"(see {path})")
+                run.say(f"{run.trainer.name} has changed since it began this run, first in line {number} "
+                        f"(see {path})")
                 break
     return files
 
@@ -2294,7 +2411,7 @@ def due_after(step: int, run: Run, metrics: "Metrics", stop: "StopVote") -> Due:
     stopping = stop.agreed > 0
     done = step >= run.steps
     in_turn = step % run.args.eval_every == 0 or metrics.ends_epoch or done
-    evaluating = step > 0 and bool(run.dataset.val) and step not in run.log.evaluations and in_turn
+    evaluating = step > 0 and bool(run.dataset.val) and step not in metrics.log.evaluations and in_turn
     saving = step > 0 and (step % run.args.save_every == 0 or evaluating or stopping or done)
     return Due(stopping, done, evaluating, saving)
 
@@ -2372,7 +2489,7 @@ class Metrics:
     device until `reduce`.
     """
 
-    def __init__(self, run: Run, model: nn.Module):
+    def __init__(self, run: Run, model: nn.Module, log: monitor.RunLog):
         """Epochs that are not longer than the steps between two evaluations are not tracked. Warns if the
         `model` gets other labels in training than its losses are divided by.
         """
@@ -2381,6 +2498,7 @@ class Metrics:
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
         epoch = saved["epoch"]
         self.world = world
+        self.log = log
         self._rows = rows if rows > run.args.eval_every * run.global_batch else 0
         self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
         self._samples = saved["samples"]
@@ -2392,7 +2510,6 @@ class Metrics:
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
-        self._say = run.log.say
         # since this start: the labels that the model got on this rank, and those that counted on all ranks
         self._given, self._counted = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._got_labels = self._warned = False
@@ -2444,9 +2561,9 @@ class Metrics:
         unlike = given % max(counted, 1) or self._got_labels and given < counted
         if unlike and not self._warned:
             self._warned = True
-            self._say(f"WARNING: the model got {given:,.0f} labels, but its losses are divided by "
-                      f"{counted:,.0f}: if the trainer masks or cuts labels in its loop, let it count them "
-                      "anew, see the rules in tests/README.md")
+            self.log.say(f"WARNING: the model got {given:,.0f} labels, but its losses are divided "
+                         f"by {counted:,.0f}: if the trainer masks or cuts labels in its loop, let it count "
+                         "them anew, see the rules in tests/README.md")
         seconds = time.perf_counter() - self._begun
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 
@@ -2479,6 +2596,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
     draws gets the same results after a resume. Raises UserError for a name that results have already.
     """
     args, model, world = run.args, state.model.eval(), state.world
+    reserved = {"samples", "exact", "correct", "criterion"}  # no names for a metric
     token_bytes = run.dataset.token_bytes.to(world.device)
     seed_step(args.seed, 0, world.rank)
     totals = Counter()
@@ -2486,11 +2604,11 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
     with state.averaged_weights():
         for name, shards in run.dataset.val.items():
             sums = Counter()
-            limit = args.eval_batches * args.eval_batch  # rows
+            limit = args.eval_batches * run.settled.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, found = model(*micro_batch)
                 own = run.metric(model, *micro_batch) if run.metric else {}
-                monitor.refuse_taken([*found, *own, *OF_EVALUATION - found.keys()])
+                monitor.refuse_taken([*found, *own, *reserved - found.keys()])
                 for key, value in own.items():
                     if not isinstance(value, tuple) or len(value) != 2:
                         raise UserError(f"the metric {key} is no sum with the count that divides it: return "
@@ -2553,28 +2671,31 @@ def sample(state: TrainState, run: Run, step: int):
     """Logs a text that the model writes. Rank 0 writes it alone, for as long as that takes, unless each rank
     holds a shard.
     """
-    args, dataset, log = run.args, run.dataset, run.log
-    if not run.continue_text:  # as begin_log has said
+    args, dataset = run.args, run.dataset
+    continue_text = None
+    with room("weights"):
+        from weights.sampling import continue_text
+    if not continue_text:  # as begin_log has said
         return
     prompt, expected = sample_prompt(args, dataset)
 
     def write() -> str:
-        return "".join(run.continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
+        return "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
 
     with state.averaged_weights():
         text = on_all(write if args.strategy in SHARDED or state.world.is_rank0 else str)
     if dataset.roles["response"] < 0:
-        return log.say(f"a sample after step {step}:\n{prompt}{text}\n")
+        return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
-        command = (f"python {sys.argv[0]} --out {shlex.quote(str(log.out))} --prompt "
+        command = (f"python {sys.argv[0]} --out {shlex.quote(str(run.out))} --prompt "
                    f"{shlex.quote(prompt)}")
         text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
-    log.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")
+    run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")
 
 
-def end_run(run: Run, stop: StopVote, step: int, samples: int):
+def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
     """Waits for the last checkpoint and says how the run has ended."""
-    world, log, checkpoints = run.world, run.log, run.checkpoints
+    world, checkpoints = run.world, run.checkpoints
     stopping = stop.agreed
     memory = max(from_all(monitor.memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
@@ -2605,4 +2726,7 @@ MOVED = {"ops.ema": "EMA", "weights.init_from": "load_frozen",
 
 
 def __getattr__(name: str):
+    if name == "parse":  # the first call of a trainer of 2026-11-26
+        raise UserError("this trainer is a copy of an older one: change the lines that docs/changing.md "
+                        'names under "From an older copy".')
     refuse_moved(__name__, name, MOVED)

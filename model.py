@@ -404,7 +404,8 @@ class LanguageModel(nn.Module):
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
       (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
     * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient. On
-      the meta device, --dry-run counts the memory of `forward`, and flops_per_token its matrix products.
+      the meta device, --dry-run counts the memory of `forward`, and flops_per_token its matrix products. If
+      it takes further arguments, `examples_of` says which stand for the steps of a log record.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
       states (B, T, C) that the head reads. The tokens idx follow those in the KVCache: T in the first call,
       then one per call.
@@ -422,6 +423,12 @@ class LanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
         fused_loss()  # not in the first step
+
+    def examples_of(self, record: dict) -> list[dict]:
+        """Further arguments of `example` for the steps that a record of the log, with the run's settings,
+        stands for. MFU counts their mean.
+        """
+        return [{}]
 
 
 class CausalLM(LanguageModel):
@@ -735,6 +742,12 @@ class HRM(CausalLM):
         return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
                                cycles=cycles)
 
+    def examples_of(self, record: dict) -> list[dict]:
+        """One for each number of cycles that may have been drawn."""
+        c = self.config
+        drawn = [round(record["cycles"])] if c.halt else range(c.least_cycles or c.cycles, c.cycles + 1)
+        return [{"bp_steps": record["bp_steps"], "cycles": cycles} for cycles in drawn]
+
 
 # -----------------------------------------------------------------------------------------------------------
 # GPT-2 (Radford et al., 2019), or with `modern` a transformer of HRMBlocks
@@ -955,6 +968,9 @@ class MLM(LanguageModel):
         positions = torch.arange(max(1, round(mask_rate * self.config.seq_len)), device=device)
         positions = positions.expand(batch, -1)
         return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
+
+    def examples_of(self, record: dict) -> list[dict]:
+        return [{"mask_rate": record["mask_rate"]}]
 
 
 def num_params(model: nn.Module) -> int:

@@ -16,6 +16,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,33 @@ def results(found: dict) -> list[str]:
     return format_known(found, EVALUATION) + own + [", ".join(sets)] * bool(sets)
 
 
+def records_until(run_directory: Path, step: int, say) -> list[dict]:
+    """The records of a run up to `step`, that of its checkpoint; that of the evaluation after it may be
+    missing if the run was killed before.
+    """
+    records = []
+    with suppress(FileNotFoundError):
+        for record in read_metrics(run_directory, say):
+            # an evaluation of this step without a finite criterion is repeated
+            failed = "loss" not in record and criterion_of(record) is None
+            if record["step"] < step or record["step"] == step and not failed:
+                records.append(record)
+    return records
+
+
+@dataclass
+class Facts:
+    """What a log knows of its run."""
+
+    settings: dict  # its flags, plan and constants
+    rows: int  # of the training data
+    val_tokens: int  # of all validation sets
+    entropy: float  # of their unigrams, in nats
+    sync: str  # what a line says of the parameters of all ranks
+    peak_flops: float | None = None  # of a device, per second; None: no MFU is shown
+    flops_per_token: Callable[[dict], float] | None = None  # of the steps that a record stands for
+
+
 @dataclass
 class Clock:
     """Step, samples and time when training began here; samples and time after the last pause."""
@@ -179,15 +207,19 @@ class Clock:
 
 
 class TrainLog:
-    """train.log and the screen: all that a run says, and a line for each record."""
+    """train.log and the screen: all that a run says, and a line for each record. Every rank has one, but only
+    that of rank 0 (`active`) prints and writes.
+    """
 
-    def __init__(self, path: Path, prefix: str):
+    def __init__(self, path: Path, prefix: str, active: bool = True):
+        self.active = active
         self._prefix = prefix
         self._steps = 0  # of the run, see begin
         self._bar = tqdm(disable=True)  # until `begin`
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
-        with access(path):
-            self._file = open(path, "a", buffering=1, encoding="utf-8", errors="replace")
+        if active:
+            with access(path):
+                self._file = open(path, "a", buffering=1, encoding="utf-8", errors="replace")
 
     def begin(self, step: int, steps: int):
         """Shows a progress bar after `step` of `steps`, if the screen is a terminal."""
@@ -197,6 +229,8 @@ class TrainLog:
                              bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
 
     def say(self, text: str, on_screen: bool = True):
+        if not self.active:
+            return
         with self._lock:
             with suppress(OSError):  # the terminal may be gone
                 if on_screen and self._bar.disable:  # as with TQDM_DISABLE
@@ -244,55 +278,44 @@ class MetricsFile:
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
     passes to all `sinks`. A sink has open(records, settings), which gets all records so far, write(record)
-    and close(); one of your own is added before `begin`. After an error of write, a sink is opened again for
-    the next record. Every rank has a RunLog, but only that of rank 0 (`active`) prints and writes.
+    and close(). After an error of write, a sink is opened again for the next record. Every rank has a RunLog,
+    but only that of rank 0 prints and writes.
     """
 
-    def __init__(self, out: Path, active: bool, prefix: str, lost=lambda: ""):
-        """`lost()` says why nothing may be written any more, see ddp_utils.RunLock."""
+    def __init__(self, out: Path, text: TrainLog, facts: Facts, records: list[dict], sinks: list,
+                 lost=lambda: ""):
+        """`records` are those so far, on all ranks; `lost()` says why nothing may be written any more, see
+        ddp_utils.RunLock.
+        """
         self.out = Path(out)
-        self.active = active
+        self.facts = facts
+        self.settings = facts.settings
         self.lost = lost
-        self.records: list[dict] = []
-        self.evaluations: dict[int, float] = {}  # their criteria by step, on all ranks
+        self.records = records
+        self.evaluations = evaluations_of(records)  # their criteria by step, on all ranks
+        self.own_criterion = has_own_criterion(records)  # whether a trainer has set them
         self.clock: Clock | None = None  # see start_clock
-        self.sinks = [MetricsFile(self.out / "metrics.jsonl")]  # open_run in ddp_utils.py adds others
+        self.sinks = sinks
+        self._shows_mfu = bool(facts.peak_flops)
         self._behind = []  # the sinks that lack records, because a write has failed
-        self._text = TrainLog(self.out / "train.log", prefix) if active else None
+        self._text = text
+        self.active = text.active
 
     def say(self, text: str = ""):
         """Prints a text and appends it to train.log."""
-        if self.active:
-            self._text.say(text)
+        self._text.say(text)
 
-    def read_back(self, step: int) -> dict[int, float]:
-        """Reads the records up to `step`, that of the checkpoint. Returns the criteria of its evaluations by
-        step. That of `step` may be missing if the run was killed before its evaluation.
+    def begin(self, step: int, files: dict[str, str]):
+        """Opens the files of a run that has done `step` steps, and writes `files`, texts by name, into its
+        directory. Raises UserError if nothing can be written.
         """
-        with suppress(FileNotFoundError):
-            for record in read_metrics(self.out, self.say):
-                # an evaluation of this step without a finite criterion is repeated
-                failed = "loss" not in record and criterion_of(record) is None
-                if record["step"] < step or record["step"] == step and not failed:
-                    self.records.append(record)
-        return evaluations_of(self.records)
-
-    def begin(self, step: int, settings: dict, facts: dict, files: dict[str, str],
-              evaluations: dict[int, float]):
-        """Opens the files of a run that has done `step` steps. `settings` are its flags, `facts` what
-        ddp_utils.begin_log knows of data and device, `files` texts that belong into the directory, by name,
-        and `evaluations` what read_back returned on rank 0. Raises UserError if nothing can be written.
-        """
-        self.settings = settings
-        self.facts = facts
-        self.evaluations = evaluations
         if not self.active:
             return
         for name, text in files.items():
             write_atomically(self.out / name, text.encode())
         for sink in self.sinks:
-            sink.open(self.records, settings)
-        self._text.begin(step, settings["steps"])
+            sink.open(self.records, self.settings)
+        self._text.begin(step, self.settings["steps"])
 
     def start_clock(self, step: int, samples: int):
         """Starts the clock when the run has done `step` steps and `samples` samples."""
@@ -307,7 +330,7 @@ class RunLog:
     def wants(self, step: int, ends_epoch: bool) -> bool:
         """Whether a step is logged."""
         run = self.settings
-        evaluated = step % run["eval_every"] == 0 and self.facts["val_tokens"] > 0
+        evaluated = step % run["eval_every"] == 0 and self.facts.val_tokens > 0
         return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
 
     def step(self, metrics, step: int, samples: int, grad_norm: float, /, **numbers):
@@ -338,19 +361,19 @@ class RunLog:
         record |= {"grad_norm": grad_norm, "labels": int(metrics.labels)} | machines | means
         record |= {"skipped": int(not math.isfinite(grad_norm)), "tokens": samples * seq_len, "mfu": None,
                    "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
-        if self.facts["peak_flops"]:
+        if self._shows_mfu:
             try:
-                flops = tokens_per_sec * self.facts["flops_per_token"](record)
-                record["mfu"] = flops / (self.facts["peak_flops"] * run["world_size"])
+                flops = tokens_per_sec * self.facts.flops_per_token(record)
+                record["mfu"] = flops / (self.facts.peak_flops * run["world_size"])
             except Exception as error:  # such as shapes that depend on the data
-                self.facts["peak_flops"] = None
+                self._shows_mfu = False
                 self.say(f"MFU is not shown ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
         self.restart_clock(samples)  # after counting, which is not part of the next steps
         if metrics.ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
         eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
-        self.write(record, step_line(record, eta, self.facts["sync"]))
-        if metrics.ends_epoch and not self.facts["val_tokens"]:
+        self.write(record, step_line(record, eta, self.facts.sync))
+        if metrics.ends_epoch and not self.facts.val_tokens:
             self._epoch_line(record, math.nan)
 
     def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool):
@@ -358,9 +381,9 @@ class RunLog:
         ours = ("val_accuracy", "val_bits_per_byte")
         refuse_taken([name.removeprefix("val_") for name in found if name not in ours] + ["lr", "bp_steps"])
         criterion, own = criterion_of(found), "criterion" in found
-        if own != self.facts.get("own_criterion", own):  # numbers of two kinds cannot be compared
+        if own != self.own_criterion:  # numbers of two kinds cannot be compared
             self.evaluations = dict.fromkeys(self.evaluations, math.inf)
-        self.facts["own_criterion"] = own
+        self.own_criterion = own
         best = criterion < min(self.evaluations.values(), default=-math.inf)
         if math.isfinite(criterion):  # otherwise it is repeated on resume
             self.evaluations[step] = criterion
@@ -368,7 +391,7 @@ class RunLog:
             return
         record = {"step": step, "tokens": samples * self.settings["seq_len"], **found,
                   "time": round(time.time(), 3)}
-        parts = [*results(found), f"unigram entropy {self.facts['entropy']:.4f}"]
+        parts = [*results(found), f"unigram entropy {self.facts.entropy:.4f}"]
         self.write(record, " | ".join(parts + ["best so far"] * best))
         self._warn_of_loss(step, found["val_loss"])
         trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
@@ -376,13 +399,13 @@ class RunLog:
             self._epoch_line(trained[0], found["val_loss"])
 
     def _warn_of_loss(self, step: int, loss: float | None):
-        entropy = self.facts["entropy"]
+        entropy = self.facts.entropy
         if 10 * step > self.settings["steps"] and (loss is None or not loss <= entropy):
             self.say(f"WARNING: after {step} steps the loss is above {entropy:.4f}, which a model without "
                      "any context would reach: try a lower --lr or more steps")
 
     def _epoch_line(self, record: dict, val_loss: float):
-        number = record["tokens"] // (self.facts["rows"] * self.settings["seq_len"])
+        number = record["tokens"] // (self.facts.rows * self.settings["seq_len"])
         of = f"/{self.settings['epochs']:g}" if self.settings.get("epochs") else ""
         self.say(f"epoch {number}{of} | training loss {record['epoch_loss']:.4f} | validation loss "
                  f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
@@ -421,9 +444,9 @@ class RunLog:
         best = ""
         if self.evaluations:
             at = min(self.evaluations, key=self.evaluations.get)
-            kind = "criterion" if self.facts.get("own_criterion") else "validation loss"
+            kind = "criterion" if self.own_criterion else "validation loss"
             best = f"; best {kind} {self.evaluations[at]:.4f} at step {at}"
-        if self.records and not self.facts["val_tokens"]:
+        if self.records and not self.facts.val_tokens:
             self._warn_of_loss(step, self.records[-1].get("loss"))
         self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()

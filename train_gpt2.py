@@ -15,8 +15,6 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
     torchrun --nnodes=5 … train_gpt2.py --size gpt2 --precision fp16 --batch 1 --global-batch 160
 """
 
-from argparse import Namespace
-
 import data
 import ddp_utils as ddp
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
@@ -39,44 +37,45 @@ SIZES = {
 BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
 
 
-def parse_args(argv: list[str] | None = None, **records) -> Namespace:
-    """`records`: `saved` or `weights`, see ddp_utils.find_run."""
+def parse_args(argv: list[str] | None = None) -> ddp.Command:
     parser = ddp.make_parser(__doc__, GPT2Config, SIZES)
-    return ddp.parse(parser, GPT2Config, SIZES, argv, **records)
+    return ddp.parse_flags(parser, GPT2Config, SIZES, argv)
 
 
 @ddp.with_cleanup
 def main(argv: list[str] | None = None):
-    args = parse_args(argv)
-    if args.dry_run is not None:
+    command = parse_args(argv)
+    if "dry_run" in command.given:
         with data.room("cluster", "--dry-run"):
             from cluster.memory import dry_run
-        return dry_run(GPT2, args)
-    world = ddp.start(args)
-    run = ddp.find_run(GPT2, args, world, globals(), argv)
-    args = run.args  # what is not given is as in the run that is resumed
-    if ddp.uses_model(args):
+        flags = ddp.settle(command)
+        return dry_run(GPT2, flags)
+    world = ddp.start(command)  # joins the process group
+    asked = ddp.find_run(GPT2, command, world, constants=globals())
+    if ddp.uses_model(asked.args):
         with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
             from weights.use import use_model
-        return use_model(run)
+        return use_model(asked)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    ddp.open_run(run)
-    dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
+    dataset = ddp.load_data(asked)
+    run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
+    args, checkpoints = run.args, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
-    ddp.set_modes(model, run)  # precision, recomputing, compiling
+    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
-    identity = ddp.identity_of(model, run)
+    identity = ddp.identity_of(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state, identity)
-    if ddp.begin_log(run, state, identity, step, lambda record: [{}]):
-        return  # nothing is left to do
-    state.warm_up(example, example)
+    log = ddp.begin_log(run, state, identity, step)
+    if ddp.is_complete(run, log, step):
+        return
+    state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = ddp.Metrics(run, model)
+    metrics = ddp.Metrics(run, model, log)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
@@ -122,7 +121,7 @@ def main(argv: list[str] | None = None):
     loader.close()
     if not due.stopping:
         ddp.sample(state, run, step)
-    ddp.end_run(run, stop, step, samples)
+    ddp.end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

@@ -52,17 +52,16 @@ def as_range(low: int, high: int) -> str:
     return f"{low} to {high}" if low < high else f"{high}"
 
 
-def parse_args(argv: list[str] | None = None, **records) -> Namespace:
-    """`records`: `saved` or `weights`, see ddp_utils.find_run."""
+def parse_args(argv: list[str] | None = None) -> ddp.Command:
     parser = ddp.make_parser(__doc__, HRMConfig, SIZES)
     flag = data.flag_group(parser, "recurrence")
     flag("--bp-steps", str, "last stack calls that backpropagation goes through: a number, or a ramp "
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
          "if given, --bp-cycles does not count")
-    args = ddp.parse(parser, HRMConfig, SIZES, argv, **records)
-    if isinstance(args.bp_steps, str):
-        args.bp_cycles = 0
-    return args
+    command = ddp.parse_flags(parser, HRMConfig, SIZES, argv)
+    if "bp_steps" in command.given:
+        command.given["bp_cycles"] = 0
+    return command
 
 
 def truncation(args: Namespace) -> tuple[int, int]:
@@ -89,23 +88,24 @@ def truncation(args: Namespace) -> tuple[int, int]:
 
 @ddp.with_cleanup
 def main(argv: list[str] | None = None):
-    args = parse_args(argv)
-    if args.dry_run is not None:
+    command = parse_args(argv)
+    if "dry_run" in command.given:
         with data.room("cluster", "--dry-run"):
             from cluster.memory import dry_run
-        return dry_run(HRM, args, bp_steps=truncation(args)[1])
-    world = ddp.start(args)
-    run = ddp.find_run(HRM, args, world, globals(), argv)
-    args = run.args  # what is not given is as in the run that is resumed
-    if ddp.uses_model(args):
+        flags = ddp.settle(command)
+        return dry_run(HRM, flags, bp_steps=truncation(flags.args)[1])
+    world = ddp.start(command)  # joins the process group
+    asked = ddp.find_run(HRM, command, world, constants=globals())
+    if ddp.uses_model(asked.args):
         with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
             from weights.use import use_model
-        return use_model(run)
-    low, high = truncation(args)
+        return use_model(asked)
+    low, high = truncation(asked.args)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    ddp.open_run(run)
-    dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
+    dataset = ddp.load_data(asked)
+    run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
+    args, checkpoints = run.args, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     c = model.config
     least_cycles = c.least_cycles or c.cycles
@@ -113,21 +113,16 @@ def main(argv: list[str] | None = None):
         raise data.UserError(f"with a graph through {high} stack calls the embedding never learns: add "
                              f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.example(run.batch, world.device, n) for n in (low, high)]
-    ddp.set_modes(model, run)  # precision, recomputing, compiling
+    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = ddp.TrainState(model, optimizers, run)
-    identity = ddp.identity_of(model, run, bp_steps=[low, high])
+    identity = ddp.identity_of(model, run, **modes, bp_steps=[low, high])
     step, samples = checkpoints.resume(run.saved, state, identity)
-
-    def drawn(record: dict) -> list[dict]:
-        """The steps that a record may stand for, whose cycles were drawn at random."""
-        drawn = [round(record["cycles"])] if c.halt else range(least_cycles, c.cycles + 1)
-        return [{"bp_steps": record["bp_steps"], "cycles": n} for n in drawn]
-
-    if ddp.begin_log(run, state, identity, step, drawn):
-        return  # nothing is left to do
+    log = ddp.begin_log(run, state, identity, step)
+    if ddp.is_complete(run, log, step):
+        return
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
     used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
@@ -146,7 +141,7 @@ def main(argv: list[str] | None = None):
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = ddp.Metrics(run, model)
+    metrics = ddp.Metrics(run, model, log)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
@@ -196,7 +191,7 @@ def main(argv: list[str] | None = None):
     loader.close()
     if not due.stopping:
         ddp.sample(state, run, step)
-    ddp.end_run(run, stop, step, samples)
+    ddp.end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

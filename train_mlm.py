@@ -14,8 +14,6 @@ Attention does not cross document boundaries. Training masks --mask-rate of the 
 masks the same 15 %.
 """
 
-from argparse import Namespace
-
 import data
 import ddp_utils as ddp
 from model import MLM, MLMConfig, learning_rate, make_optimizers
@@ -68,53 +66,54 @@ def list_presets():
     print(*commands, sep="\n")
 
 
-def parse_args(argv: list[str] | None = None, **records) -> Namespace:
-    """`records`: `saved` or `weights`, see ddp_utils.find_run."""
+def parse_args(argv: list[str] | None = None) -> ddp.Command:
     parser = ddp.make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     flag = data.flag_group(parser, "masked language model")
     flag("--list-presets", bool, "print all presets with their commands")
     flag("--mask-rate", ddp.number(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
     flag("--fill", data.without_surrogates, "print the likeliest tokens for each [MASK] in this text")
-    return ddp.parse(parser, MLMConfig, RECIPES, argv, **records)
+    return ddp.parse_flags(parser, MLMConfig, RECIPES, argv)
 
 
 @ddp.with_cleanup
 def main(argv: list[str] | None = None):
-    args = parse_args(argv)
-    if args.list_presets:
+    command = parse_args(argv)
+    if "list_presets" in command.given:
         return list_presets() if ddp.local_rank() == 0 else None
-    if args.dry_run is not None:
+    if "dry_run" in command.given:
         with data.room("cluster", "--dry-run"):
             from cluster.memory import dry_run
-        return dry_run(MLM, args, mask_rate=args.mask_rate)
-    world = ddp.start(args)
-    run = ddp.find_run(MLM, args, world, globals(), argv)
-    args = run.args  # what is not given is as in the run that is resumed
-    if ddp.uses_model(args):
+        flags = ddp.settle(command)
+        return dry_run(MLM, flags, mask_rate=flags.args.mask_rate)
+    world = ddp.start(command)  # joins the process group
+    asked = ddp.find_run(MLM, command, world, constants=globals())
+    if ddp.uses_model(asked.args):
         with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
             from weights.use import use_model
-        return use_model(run)
+        return use_model(asked)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    ddp.open_run(run)
-    dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
+    dataset = ddp.load_data(asked)
+    run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
+    args, checkpoints = run.args, run.checkpoints
     tokenizer = dataset.tokenizer
     model = ddp.new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     example = model.example(run.batch, world.device, args.mask_rate)
-    ddp.set_modes(model, run)  # precision, recomputing, compiling
+    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
-    identity = ddp.identity_of(model, run)
+    identity = ddp.identity_of(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state, identity)
-    if ddp.begin_log(run, state, identity, step, lambda record: [{"mask_rate": args.mask_rate}]):
-        return  # nothing is left to do
-    state.warm_up(example, example)
+    log = ddp.begin_log(run, state, identity, step)
+    if ddp.is_complete(run, log, step):
+        return
+    state.warm_up(example)
     stop = ddp.StopVote(world)
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
     # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = ddp.Metrics(run, model)
+    metrics = ddp.Metrics(run, model, log)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
@@ -156,7 +155,7 @@ def main(argv: list[str] | None = None):
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
-    ddp.end_run(run, stop, step, samples)
+    ddp.end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def imitate(processes: int):
         return dataclasses.replace(world, world_size=1)
 
     # the trainer's own `world` has their number, by which it multiplies the loss; all else sees one process
-    ddp_utils.start = lambda args: dataclasses.replace(start(args), world_size=processes)
-    ddp_utils.find_run = lambda kind, args, world, *rest: find_run(kind, args, alone(world), *rest)
+    ddp_utils.start = lambda command: dataclasses.replace(start(command), world_size=processes)
+    ddp_utils.find_run = lambda kind, command, world, **rest: find_run(kind, command, alone(world), **rest)
     data.Loader = lambda shards, batch, world, *rest: loader(shards, batch, alone(world), *rest)
     late.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
 

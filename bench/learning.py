@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
+import ddp_utils  # noqa: E402
 from cluster import memory  # noqa: E402
 
 SETTINGS = {
@@ -49,7 +50,6 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     """Of a model: its parameters, and the FLOPs of a token in training, after the ramp of bp_steps."""
     import torch
 
-    import ddp_utils
     import train_gpt2
     import train_hrm
     from model import GPT2, HRM, flops_per_token, num_params, pad_vocab
@@ -59,7 +59,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
         raise data.UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it "
                              "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
-    parsed = trainer.parse_args([*flags, *args.flags, "--data", args.data])
+    parsed = ddp_utils.settle(trainer.parse_args([*flags, *args.flags, "--data", args.data])).args
     ids = memory.expected_ids(parsed.data, parsed.tokenizer)
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),

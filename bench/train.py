@@ -120,11 +120,10 @@ def ours(args, row, device):
     model = ddp_utils.build_model(model_class, made.config, world)
     ddp_utils.copy_weights(model, made.state_dict(), world)
     del made
-    flags = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
+    command = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    run = SimpleNamespace(args=flags, world=world, log=SimpleNamespace(say=print), saved=None,
-                          config=model.config, flash_attention_3=False)
+    run = SimpleNamespace(args=ddp_utils.settle(command).args, world=world, say=print, saved=None)
     ddp_utils.set_modes(model, run)
     state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)

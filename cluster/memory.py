@@ -25,7 +25,7 @@ from data import (
     room,
     sources_of,
 )
-from ddp_utils import SHARDED, STRATEGIES, compute_dtype, flags_of_model, plan_batch, use_device
+from ddp_utils import SHARDED, STRATEGIES, Settled, compute_dtype, flags_of_model, plan_batch, use_device
 from model import blocks_of, hidden_matrices, num_params, pad_vocab
 
 
@@ -160,13 +160,14 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def dry_run(model_class: type, args: Namespace, **example):
+def dry_run(model_class: type, flags: Settled, **example):
     """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
     if int(os.environ.get("RANK") or 0) > 0:
         return
+    args = flags.args
     processes, gigabytes = machine(args.dry_run, args.device)
-    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch,
-                             args.largest_batch)
+    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, flags.wanted_batch,
+                             flags.largest_batch)
     model = empty_model(model_class, args)
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))

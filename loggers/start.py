@@ -8,30 +8,29 @@ import torch
 from model import blocks_of, flag_fields, flags_of_model, num_params
 
 
-def say_plan(run, state, identity: dict, machines: Counter, compiled: bool):
-    """Prints what will be trained, where, how and on what. `machines` counts the processes by what
-    ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
+def say_plan(run, state, facts, machines: Counter, compiled: bool):
+    """Prints what will be trained, where, how and on what. `facts` are those of the log; `machines` counts
+    the processes by what ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
     """
-    world, dataset, log = run.world, run.dataset, run.log
-    settings = identity["settings"]
+    world, dataset = run.world, run.dataset
+    settings = facts.settings
     model = state.model
     c = model.config
     blocks = blocks_of(model)
-    rows = run.names.get("RECIPES") or run.names.get("SIZES", {})
-    row = rows.get(settings["size"], {})
+    row = run.settled.row
     usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
     shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items()
              if value != getattr(usual, name) or name == "attention"]  # which the data may choose
     parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
                   f"{len(blocks)} blocks")
     ids = f"vocabulary {c.vocab_size:,}, padded to {c.padded_vocab:,}"
-    log.say("; ".join([f"{identity['family']} {settings['size']}: {parameters}", *shape, ids]))
+    run.say("; ".join([f"{type(model).__name__} {settings['size']}: {parameters}", *shape, ids]))
     trained = []
     for inner, optimizer in zip(state.inner, state.optimizers):
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
         trained.append(f"{type(inner).__name__} trains {count:,}")
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    log.say(f"of these parameters {', '.join(trained)}, and {frozen:,} are frozen")
+    run.say(f"of these parameters {', '.join(trained)}, and {frozen:,} are frozen")
 
     hosts = ", ".join(f"{count} x {name}" for name, count in machines.items())
     processes = (f"processes {world.world_size}, nodes {world.nodes}, backend {world.backend} "
@@ -40,38 +39,38 @@ def say_plan(run, state, identity: dict, machines: Counter, compiled: bool):
     compiling = f"compile {'on' if compiled else 'off'}"
     saving = f"activation checkpointing {settings['checkpoint_activations']}, strategy {settings['strategy']}"
     fast = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
-    log.say(f"{processes}, {hosts}, threads per process {torch.get_num_threads()}; activations "
+    run.say(f"{processes}, {hosts}, threads per process {torch.get_num_threads()}; activations "
             f"{settings['precision']}, no autocast, {scaler}, {compiling}, {saving}{fast}")
 
     rows = dataset.train.rows
     read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
             f"{dataset.loss}")
-    validation = ("{val_tokens:,} validation tokens of unigram entropy {entropy:.4f} (losses are in nats per "
-                  "token; a model without any context reaches none below that)").format(**log.facts)
+    validation = (f"{facts.val_tokens:,} validation tokens of unigram entropy {facts.entropy:.4f} (losses "
+                  "are in nats per token; a model without any context reaches none below that)")
     held_out = [shards.rows for shards in dataset.val.values()]
     limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)
     evaluated = sum(min(limit, rows) for rows in held_out)
-    log.say(f"data {dataset.name}: {read}; {validation}; an evaluation reads {evaluated:,} of "
+    run.say(f"data {dataset.name}: {read}; {validation}; an evaluation reads {evaluated:,} of "
             f"{sum(held_out):,} rows")
 
     sequences = run.global_batch
     passes = run.steps * sequences / rows
     batch = f"{run.batch} x accumulation {run.grad_accum} x processes {world.world_size}"
     tokens = f"{sequences * settings['seq_len']:,} tokens a step"
-    log.say(f"batch {batch} = {sequences} sequences, {tokens}; {run.steps} steps, "
+    run.say(f"batch {batch} = {sequences} sequences, {tokens}; {run.steps} steps, "
             f"{rows / sequences:.1f} an epoch")
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
-        log.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
+        run.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
     if settings["epochs"] and run.steps < 100:
-        log.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more "
+        run.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more "
                 "--epochs or a smaller --global-batch")
     warmup = settings["warmup"] if settings["warmup"] >= 1 else settings["warmup"] * run.steps
     if warmup > run.steps / 3:
-        log.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
+        run.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
                 "--warmup or more steps")
     if dataset.too_short:
-        log.say(f"WARNING: {dataset.too_short}")
+        run.say(f"WARNING: {dataset.too_short}")
     elif not dataset.val:
-        log.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
+        run.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
                 f"them with --val-split {dataset.would_split} in another directory")

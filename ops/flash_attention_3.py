@@ -14,23 +14,21 @@ from data import UserError
 
 def take(model, run, from_all, at_end) -> bool:
     """Takes it if all ranks can, and returns whether they do. A resumed run takes it only if it did before.
-    Every rank calls this, for each model that it makes; the one in training decides. `from_all` is that of
-    ddp_utils; the ExitStack `at_end` gives torch its own kernels back.
+    Every rank calls this, for the model in training. `from_all` is that of ddp_utils; the ExitStack `at_end`
+    gives torch its own kernels back.
     """
-    if model.config is not run.config:  # a teacher, or a run that is only used
-        return run.flash_attention_3
     began = not run.saved or run.saved["settings"].get("flash_attention_3")
     why_not = activate(model, run.world.device) if began else None
     found = {*from_all(why_not)}
     if found == {""}:
         at_end.callback(attention.restore_flash_attention_impl)
-        run.log.say("attention: FlashAttention 3")
+        run.say("attention: FlashAttention 3")
         return True
     if why_not == "":
         attention.restore_flash_attention_impl()
     if found != {None}:
         why_not = max(filter(None, found), default="only some processes have it and a GPU for it")
-        run.log.say(f"WARNING: FlashAttention 3 is not used: {why_not}")
+        run.say(f"WARNING: FlashAttention 3 is not used: {why_not}")
     return False
 
 

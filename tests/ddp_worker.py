@@ -16,7 +16,7 @@ from unittest import mock
 
 import flash3
 import torch
-from states import run_of, train_state
+from states import flags_of, run_of, train_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -27,6 +27,7 @@ from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
 from model import GPT2, HRM, GPT2Config, HRMConfig
 from ops.flash_attention_3 import take
+from weights import sampling
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
 
@@ -294,7 +295,7 @@ def check_memory(world: World) -> None:
                                    for what, found in tensors.items()}
         held[strategy]["gradients"] = sum(gradients)
         # on a CPU nothing is offloaded
-        said = memory.memory_of(model, strategy.removesuffix("-offload"), train_hrm.parse_args([]),
+        said = memory.memory_of(model, strategy.removesuffix("-offload"), flags_of(train_hrm, []),
                                 world.world_size, 0)
         for what, n in held[strategy].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
@@ -391,7 +392,7 @@ def check_owners(world: World) -> None:
 
 def check_samples_have_one_prompt(world: World) -> None:
     """With zero3 they would write unlike many tokens, and one would be alone."""
-    args, tokenizer = train_hrm.parse_args([]), data.with_roles(data.load_tokenizer("bytes"))
+    args, tokenizer = flags_of(train_hrm, []), data.with_roles(data.load_tokenizer("bytes"))
     dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.roles, first_pair=lambda: ("why", "so"))
     assert ddp_utils.sample_prompt(args, dataset) == ("why", "so")
 
@@ -401,9 +402,8 @@ def check_who_writes_samples(world: World) -> None:
     texts, tokenizer = [], data.load_tokenizer("bytes")
     dataset = argparse.Namespace(tokenizer=tokenizer, roles={"response": -1})
     state = argparse.Namespace(model=make(), world=world, averaged_weights=contextlib.nullcontext)
-    log = argparse.Namespace(say=texts.append)
     for strategy, writers in (("ddp", {0}), ("zero1", {0}), ("zero3", {0, 1})):
-        args = train_hrm.parse_args(["--strategy", strategy, "--sample-prompt", "a"])
+        args = flags_of(train_hrm, ["--strategy", strategy, "--sample-prompt", "a"])
         torch.distributed.barrier()
         written, began = [], time.monotonic()
 
@@ -412,7 +412,8 @@ def check_who_writes_samples(world: World) -> None:
             time.sleep(1)
             return ["b"]
 
-        run = argparse.Namespace(args=args, dataset=dataset, log=log, continue_text=slowly)
+        sampling.continue_text = slowly
+        run = argparse.Namespace(args=args, dataset=dataset, say=texts.append)
         ddp_utils.sample(state, run, 1)
         assert set(written) == writers & {world.rank} and time.monotonic() - began > 0.5
         assert texts.pop() == f"a sample after step 1:\n{'ab' if world.rank in writers else 'a'}\n"
@@ -437,9 +438,8 @@ def check_flash3(world: World) -> None:
     said = []
     model = GPT2(GPT2Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16))
     model.compute_dtype = torch.bfloat16
-    run = argparse.Namespace(args=argparse.Namespace(fast=False), saved=None, config=model.config,
-                             flash_attention_3=False, world=argparse.Namespace(device=flash3.GPU),
-                             log=argparse.Namespace(say=said.append))
+    run = argparse.Namespace(args=argparse.Namespace(fast=False), saved=None, say=said.append,
+                             world=argparse.Namespace(device=flash3.GPU))
     only_some = "only some processes have it and a GPU for it"
     for text, capability, why_not in [
             (flash3.PACKAGE, (9, 0), None), (None, (9, 0), only_some), (flash3.PACKAGE, (8, 0), only_some),

@@ -7,14 +7,18 @@ import train_hrm
 from model import make_optimizers
 
 
+def flags_of(trainer, argv: list[str]):
+    """All flags of a new run of a trainer."""
+    return ddp_utils.settle(trainer.parse_args(argv)).args
+
+
 def run_of(world, **changes) -> SimpleNamespace:
     """As much of a run as TrainState and set_modes read, in fp32 with a learning rate of 1e-2; `changes` are
     other flags.
     """
-    args = train_hrm.parse_args(["--precision", "fp32", "--lr", "1e-2"])
+    args = flags_of(train_hrm, ["--precision", "fp32", "--lr", "1e-2"])
     vars(args).update(changes)
-    return SimpleNamespace(args=args, world=world, log=SimpleNamespace(say=print), saved=None,
-                           config=None, flash_attention_3=False)
+    return SimpleNamespace(args=args, world=world, say=print, saved=None)
 
 
 def train_state(model, world, **changes) -> ddp_utils.TrainState:

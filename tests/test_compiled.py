@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, finish, start, torchrun
 from runs import Trainer
-from states import run_of, train_state
+from states import flags_of, run_of, train_state
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -356,7 +356,7 @@ def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):
     pytest.param("350m", "selective", "none", marks=pytest.mark.full),
     pytest.param("1b", "block", "selective", marks=pytest.mark.full)])
 def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, chosen, faster):
-    args = train_hrm.parse_args(["--size", size])
+    args = flags_of(train_hrm, ["--size", size])
     assert args.checkpoint_activations == chosen
     model = memory.empty_model(HRM, args)
     inputs = model.example(train_hrm.SIZES[size]["batch"], "meta")

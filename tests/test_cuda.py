@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 import torch
 from runs import Trainer, assert_close_runs, assert_same_run
-from states import train_state
+from states import flags_of, train_state
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
@@ -202,7 +202,7 @@ def test_copies_of_a_checkpoint_take_the_host_memory_that_dry_run_says(tmp_path,
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     checkpoints.save(1, state, {"loss": 1.0, "settings": {"steps": 1}})
     pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
-    said = memory.pinned_bytes(model, train_gpt2.parse_args([]))
+    said = memory.pinned_bytes(model, flags_of(train_gpt2, []))
     small = 2**12 * sum(1 for _ in model.parameters())  # the number of steps of each parameter
     assert pinned <= said + small, (said, pinned)  # less, if an earlier test has left some
     assert said > 12 * sum(p.numel() for p in model.parameters())

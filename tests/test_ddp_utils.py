@@ -25,6 +25,7 @@ from conftest import ROOT, Finished, finish, run, start
 from states import run_of, train_state
 
 import ddp_utils
+import monitor
 import train_gpt2
 from cluster import diagnosis, heartbeat, memory
 from data import UserError
@@ -373,9 +374,10 @@ def test_the_loss_of_an_epoch(world):
     """A step that reaches into the next epoch is the last of its own; a resumed run has the same sums."""
     dataset = SimpleNamespace(train=SimpleNamespace(rows=10))
     run = SimpleNamespace(world=world, dataset=dataset, global_batch=4,
-                          args=SimpleNamespace(eval_every=2), saved=None, log=SimpleNamespace(say=print))
+                          args=SimpleNamespace(eval_every=2), saved=None)
+    log = SimpleNamespace(say=print)
     labels = torch.tensor(2.0, dtype=torch.float64)
-    metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1))
+    metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1), log)
     ends, found = [], []
     for step in range(1, 6):
         metrics.add({"loss": torch.tensor(1.0 * step)})
@@ -385,7 +387,7 @@ def test_the_loss_of_an_epoch(world):
         ends.append(metrics.ends_epoch)
         found.append((position["loss"], position["epoch"]["loss"], position["epoch"]["steps"]))
         run.saved = position
-        metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1))
+        metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1), log)
         if metrics.ends_epoch:
             metrics.begin_epoch()
     assert ends == [False, False, True, False, True]
@@ -399,9 +401,9 @@ def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     stop = SimpleNamespace(agreed=0, read=lambda: order.append("read"))
     checkpoints = SimpleNamespace(world=world, close=lambda: order.append("close"))
     run = SimpleNamespace(world=world, checkpoints=checkpoints, steps=1,
-                          args=SimpleNamespace(strategy="ddp", seq_len=8),
-                          log=SimpleNamespace(out="", finish=lambda *_: None))
-    ddp_utils.end_run(run, stop, 1, 1)
+                          args=SimpleNamespace(strategy="ddp", seq_len=8))
+    log = SimpleNamespace(out="", finish=lambda *_: None)
+    ddp_utils.end_run(run, log, stop, 1, 1)
     assert sorted(order[:-1]) == ["from_all", "read"] and order[-1] == "close"
 
 
@@ -756,10 +758,10 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
                 "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto",
                 "eval_batches": 0, "eval_batch": 16, "warmup": 30}
     dataset = SimpleNamespace(train=train, val={}, too_short="", would_split="", name="mine", loss=loss)
-    log = SimpleNamespace(say=said.append, facts={"val_tokens": 0, "entropy": 3.0})
-    run = SimpleNamespace(world=world, dataset=dataset, log=log, names={}, steps=300,
-                          global_batch=16, batch=8, grad_accum=2)
-    say_plan(run, make_state(world), {"family": "HRM", "settings": settings}, Counter(["a GPU"]), True)
+    facts = monitor.Facts(settings, rows=60, val_tokens=0, entropy=3.0, sync="OK")
+    run = SimpleNamespace(world=world, dataset=dataset, say=said.append, settled=SimpleNamespace(row={}),
+                          steps=300, global_batch=16, batch=8, grad_accum=2)
+    say_plan(run, make_state(world), facts, Counter(["a GPU"]), True)
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
     assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16; ")
     assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "

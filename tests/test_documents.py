@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 from runs import Trainer
+from states import flags_of
 
 from cluster import memory
 from data import ROOMS
@@ -67,7 +68,7 @@ MEMORY = re.findall(r"^\| [\w-]+ ([\d.]+)([MB]) \(`train_(\w+)\.py (.+?)`\) \|([
 
 
 def model_of(name: str, flags: str):
-    args = importlib.import_module(f"train_{name}").parse_args(flags.split())
+    args = flags_of(importlib.import_module(f"train_{name}"), flags.split())
     return args, memory.empty_model({"gpt2": GPT2, "hrm": HRM, "mlm": MLM}[name], args)
 
 

@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SHARED
+from states import flags_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
 import model as model_module
+import train_gpt2
 import train_hrm
 from data import UserError
 from ddp_utils import flags_of_model
@@ -44,7 +46,6 @@ from model import (
 from ops.adam_atan2 import AdamAtan2
 from ops.ema import EMA
 from prepare import bpe
-from train_gpt2 import parse_args
 from weights.huggingface import from_hf, to_hf
 from weights.sampling import continue_text, generate, sample_ids
 
@@ -1073,11 +1074,11 @@ def test_learning_rate_schedules():
 def test_a_warm_up_below_1_is_a_fraction_of_the_run():
     whole, part = rates("cosine", 200, 10), rates("cosine", 200, 0.05)
     assert part == whole != rates("cosine", 200, 0.06)
-    parsed = [parse_args(["--warmup", text]).warmup for text in ("0", "0.05", "1", "30")]
+    parsed = [flags_of(train_gpt2, ["--warmup", text]).warmup for text in ("0", "0.05", "1", "30")]
     assert parsed == [0, 0.05, 1, 30] and [type(value) for value in parsed[2:]] == [int, int]
-    assert parse_args([]).warmup == 30
+    assert flags_of(train_gpt2, []).warmup == 30
     with pytest.raises(UserError, match="1.5 is neither a whole number nor below 1"):
-        parse_args(["--warmup", "1.5"])
+        flags_of(train_gpt2, ["--warmup", "1.5"])
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
@@ -1156,7 +1157,7 @@ def test_sizes_have_the_parameters_of_their_names(size):
 
 
 def config_of(size: str, **changes) -> HRMConfig:
-    args = train_hrm.parse_args(["--size", size])
+    args = flags_of(train_hrm, ["--size", size])
     return HRMConfig(**flags_of_model(HRMConfig, args) | {"seq_len": args.seq_len} | changes)
 
 

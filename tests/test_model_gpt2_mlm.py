@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from states import flags_of
 from test_model import (
     MODES,
     PADDED,
@@ -861,7 +862,7 @@ def test_mlm_sizes_have_the_parameters_of_modernbert(n_layer, d_model, n_head, f
     (train_mlm, "base", {}, {"mask_rate": 0.25}, 824_426_496)], ids=str)
 def test_flops_are_those_of_a_formula(trainer, size, changes, example, expected):
     """By hand: 6 for each weight and token, and attention as full T x T, in local layers too."""
-    args = trainer.parse_args(["--size", size])
+    args = flags_of(trainer, ["--size", size])
     model_class = GPT2 if trainer is train_gpt2 else MLM
     config = model_class.Config(**flags_of_model(model_class.Config, args) | changes)
     assert flops_per_token(model_class, config, **example) == expected

@@ -263,17 +263,29 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 # RunLog
 
 
-FACTS = {"sync": "OK", "val_tokens": 8, "rows": 4, "entropy": 2.89861, "peak_flops": None}
+FACTS = {"sync": "OK", "val_tokens": 8, "rows": 4, "entropy": 2.89861}
 
 
-def begun(out: Path, step: int = 0, facts: dict = FACTS, **settings) -> RunLog:
-    """A log as that of ddp_utils.open_run, after `step` steps."""
-    log = RunLog(out, True, "[Rank 0/1]")
-    log.sinks += [EventFile(out / "tb", log.say), History(out, log.say)]
+def log_with(out: Path, step: int, settings: dict, *sinks, active: bool = True, **changes) -> RunLog:
+    """A log that is open after `step` steps. `sinks` are made of the directory and what prints."""
+    text = monitor.TrainLog(out / "train.log", "[Rank 0/1]", active)
+    sinks = [monitor.MetricsFile(out / "metrics.jsonl"), *(make(out, text.say) for make in sinks)]
+    records = monitor.records_until(out, step, text.say)
+    log = RunLog(out, text, monitor.Facts(settings, **FACTS | changes), records, sinks)
+    log.begin(step, {})
+    return log
+
+
+def begun(out: Path, step: int = 0, val_tokens: int = 8, **settings) -> RunLog:
+    """A log as that of ddp_utils.begin_log, after `step` steps."""
     settings = {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None, "steps": 10} | settings
-    log.begin(step, settings, facts, {}, log.read_back(step))
+    log = log_with(out, step, settings, events, History, val_tokens=val_tokens)
     machine.begin_curves(log.say)
     return log
+
+
+def events(out: Path, say) -> EventFile:
+    return EventFile(out / "tb", say)
 
 
 def reader(out: Path, kind: str = "event_accumulator"):
@@ -525,9 +537,7 @@ def test_each_record_goes_to_all_sinks_by_one_call(tmp_path, capsys):
     own = SimpleNamespace(open=lambda records, settings: got.append((len(records), settings["lr"])),
                           write=lambda record: got.append(record["step"]), close=lambda: got.append("closed"))
     for first in (1, 2):
-        log = RunLog(tmp_path, True, "[Rank 0/1]")
-        log.sinks += [EventFile(tmp_path / "tb", log.say), own]
-        log.begin(first - 1, {"lr": 1e-3, "steps": 10}, FACTS, {}, log.read_back(first - 1))
+        log = log_with(tmp_path, first - 1, {"lr": 1e-3, "steps": 10}, events, lambda *_: own)
         log.write(record(first), "loss 4.9")
         log.write({"step": first, "val_loss": 4.0}, "validation loss 4.0")
         log.close()
@@ -632,7 +642,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
     def gone(*_, **__):
         raise OSError(5, "Input/output error")
 
-    log = RunLog(tmp_path, True, "")
+    log = log_with(tmp_path, 0, {"steps": 10})
     log._text._bar = SimpleNamespace(write=gone, disable=not bar)
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "write", gone)
@@ -648,8 +658,7 @@ def metrics_of(means: dict) -> SimpleNamespace:
 
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
-    log = RunLog(tmp_path, False, "")
-    log.begin(0, {"log_every": 1, "eval_every": 5, "steps": 10}, FACTS, {}, {})
+    log = log_with(tmp_path, 0, {"log_every": 1, "eval_every": 5, "steps": 10}, active=False)
     log.say("x")
     log.write(record(1), "")
     log.step(metrics_of({"loss": 1.0}), 1, 8, 1.0, lr=1e-3)
@@ -915,7 +924,7 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
 @pytest.mark.parametrize("val_tokens, logged", [(8, [1, 3, 4, 6, 8, 9, 10]), (0, [1, 4, 8, 10])])
 def test_which_steps_are_logged(tmp_path, val_tokens, logged):
     """Those with an evaluation, too, if there is anything to evaluate."""
-    log = begun(tmp_path, 0, {"val_tokens": val_tokens}, log_every=4, eval_every=3)
+    log = begun(tmp_path, 0, val_tokens, log_every=4, eval_every=3)
     assert [step for step in range(1, 11) if log.wants(step, False)] == logged
     assert log.wants(2, True)
 

@@ -71,7 +71,7 @@ METRIC = """def metric(model, x, y):
     spaces = y == 32
     rows = (y >= 0).any(1)  # without those that fill the last batch
     return {"spaces": (right[spaces].sum(), spaces.sum()), "rows": (x[rows, 0].sum(), 2.0 * rows.sum())}
-run.metric = metric"""
+asked.metric = metric"""
 USE = "if ddp.uses_model(args):"
 MARK = "checkpoints.mark_best("
 # draws while it is evaluated, as a model with a generator in it does
@@ -271,7 +271,7 @@ def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     """As the guide has it, with what `more` changes."""
     load, loss = guide_blocks("A teacher")
     return changed(path, (HEAD, "import data"), (f"TEACHER = {str(teacher)!r}", "BETAS, "),
-                   (load, "identity = "), ("=" + loss, "objective, sums = "), *more)
+                   ("=" + load, "identity = "), ("=" + loss, "objective, sums = "), *more)
 
 
 @pytest.mark.parametrize("ranks, strategy", [
@@ -317,9 +317,11 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     assert short.code == 2 and "has learned positions for 32 tokens: lower --seq-len." in short.out, short.out
     load, _ = guide_blocks("A teacher")
     load = load.replace("TEACHER", repr(str(own)))
-    late = changed(tmp_path / "train_late.py", (HEAD, "import data"), (load, "step, samples = check"))
+    teacher, _, identity = load.splitlines()
+    late = changed(tmp_path / "train_late.py", (HEAD, "import data"), ("=" + identity, "identity = "),
+                   (teacher, "step, samples = check"))
     late = late.train(0, shards, tmp_path / "late")
-    assert late.code == 2 and "and before identity_of, so that" in late.out, late.out
+    assert late.code == 1 and "local variable 'teacher'" in late.out, late.out
     gone = distilling(tmp_path / "train_gone.py", tmp_path / "none").train(0, shards, tmp_path / "gone")
     assert gone.code == 2 and "none does not exist: train first" in gone.out, gone.out
 
@@ -330,10 +332,9 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     trainer = Trainer("train_gpt2.py", **FLAGS | {"precision": precision, "steps": 2})
     assert trainer.fork(0, shards, tmp_path / "run").code == 0
     run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none", seq_len=32)
-    run.dataset, run.described = data.Dataset([shards], 32), False
-    run.config = load_run(GPT2, tmp_path / "run")[0].config
-    reference = load_frozen(run, GPT2, str(tmp_path / "run"))
-    assert run.args.frozen == {str(tmp_path / "run"): 2} and not reference.training
+    run.dataset = data.Dataset([shards], 32)
+    reference = load_frozen(load_run(GPT2, tmp_path / "run")[0], run, GPT2, str(tmp_path / "run"))
+    assert reference.loaded_from == {str(tmp_path / "run"): 2} and not reference.training
     assert not any(p.requires_grad for p in reference.parameters())
     loaded, _ = load_run(GPT2, tmp_path / "run")
     saved = ddp_utils.load_checkpoint(tmp_path / "run", print)
@@ -359,7 +360,7 @@ labels = ddp.begin_sum(count * run.grad_accum, world)"""
 def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shards, tmp_path):
     """DPO as the guide has it, on random pairs, in bf16; the loss of the first step is ln 2 exactly."""
     loss, _ = guide_blocks("Preferences")
-    reference = "reference = load_frozen(run, GPT2, args.init_from)"
+    reference = "reference = load_frozen(model, run, GPT2, args.init_from)"
     trainer = changed(tmp_path / "train_dpo.py", (HEAD, "import data"), (reference, "identity = "),
                       (f"={PAIRS}\n{loss}", "objective, sums = "))
     flags = {"precision": "bf16", "lr": 1e-3, "warmup": 1, "steps": 3, "n_layer": None}
@@ -456,9 +457,9 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(
     """Weights of --init-from that get another --attention; the same weights as a teacher are warned of."""
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
-    load = "reference = load_frozen(run, GPT2, SOURCE)".replace(
+    load = "reference = load_frozen(model, run, GPT2, SOURCE)".replace(
         "SOURCE", "args.init_from" if source == "run" else repr(str(other)))
-    same = "log.say(f'the same: {torch.equal(model.eval()(z), reference(z))}')"
+    same = "run.say(f'the same: {torch.equal(model.eval()(z), reference(z))}')"
     draw = "z = torch.randint(0, 257, (2, 32), generator=ddp.generator(0, 0))\nz[:, 9] = 256"
     path = tmp_path / f"train_reads_{source}_{attention}.py"
     trainer = changed(path, (HEAD, "import data"), (f"{load}\n{draw}\n{same}\nmodel.train()", "identity = "))
@@ -471,7 +472,7 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(
 def test_a_reference_without_the_ids_of_pairs_is_named(pairs, shards, tmp_path):
     base = tmp_path / "base"
     assert Trainer("train_gpt2.py", **FLAGS | {"steps": 1}).train(0, shards, base, seq_len=128).code == 0
-    load = "reference = load_frozen(run, GPT2, args.init_from)"
+    load = "reference = load_frozen(model, run, GPT2, args.init_from)"
     trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (load, "identity = "))
     done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
     assert done.code == 2 and "pairs add ids to that, so train it on them first." in done.out, done.out
@@ -674,9 +675,9 @@ def test_a_trainer_states_the_flops_of_its_step(shards, tmp_path, monkeypatch):
     shown = []
     begin = monitor.RunLog.begin
 
-    def noted(self, step, settings, facts, *rest):
-        shown.append(facts["flops_per_token"]({}))
-        begin(self, step, settings, facts, *rest)
+    def noted(self, *rest):
+        shown.append(self.facts.flops_per_token({}))
+        begin(self, *rest)
 
     monkeypatch.setattr(monitor.RunLog, "begin", noted)
     for name, factor in (("one", 1.0), ("three", 3.0)):
@@ -694,7 +695,7 @@ def test_only_where_launch_ends_the_process_a_warm_up_takes_ctrl_c_for_itself(la
     model = MODELS["gpt2"]()
     state = TrainState(model, [torch.optim.SGD(model.parameters(), lr=1.0)], run_of(world))
     try:
-        state.warm_up(model.example(1, "cpu"), model.example(1, "cpu"))
+        state.warm_up(model.example(1, "cpu"))
         assert (signal.getsignal(signal.SIGINT) is ddp_utils.leave_at_once) == launched
     finally:
         signal.signal(signal.SIGINT, before)

@@ -489,7 +489,7 @@ def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
 def test_a_trainer_without_a_file_has_no_text(tmp_path):
     """As one that was typed into a notebook, or one whose file has been removed since."""
     tokenizer = SimpleNamespace(to_json=str)
-    run = SimpleNamespace(out=tmp_path, saved=None, args=SimpleNamespace(command="python"),
+    run = SimpleNamespace(out=tmp_path, saved=None, command="python",
                           trainer=tmp_path / "gone.py", dataset=SimpleNamespace(tokenizer=tokenizer))
     assert ddp_utils.run_files(run, {}).keys() == {"config.json", "tokenizer.json"}
 

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT
 from processes import fork
 from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, steps_of, tensors_of
+from states import flags_of
 
 import ddp_utils
 import train_gpt2
@@ -221,17 +222,17 @@ def test_a_row_with_an_unknown_key_is_refused_by_name(module, monkeypatch):
     if module is train_mlm:
         monkeypatch.setattr(module, "RECIPES", module.RECIPES | {"mine": module.SIZES["mine"]})
     with pytest.raises(UserError, match="the row .mine. of the sizes sets grad_clipp=1.0: unrecognized"):
-        module.parse_args(["--size", "mine"])
+        flags_of(module, ["--size", "mine"])
     nested = {"optimization_config": {"weight_decay": 0.01}, "weight_decay": 0.05}
     monkeypatch.setitem(getattr(module, "RECIPES", module.SIZES), "mine", module.SIZES["tiny"] | nested)
     with pytest.raises(UserError, match="the row 'mine' of the sizes sets optimization_config="):
-        module.parse_args(["--size", "mine"])
+        flags_of(module, ["--size", "mine"])
     del nested["optimization_config"]
     monkeypatch.setitem(getattr(module, "RECIPES", module.SIZES), "mine", module.SIZES["tiny"] | nested)
     monkeypatch.setitem(module.SIZES, "mine", module.SIZES["tiny"] | nested)
-    assert module.parse_args(["--size", "mine"]).weight_decay == 0.05
-    assert module.parse_args(["--size", "mine", "--weight-decay", "0.01"]).weight_decay == 0.01
-    assert module.parse_args([]).weight_decay == 0.1
+    assert flags_of(module, ["--size", "mine"]).weight_decay == 0.05
+    assert flags_of(module, ["--size", "mine", "--weight-decay", "0.01"]).weight_decay == 0.01
+    assert flags_of(module, []).weight_decay == 0.1
 
 
 @pytest.mark.parametrize("row, words", [
@@ -250,11 +251,11 @@ def test_a_value_that_its_flag_would_refuse_is_refused_in_a_row(row, words, monk
     """One that is no choice chose another without a word: schedule="cosin" trained with wsd."""
     monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | row)
     with pytest.raises(UserError, match=f"the row 'mine' of the sizes {re.escape(words)}"):
-        train_gpt2.parse_args(["--size", "mine"])
-    assert train_gpt2.parse_args([]).size == "tiny"  # only the row that is taken is looked at
+        flags_of(train_gpt2, ["--size", "mine"])
+    assert flags_of(train_gpt2, []).size == "tiny"  # only the row that is taken is looked at
     fine = {"modern": True, "compile": False, "vocab_size": 512, "warmup": 0.1, "schedule": "wsd", "lr": 1}
     monkeypatch.setitem(train_gpt2.SIZES, "mine", train_gpt2.SIZES["tiny"] | fine)
-    assert train_gpt2.parse_args(["--size", "mine"]).schedule == "wsd"
+    assert flags_of(train_gpt2, ["--size", "mine"]).schedule == "wsd"
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ from runs import (
     first_checkpoint,
     steps_of,
 )
+from states import flags_of
 
 import train_gpt2
 from cluster import memory
@@ -39,12 +40,12 @@ def test_gloo_refuses_to_send_shards_of_gpus(strategy):
     world = SimpleNamespace(device=SimpleNamespace(type="cuda"), backend="gloo")
     for use in ([], ["--eval-only"]):
         with pytest.raises(UserError, match=f"{strategy} on GPUs needs NCCL.*zero1"):
-            refuse_gloo(train_gpt2.parse_args([*flags, *use]), world)
-    refuse_gloo(train_gpt2.parse_args([*flags, "--prompt", "a"]), world)  # which takes ddp
+            refuse_gloo(flags_of(train_gpt2, [*flags, *use]), world)
+    refuse_gloo(flags_of(train_gpt2, [*flags, "--prompt", "a"]), world)  # which takes ddp
     for whole in ("ddp", "zero1"):
-        refuse_gloo(train_gpt2.parse_args(["--strategy", whole]), world)
+        refuse_gloo(flags_of(train_gpt2, ["--strategy", whole]), world)
     for change in ({"backend": "nccl"}, {"device": SimpleNamespace(type="cpu")}):
-        refuse_gloo(train_gpt2.parse_args(flags), SimpleNamespace(**vars(world) | change))
+        refuse_gloo(flags_of(train_gpt2, flags), SimpleNamespace(**vars(world) | change))
 
 
 def run_all(ranks, shards, base, wanted, timeout=90):

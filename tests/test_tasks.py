@@ -8,6 +8,7 @@ import re
 
 import pytest
 from runs import Trainer
+from states import flags_of
 
 import data
 import train_hrm
@@ -90,7 +91,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     done = puzzles.train(0, short, tmp_path / "short-run")
     assert done.code == 0 and "rows of 90" in done.out and "\n" in question, done.out
     assert f"--prompt '{question}'\n" in done.out  # quoted where a shell needs it
-    assert train_hrm.parse_args(["--data", f"{short},{short}"]).seq_len == 90
+    assert flags_of(train_hrm, ["--data", f"{short},{short}"]).seq_len == 90
     (short / "manifest.json").write_text("{")
     damaged = puzzles.train(0, short, tmp_path / "short-run")
     assert damaged.code == 2 and "is damaged" in damaged.out, damaged.out

@@ -138,8 +138,7 @@ def test_a_prompt_without_a_run_names_runs_of_its_own_family(tmp_path, shards):
 def found(world, *flags: str) -> argparse.Namespace:
     """The flags that a run would have."""
     argv = [str(flag) for flag in flags]
-    args = train_gpt2.parse_args(argv)
-    return ddp_utils.find_run(GPT2Model, args, world, vars(train_gpt2), argv).args
+    return ddp_utils.find_run(GPT2Model, train_gpt2.parse_args(argv), world, vars(train_gpt2)).args
 
 
 def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, corpus, monkeypatch, world):

@@ -22,6 +22,7 @@ from runs import (
     tensors_of,
     worker,
 )
+from states import flags_of
 
 import ddp_utils
 import train_hrm
@@ -234,7 +235,7 @@ def test_another_text_under_the_same_name_is_refused(tmp_path, monkeypatch):
 
 def parsed(*flags):
     """The flags of a run, with the bp_steps that it begins and goes on with."""
-    args = train_hrm.parse_args([*flags])
+    args = flags_of(train_hrm, [*flags])
     args.bp_steps = train_hrm.truncation(args)
     config = train_hrm.HRMConfig(**ddp_utils.flags_of_model(train_hrm.HRMConfig, args))
     args.h_cycles, args.least_cycles = config.h_cycles, config.least_cycles
@@ -244,7 +245,7 @@ def parsed(*flags):
 def test_trained_weights_are_trained_further_gently():
     args = parsed("--size", "1b", "--init-from", "hf:somewhere")
     assert (args.lr, args.warmup, args.epochs, args.bp_steps) == (3e-5, 0, 3, (5, 5))
-    args = train_hrm.parse_args(["--size", "1b", "--init-from", "hf:somewhere", "--steps", "7", "--lr", "1"])
+    args = flags_of(train_hrm, ["--size", "1b", "--init-from", "hf:somewhere", "--steps", "7", "--lr", "1"])
     assert (args.steps, args.epochs, args.lr) == (7, None, 1)
     scratch = parsed("--size", "1b")
     assert (scratch.lr, scratch.warmup, scratch.epochs, scratch.bp_steps) == (2.2e-4, 1000, None, (2, 5))
@@ -290,7 +291,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
 
     published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
     assert not differ(wanted, *published) and row["global_batch"] * row["seq_len"] == 196_608
-    empty = memory.empty_model(train_hrm.HRM, train_hrm.parse_args([*published]))
+    empty = memory.empty_model(train_hrm.HRM, flags_of(train_hrm, [*published]))
     assert empty.embed.weight.shape == empty.head.weight.shape == (65536, 1536)
     assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
     given = "--init identity --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()
@@ -370,7 +371,8 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
         ("--h-cycles", "1:6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
     assert tables[0] == tables[1] != tables[2], tables
     begun = {}
-    monkeypatch.setattr(ddp_utils, "begin_log", lambda *arguments: begun.update(examples=arguments[-1]))
+    monkeypatch.setattr(ddp_utils, "begin_log", lambda *arguments: None)
+    monkeypatch.setattr(ddp_utils, "is_complete", lambda *arguments: False)
     monkeypatch.setattr(ddp_utils.TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
     monkeypatch.setattr(ddp_utils, "StopVote", lambda world: 1 / 0)  # and no more
     with pytest.raises(ZeroDivisionError):
@@ -378,7 +380,7 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
     state, *examples = begun["warm_up"]
     assert [example["bp_steps"] for example in examples] == [2, 7] and state.model.config.h_cycles == 6
     drawn = [{"bp_steps": 7, "cycles": cycles} for cycles in range(1, 7)]
-    assert begun["examples"]({"bp_steps": 7, "cycles": 1.0}) == drawn
+    assert state.model.examples_of({"bp_steps": 7, "cycles": 1.0}) == drawn
 
 
 @pytest.mark.full

@@ -460,8 +460,8 @@ def test_a_flag_that_is_new_to_a_run_is_as_in_the_row_of_its_size(tmp_path, shar
     path.write_text(text)
     trainer = Trainer(str(path), max_new_tokens=3)
     assert trainer.fork(0, shards, out, steps=2).code == 0
-    flag = '    data.flag_group(parser, "mine")("--smooth", float, "")\n    return ddp.parse('
-    text = text.replace("    return ddp.parse(", flag)
+    flag = '    data.flag_group(parser, "mine")("--smooth", float, "")\n    return ddp.parse_flags('
+    text = text.replace("    return ddp.parse_flags(", flag)
     path.write_text(text.replace("vocab_size=512", "vocab_size=512, smooth=0.1"))
     done = fork(0, path, "--out", out, "--steps", "3")
     assert done.code == 0 and done.out.count("resuming with") == 1 and "padded to 512" in done.out, done.out

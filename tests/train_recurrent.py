@@ -3,7 +3,6 @@
     torchrun --nproc_per_node=2 tests/train_recurrent.py --data shards/stdlib-bpe4096
 """
 
-import argparse
 from dataclasses import dataclass
 
 import torch
@@ -88,35 +87,35 @@ SIZES = {"tiny": dict(seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
                       save_every=100, eval_batches=0, data="stdlib")}
 
 
-def parse_args(argv=None, **records) -> argparse.Namespace:
+def parse_args(argv=None) -> ddp.Command:
     parser = ddp.make_parser(__doc__, RecurrentConfig, SIZES)
-    return ddp.parse(parser, RecurrentConfig, SIZES, argv, **records)
+    return ddp.parse_flags(parser, RecurrentConfig, SIZES, argv)
 
 
 @ddp.with_cleanup
 def main(argv=None) -> None:
-    args = parse_args(argv)
-    if args.dry_run is not None:
-        from test_ddp import dry_run
-        return dry_run(Recurrent, args)
-    world = ddp.start(args)
-    run = ddp.find_run(Recurrent, args, world, globals(), argv)
-    args = run.args  # what is not given is as in the run that is resumed
-    if ddp.uses_model(args):
-        return use.use_model(run)
-    ddp.open_run(run)
-    dataset, log, checkpoints = run.dataset, run.log, run.checkpoints
+    command = parse_args(argv)
+    if "dry_run" in command.given:
+        from cluster.memory import dry_run
+        return dry_run(Recurrent, ddp.settle(command))
+    world = ddp.start(command)
+    asked = ddp.find_run(Recurrent, command, world, constants=globals())
+    if ddp.uses_model(asked.args):
+        return use.use_model(asked)
+    dataset = ddp.load_data(asked)
+    run = ddp.open_run(asked, dataset)
+    args, checkpoints = run.args, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
-    ddp.set_modes(model, run)
+    modes = ddp.set_modes(model, run)
     state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
-    identity = ddp.identity_of(model, run)
+    identity = ddp.identity_of(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state, identity)
-    ddp.begin_log(run, state, identity, step, lambda record: [{}])
-    state.warm_up(example, example)
+    log = ddp.begin_log(run, state, identity, step)
+    state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    metrics = ddp.Metrics(run, model)
+    metrics = ddp.Metrics(run, model, log)
     log.start_clock(step, samples)
     while True:
         due = ddp.due_after(step, run, metrics, stop)
@@ -149,7 +148,7 @@ def main(argv=None) -> None:
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
-    ddp.end_run(run, stop, step, samples)
+    ddp.end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

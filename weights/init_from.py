@@ -8,8 +8,8 @@ from torch import nn
 
 from data import GPT2_DIGEST, UserError, listed, load_tokenizer, tokenizer_id
 from ddp_utils import (
-    READING,
     Run,
+    apply_modes,
     assert_family,
     assert_tokenizer,
     build_model,
@@ -17,7 +17,7 @@ from ddp_utils import (
     copy_weights,
     load_checkpoint,
     on_rank0,
-    set_modes,
+    reading_of,
     tokenizer_in,
 )
 from model import VOCAB_TENSORS, pad_vocab
@@ -77,7 +77,7 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
     Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
     """
-    model_class, args, world, say = run.model_class, run.args, run.world, run.log.say
+    model_class, args, world, say = run.model_class, run.args, run.world, run.say
     found = weights_of(model_class, args.init_from)
     source, weights, known = found["path"], found["weights"], found["model_config"]
     say(f"starting from {source}")
@@ -146,38 +146,36 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     return model
 
 
-def load_frozen(run: Run, model_class: type, source: str) -> nn.Module:
-    """A model beside the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a checkpoint
-    or a run directory: with averaged weights if there are any, frozen, in the modes and shards of the run.
-    The weights of --init-from get the attention of the model in training; others keep theirs, and a warning
-    says if that is another. Every rank calls this, after new_model and before identity_of, by which
-    config.json has its path and step, and a resume says if they have changed. Raises UserError on all ranks.
+def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> nn.Module:
+    """A model beside `model`, the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a
+    checkpoint or a run directory: with averaged weights if there are any, frozen, in the modes and shards of
+    the run. The weights of --init-from get the attention of the model in training; others keep theirs, and a
+    warning says if that is another. Its `loaded_from`, {path: step}, belongs into identity_of(…,
+    frozen=teacher.loaded_from): then config.json names it, and a resume says if it has changed. Every rank
+    calls this. Raises UserError on all ranks.
     """
-    if run.described or not run.config:
-        raise UserError("load_frozen comes after new_model and before identity_of, so that config.json names "
-                        "the model.")
     found = weights_of(model_class, source)
     known = found["model_config"]
-    more = known["vocab_size"] < run.config.vocab_size and run.dataset.roles["response"] >= 0
+    trained = model.config
+    more = known["vocab_size"] < trained.vocab_size and run.dataset.roles["response"] >= 0
     way_out = "pairs add ids to that, so train it on them first" if more else (
         "prepare the data with its tokenizer.json")
     if found["tokenizer"]:
         assert_tokenizer(found, run.dataset.tokenizer, way_out)
     assert_context(model_class, found, run.args.seq_len)
-    trained = asdict(run.config)
-    ours = {name: trained[name] for name in READING if name in known and name in trained}
+    ours = {name: value for name, value in reading_of(trained).items() if name in known}
     if source == run.args.init_from:
         known |= ours
     elif known.get("attention") != ours.get("attention"):
-        run.log.say(f"WARNING: {found['path']} has {known['attention']} attention, the model in training "
-                    f"{ours['attention']}")
+        run.say(f"WARNING: {found['path']} has {known['attention']} attention, the model in training "
+                f"{ours['attention']}")
     config = model_class.Config(**known | {"seq_len": max(run.args.seq_len, found["seq_len"])})
-    model = build_model(model_class, config, run.world, run.args.strategy, run.args.comm)
-    odd = found["left_over"] + on_rank0(lambda: sorted(model.state_dict().keys() ^ found["weights"].keys()))
+    frozen = build_model(model_class, config, run.world, run.args.strategy, run.args.comm)
+    odd = found["left_over"] + on_rank0(lambda: sorted(frozen.state_dict().keys() ^ found["weights"].keys()))
     if odd:
         raise UserError(f"{found['path']} is of another model than {model_class.__name__} (only one of them "
                         f"has {odd[0]}): load it with its own class.")
-    copy_weights(model, found["weights"], run.world)
-    set_modes(model, run)
-    run.args.frozen = vars(run.args).get("frozen", {}) | {source: found.get("step")}  # a setting, too
-    return model.requires_grad_(False).eval()
+    copy_weights(frozen, found["weights"], run.world)
+    apply_modes(frozen, run.args, run.world)
+    frozen.loaded_from = {source: found.get("step")}
+    return frozen.requires_grad_(False).eval()

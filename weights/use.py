@@ -14,9 +14,10 @@ from torch import nn
 import monitor
 from data import Masker, RunError, UserError, load_tokenizer, say
 from ddp_utils import (
-    Run,
+    Asked,
     StopVote,
     World,
+    apply_modes,
     assert_same_parameters,
     assert_tokenizer,
     build_model,
@@ -27,7 +28,6 @@ from ddp_utils import (
     list_checkpoints,
     load_data,
     read_checkpoint,
-    set_modes,
     use_device,
 )
 from model import GPT2, MLM, num_params
@@ -64,7 +64,7 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
     return model.eval(), load_tokenizer(str(path.parent.parent))
 
 
-def use_model(run: Run):
+def use_model(run: Asked):
     """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
     --resume.
     """
@@ -74,7 +74,7 @@ def use_model(run: Run):
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
     args.compile = False  # which takes longer than an answer
-    set_modes(model, run)
+    apply_modes(model, args, world)
     model.eval()
     if args.eval_only:
         return evaluate_only(model, run)
@@ -125,14 +125,14 @@ def print_pieces(pieces):
     print()
 
 
-def evaluate_only(model: nn.Module, run: Run):
+def evaluate_only(model: nn.Module, asked: Asked):
     """Evaluates the model of a checkpoint on the validation sets of --data, beside a training, too: takes no
     lock and writes nothing into the run. Prints the results as a line, and as JSON for a script. Every rank
     calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
     were compiled or attention was FlashAttention 3.
     """
-    args, world, saved = run.args, run.world, run.saved
-    dataset = run.dataset = load_data(run)
+    args, world, saved = asked.args, asked.world, asked.saved
+    dataset = load_data(asked)
     assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
     if not dataset.val:
         lacks = f"{dataset.name} has no validation set: prepare it with --val-split {dataset.would_split}"
@@ -141,7 +141,8 @@ def evaluate_only(model: nn.Module, run: Run):
     if isinstance(model, MLM):
         masker = Masker(dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
     state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
-    run.batch = args.batch or saved["settings"]["batch"]
+    batch = args.batch or saved["settings"]["batch"]
+    run = SimpleNamespace(**vars(asked), dataset=dataset, batch=batch)
     found = evaluate(state, run, StopVote(world), masker)
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
