@@ -84,7 +84,7 @@ from data import (
     lock_file,
     names_in,
     parse_count,
-    prompt_ids,
+    plan_batch,
     read_manifest,
     refuse_moved,
     refuse_without,
@@ -107,7 +107,6 @@ from model import (
     copied_buffers,
     flag_fields,
     flags_of_model,
-    flops_per_token,
     num_params,
     pad_vocab,
 )
@@ -808,12 +807,16 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     """
     given, rows = command.given, command.rows
     record = saved or weights or {"model_config": {}, "settings": {}}
-    size = saved["settings"]["size"] if saved else given.get("size") or nearest_size(rows, record)
+    size = saved["settings"]["size"] if saved else given.get("size") or record.get("size") or next(iter(rows))
     row = rows.get(size, {})  # a run goes on where its size is gone
     check_row(command.parser, size, row)
     shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
     kept = flags_of_run(saved, command) | shape if saved else {}
-    tuned = gentler(row) | shape if "init_from" in given and not saved else {}
+    tuned = {}
+    if "init_from" in given and not saved:
+        with room("weights", "--init-from"):
+            from weights.recipe import gentler
+        tuned = gentler(row) | shape
     flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
     recipe = row | tuned | kept
     flags |= {name: given.get(name) for name, kind in FLAGS.items() if kind == PLANNED}
@@ -833,14 +836,6 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
                    recipe.get("eval_batch", usual_batch), usual_steps)
 
 
-def gentler(row: dict) -> dict:
-    """Where a run that continues from trained weights departs from the row of its size."""
-    batch = min(32, row["global_batch"])
-    eval_batches = math.ceil(row["eval_batches"] * batch / row["global_batch"])
-    return {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50, "global_batch": batch,
-            "eval_batches": eval_batches, "schedule": "cosine", "ema": min(0.999, row.get("ema", 0.0))}
-
-
 def flags_of_run(saved: dict, command: Command) -> dict:
     """What a resumed run keeps of its settings."""
     given, settings = Namespace(**command.given), saved["settings"]
@@ -853,17 +848,6 @@ def flags_of_run(saved: dict, command: Command) -> dict:
     if uses_model(given) and not vars(given).get("eval_only"):
         kept["precision"] = "auto"  # whatever this machine computes fast
     return kept
-
-
-def nearest_size(sizes: dict[str, dict], record: dict) -> str:
-    """The size that the record of weights names, or the first of those that differ from it in the fewest
-    fields.
-    """
-    config = record["model_config"]
-    size = record["settings"].get("size")
-    unlike = {name: sum(row.get(key, config[key]) != config[key] for key in config)
-              for name, row in sizes.items()}
-    return size if size in sizes else min(unlike, key=unlike.get)
 
 
 def shape_of(command: Command, record: dict, resumed: bool) -> dict:
@@ -981,7 +965,9 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
         try:
             with room("weights", "--init-from"):
                 from weights.init_from import assert_context, weights_of
+                from weights.recipe import nearest_size
             weights = weights_of(model_class, command.given["init_from"], complete=False)
+            weights["size"] = nearest_size(command.rows, weights)
         except UserError as error:  # does not matter to a run that has begun
             missing = error
     flags = settle(command, weights=weights)
@@ -1121,58 +1107,6 @@ def load_data(asked: Asked) -> Dataset:
     return dataset
 
 
-def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
-    """The micro-batch size for a process's `share` of a global batch, or 0 if the flags do not fit the share.
-    A flag that is not given is None. Without flags, it is the largest size that fits, up to `largest`.
-    """
-    if grad_accum:
-        batch = batch or share // grad_accum
-        return batch if batch * grad_accum == share else 0
-    if batch:
-        return batch if share % batch == 0 else 0
-    return max(b for b in range(1, min(share, largest) + 1) if share % b == 0)
-
-
-def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
-               wanted: int, largest: int) -> tuple[int, int, int]:
-    """Returns (global batch, micro-batch, accumulation steps). The global batch is the product of the other
-    two and the world size. None means not given. A given global batch is used, or refused by a UserError with
-    the nearest fit. Otherwise it is `wanted`, from the recipe or the run so far. If the world size does not
-    divide `wanted`, it is the multiple of the world size within 5 % of `wanted` that has the largest
-    micro-batch, up to `largest`.
-    """
-    if global_batch is None and batch and grad_accum:
-        global_batch = batch * grad_accum * world_size
-    elif global_batch is None and wanted % world_size == 0:
-        global_batch = wanted
-    elif global_batch is None:
-        exact = wanted / world_size  # sequences per process
-        fitting = {}  # the micro-batch of each share within 5 %
-        for share in range(math.ceil(0.95 * exact), math.floor(1.05 * exact) + 1):
-            if micro := micro_batch_of(share, batch, grad_accum, largest):
-                fitting[share] = micro
-        unit = batch or grad_accum or 1
-        share = max(1, round(exact / unit)) * unit
-        if fitting:
-            share = max(fitting, key=lambda share: (fitting[share], -abs(share - exact)))
-        global_batch = share * world_size
-    if global_batch % world_size:
-        low = global_batch // world_size * world_size
-        fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
-        raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
-                        f"processes: use --global-batch {fits}.")
-    share = global_batch // world_size
-    micro = micro_batch_of(share, batch, grad_accum, largest)
-    if not micro:
-        wish = batch or share // grad_accum
-        nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
-        given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
-        raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
-                        f"processes {share}. Use --batch {nearest} --grad-accum {share // nearest}, or "
-                        f"--global-batch {(batch or 1) * (grad_accum or 1) * world_size}.")
-    return global_batch, micro, share // micro
-
-
 def open_run(asked: Asked, dataset: Dataset) -> Run:
     """Locks the run directory, opens its train.log and sets the steps and batches. If a newer checkpoint was
     written before the directory was locked, that is taken. Raises UserError on all ranks.
@@ -1239,8 +1173,9 @@ def new_model(run: Run, **config) -> nn.Module:
         raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                         "they are to learn: use isolated or causal, or prepare the data with "
                         "--prompt-field and --response-field.")
-    if vars(config).get("response", -1) >= 0:
-        sample_prompt(args, dataset)
+    with room("weights"):
+        from weights.sampling import sample_prompt
+        sample_prompt(args, dataset)  # raises UserError now, and not after hours
     # the rest of the configuration is that of the checkpoint or of the weights
     changes = {name: value for name, value in vars(config).items()
                if name in reading_of(config) or FLAGS.get(name) == MAY_CHANGE}
@@ -1266,14 +1201,6 @@ def reading_of(config: ModelConfig) -> dict:
     """The fields of a configuration that say which tokens see which."""
     return {name: vars(config)[name] for name in ("attention", "eot", "start", "response", "end")
             if name in vars(config)}
-
-
-def assert_tokenizer(saved: dict, tokenizer, way_out: str):
-    """Raises UserError if a checkpoint is of another tokenizer, whatever their names."""
-    ours = tokenizer_id(tokenizer)
-    if ours.split()[-1] != saved["tokenizer"].split()[-1]:
-        raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, not with "
-                        f"{ours}: {way_out}.")
 
 
 def identity_of(model: nn.Module, run: Run, **settings) -> dict:
@@ -2296,23 +2223,19 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
             raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
                             f"training data: prepare it with --tokenizer {run.out}/tokenizer.json.")
     val = [*dataset.val.values()]
-    count = functools.cache(functools.partial(flops_per_token, run.model_class, model.config))
-
-    def flops_of(record: dict) -> float:
-        return run.flops_factor * statistics.fmean(count(**kw) for kw in model.examples_of(settings | record))
-
     facts = monitor.Facts(
         settings, rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in val),
         entropy=unigram_entropy(val or [dataset.train]),
-        sync="shards" if settings["strategy"] in SHARDED else "OK",
-        peak_flops=monitor.peak_flops(world.device, run.say), flops_per_token=flops_of)
+        sync="shards" if settings["strategy"] in SHARDED else "OK")
     records = on_all(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
     begin_curves = say_plan = None
     with room("loggers"):
         from loggers.machine import begin_curves
+        from loggers.mfu import MFU
         from loggers.start import say_plan
+        facts.mfu = MFU(run, model, settings)
 
     def begin():
         log.begin(step, run_files(run, identity) if world.is_rank0 else {})
@@ -2652,45 +2575,12 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def sample_prompt(args: Namespace, dataset: Dataset) -> tuple[str, str]:
-    """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
-    the response is empty. Raises UserError if the prompt of a pair fills a row.
-    """
-    prompt = args.sample_prompt
-    expected = ""
-    if dataset.roles["response"] >= 0:
-        if not prompt and not args.condition:
-            prompt, expected = dataset.first_pair()
-        tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
-        if tokens >= args.seq_len:
-            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
-    return prompt, expected
-
-
 def sample(state: TrainState, run: Run, step: int):
-    """Logs a text that the model writes. Rank 0 writes it alone, for as long as that takes, unless each rank
-    holds a shard.
-    """
-    args, dataset = run.args, run.dataset
-    continue_text = None
+    """Logs a text that the model writes, if weights/ is there. All ranks call this."""
     with room("weights"):
-        from weights.sampling import continue_text
-    if not continue_text:  # as begin_log has said
-        return
-    prompt, expected = sample_prompt(args, dataset)
-
-    def write() -> str:
-        return "".join(continue_text(state.model, dataset.tokenizer, state.world.device, prompt, args))
-
-    with state.averaged_weights():
-        text = on_all(write if args.strategy in SHARDED or state.world.is_rank0 else str)
-    if dataset.roles["response"] < 0:
-        return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
-    if expected:
-        command = (f"python {sys.argv[0]} --out {shlex.quote(str(run.out))} --prompt "
-                   f"{shlex.quote(prompt)}")
-        text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
-    run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")
+        from weights.sampling import write_sample
+        with state.averaged_weights():
+            write_sample(state.model, run, step, on_all)
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
@@ -2721,7 +2611,7 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     say_on_other_nodes(world, f"{ending} on node 0")
 
 
-MOVED = {"ops.ema": "EMA", "weights.init_from": "load_frozen",
+MOVED = {"ops.ema": "EMA", "weights.init_from": "load_frozen", "weights.sampling": "sample_prompt",
          "weights.use": "load_model load_run use_model evaluate_only"}
 
 

@@ -24,10 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
 from data import UserError, documents, refuse_moved, room
 
@@ -404,7 +402,7 @@ class LanguageModel(nn.Module):
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
       (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
     * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient. On
-      the meta device, --dry-run counts the memory of `forward`, and flops_per_token its matrix products. If
+      the meta device, --dry-run counts the memory of `forward`, and loggers/mfu.py its matrix products. If
       it takes further arguments, `examples_of` says which stand for the steps of a log record.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
       states (B, T, C) that the head reads. The tokens idx follow those in the KVCache: T in the first call,
@@ -977,18 +975,6 @@ def num_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
-    """FLOPs per token of the matrix products of a training step, with attention as full T × T. They are
-    counted on one row of a model without memory; `example` has further arguments of its `example`.
-    """
-    with torch.device("meta"):
-        model = model_class(config).to("meta")  # buffers, too
-    # other kinds of attention would count as zero
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(**model.example(1, "meta", **example))[0].backward()
-    return counter.get_total_flops() / config.seq_len
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Optimizers and schedules
 
@@ -1050,7 +1036,8 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
 MOVED = {
     "ops.adam_atan2": "AdamAtan2",
     "weights.huggingface": "HFFamily HF_FAMILIES MODERN to_hf from_hf config_from_hf",
-    "weights.llama_cpp": "to_gguf", "weights.sampling": "sample_ids generate continue_text fill_masks"}
+    "weights.llama_cpp": "to_gguf", "weights.sampling": "sample_ids generate continue_text fill_masks",
+    "loggers.mfu": "flops_per_token"}
 
 
 def __getattr__(name: str):

@@ -11,7 +11,6 @@ at once.
 import json
 import math
 import os
-import re
 import resource
 import sys
 import threading
@@ -29,27 +28,6 @@ GB = 2**30
 MB = 2**20
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
 at_exit = []  # functions of the exit code that end what a sink has begun outside of this process
-
-# Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
-# first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
-# sparsity are twice as high), and its white papers on Ada (RTX 4090) and GA102 (RTX 3090).
-PEAK_TFLOPS = {r"\bA100\b": 312, r"\bH100 PCIe": 756, r"\bH100 NVL": 835, r"\bH100\b": 989,
-               r"\bH200 NVL": 835, r"\bH200\b": 989, r"\bB200\b": 2250,
-               r"RTX 4090$": 165.2, r"RTX 3090$": 71}
-
-
-def peak_flops(device, say=print) -> float | None:
-    """Peak bf16 FLOP/s of a GPU, a torch device. If it is unknown, says so and returns None, as for a CPU."""
-    import torch
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for pattern, tflops in PEAK_TFLOPS.items():
-        if re.search(pattern, name):
-            return tflops * 1e12
-    say(f"MFU is not shown, unknown peak of this {name}: add it to PEAK_TFLOPS in monitor.py")
-    return None
-
 
 def memory_gb(device) -> float:
     """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
@@ -191,8 +169,7 @@ class Facts:
     val_tokens: int  # of all validation sets
     entropy: float  # of their unigrams, in nats
     sync: str  # what a line says of the parameters of all ranks
-    peak_flops: float | None = None  # of a device, per second; None: no MFU is shown
-    flops_per_token: Callable[[dict], float] | None = None  # of the steps that a record stands for
+    mfu: Callable[[dict], float | None] = lambda record: None  # of the steps that a record stands for
 
 
 @dataclass
@@ -296,7 +273,6 @@ class RunLog:
         self.own_criterion = has_own_criterion(records)  # whether a trainer has set them
         self.clock: Clock | None = None  # see start_clock
         self.sinks = sinks
-        self._shows_mfu = bool(facts.peak_flops)
         self._behind = []  # the sinks that lack records, because a write has failed
         self._text = text
         self.active = text.active
@@ -361,13 +337,7 @@ class RunLog:
         record |= {"grad_norm": grad_norm, "labels": int(metrics.labels)} | machines | means
         record |= {"skipped": int(not math.isfinite(grad_norm)), "tokens": samples * seq_len, "mfu": None,
                    "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
-        if self._shows_mfu:
-            try:
-                flops = tokens_per_sec * self.facts.flops_per_token(record)
-                record["mfu"] = flops / (self.facts.peak_flops * run["world_size"])
-            except Exception as error:  # such as shapes that depend on the data
-                self._shows_mfu = False
-                self.say(f"MFU is not shown ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
+        record["mfu"] = self.facts.mfu(record)
         self.restart_clock(samples)  # after counting, which is not part of the next steps
         if metrics.ends_epoch or step == run["steps"]:
             record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
@@ -460,7 +430,8 @@ class RunLog:
                 sink.close()
 
 
-MOVED = {"loggers.tensorboard": "EventFile", "loggers.wandb": "WandbRun", "loggers.picture": "draw_curves"}
+MOVED = {"loggers.tensorboard": "EventFile", "loggers.wandb": "WandbRun", "loggers.picture": "draw_curves",
+         "loggers.mfu": "peak_flops PEAK_TFLOPS"}
 
 
 def __getattr__(name: str):

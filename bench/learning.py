@@ -52,7 +52,8 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
 
     import train_gpt2
     import train_hrm
-    from model import GPT2, HRM, flops_per_token, num_params, pad_vocab
+    from loggers.mfu import flops_per_token
+    from model import GPT2, HRM, num_params, pad_vocab
     script, *flags = shlex.split(SETTINGS[setting])
     known = {"train_hrm.py": (train_hrm, HRM), "train_gpt2.py": (train_gpt2, GPT2)}
     if script not in known:

@@ -113,7 +113,8 @@ def ours(args, row, device):
     """As the trainers do it."""
     import ddp_utils
     import train_gpt2
-    from model import flops_per_token, make_optimizers
+    from loggers.mfu import flops_per_token
+    from model import make_optimizers
     world = ddp_utils.init(device=device.type, fast=args.fast)
     made = make_model(args, row, world.device)
     model_class = type(made)
@@ -349,7 +350,6 @@ def contestant(args) -> None:
     os.dup2(2, 1)
     import torch
 
-    import monitor
     torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     device = torch.device(args.device)
@@ -361,7 +361,8 @@ def contestant(args) -> None:
         step, facts = {"ours": ours, "hf": hf, "trainer": trainer, "nanogpt": nanogpt}[args.contestant](
             args, settings(args), device)
         first = step(0).item()
-        facts |= {"first_step": time.time() - args.started, "peak_flops": monitor.peak_flops(device)}
+        from loggers.mfu import peak_flops
+        facts |= {"first_step": time.time() - args.started, "peak_flops": peak_flops(device)}
         say(losses=[first], **facts)
         done = 1
         for line in sys.stdin:

@@ -21,11 +21,12 @@ from data import (
     directory_of,
     first_line,
     load_tokenizer,
+    plan_batch,
     read_manifest,
     room,
     sources_of,
 )
-from ddp_utils import SHARDED, STRATEGIES, Settled, compute_dtype, flags_of_model, plan_batch, use_device
+from ddp_utils import SHARDED, STRATEGIES, Settled, compute_dtype, flags_of_model, use_device
 from model import blocks_of, hidden_matrices, num_params, pad_vocab
 
 

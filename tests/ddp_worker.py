@@ -394,7 +394,7 @@ def check_samples_have_one_prompt(world: World) -> None:
     """With zero3 they would write unlike many tokens, and one would be alone."""
     args, tokenizer = flags_of(train_hrm, []), data.with_roles(data.load_tokenizer("bytes"))
     dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.roles, first_pair=lambda: ("why", "so"))
-    assert ddp_utils.sample_prompt(args, dataset) == ("why", "so")
+    assert sampling.sample_prompt(args, dataset) == ("why", "so")
 
 
 def check_who_writes_samples(world: World) -> None:
@@ -413,7 +413,7 @@ def check_who_writes_samples(world: World) -> None:
             return ["b"]
 
         sampling.continue_text = slowly
-        run = argparse.Namespace(args=args, dataset=dataset, say=texts.append)
+        run = argparse.Namespace(args=args, dataset=dataset, world=world, say=texts.append)
         ddp_utils.sample(state, run, 1)
         assert set(written) == writers & {world.rank} and time.monotonic() - began > 0.5
         assert texts.pop() == f"a sample after step 1:\n{'ab' if world.rank in writers else 'a'}\n"

@@ -27,6 +27,7 @@ import train_gpt2
 import train_hrm
 from data import UserError
 from ddp_utils import flags_of_model
+from loggers.mfu import flops_per_token
 from model import (
     HRM,
     Block,
@@ -35,7 +36,6 @@ from model import (
     KVCache,
     Linear,
     Stack,
-    flops_per_token,
     learning_rate,
     linear_cross_entropy,
     make_optimizers,

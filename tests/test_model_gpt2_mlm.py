@@ -37,6 +37,7 @@ import train_gpt2
 import train_mlm
 from data import UserError
 from ddp_utils import flags_of_model
+from loggers.mfu import flops_per_token
 from model import (
     GPT2,
     HRM,
@@ -50,7 +51,6 @@ from model import (
     KVCache,
     MLMBlock,
     MLMConfig,
-    flops_per_token,
     linear_cross_entropy,
     make_optimizers,
     num_params,

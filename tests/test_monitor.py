@@ -29,6 +29,7 @@ from data import UserError
 from loggers import machine, picture
 from loggers.command import summarize
 from loggers.machine import read_machine
+from loggers.mfu import peak_flops
 from loggers.picture import History
 from loggers.tensorboard import EventFile
 from monitor import GB, MB, RunLog
@@ -683,7 +684,7 @@ def test_ranks_that_are_not_active_write_nothing(tmp_path):
 def test_peaks(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     said = []
-    peak = monitor.peak_flops(torch.device("cuda", 0), said.append)
+    peak = peak_flops(torch.device("cuda", 0), said.append)
     assert peak == (tflops and pytest.approx(tflops * 1e12))
     assert bool(said) == (tflops is None) and all(f"unknown peak of this {name}" in text for text in said)
 

@@ -72,7 +72,7 @@ METRIC = """def metric(model, x, y):
     rows = (y >= 0).any(1)  # without those that fill the last batch
     return {"spaces": (right[spaces].sum(), spaces.sum()), "rows": (x[rows, 0].sum(), 2.0 * rows.sum())}
 asked.metric = metric"""
-USE = "if ddp.uses_model(args):"
+USE = "if ddp.uses_model(asked.args):"
 MARK = "checkpoints.mark_best("
 # draws while it is evaluated, as a model with a generator in it does
 DRAWS = """class GPT2(GPT2):
@@ -658,7 +658,7 @@ DATA_SHAPED = """class GPT2(GPT2):
 
 
 def test_a_model_whose_shapes_depend_on_the_data_trains_without_mfu(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("monitor.peak_flops", lambda device, say: 1e12)
+    monkeypatch.setattr("loggers.mfu.peak_flops", lambda device, say: 1e12)
     usual = Trainer("train_gpt2.py", **FLAGS).train(0, shards, tmp_path / "usual")
     assert "MFU is not shown" not in usual.out and steps_of(tmp_path / "usual")[-1]["mfu"] > 0
     trainer = changed(tmp_path / "train_shaped.py", (DATA_SHAPED, "WEB = "))
@@ -671,12 +671,12 @@ def test_a_model_whose_shapes_depend_on_the_data_trains_without_mfu(shards, tmp_
 
 
 def test_a_trainer_states_the_flops_of_its_step(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("monitor.peak_flops", lambda device, say: 1e12)
+    monkeypatch.setattr("loggers.mfu.peak_flops", lambda device, say: 1e12)
     shown = []
     begin = monitor.RunLog.begin
 
     def noted(self, *rest):
-        shown.append(self.facts.flops_per_token({}))
+        shown.append(self.facts.mfu.flops({}))
         begin(self, *rest)
 
     monkeypatch.setattr(monitor.RunLog, "begin", noted)

@@ -23,6 +23,7 @@ from model import GPT2 as GPT2Model
 from model import GPT2Block
 from prepare import packing
 from prepare.pipeline import prepare
+from weights.recipe import nearest_size
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 
@@ -178,8 +179,8 @@ def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, cor
 def test_the_size_of_weights_is_the_nearest():
     config = {"n_layer": 24, "n_head": 16, "d_model": 1024, "seq_len": 1024}
     record = {"model_config": config, "settings": {}}
-    assert ddp_utils.nearest_size(train_gpt2.SIZES, record) == "gpt2-medium"
-    assert ddp_utils.nearest_size(train_gpt2.SIZES, record | {"settings": {"size": "gpt2"}}) == "gpt2"
+    assert nearest_size(train_gpt2.SIZES, record) == "gpt2-medium"
+    assert nearest_size(train_gpt2.SIZES, record | {"settings": {"size": "gpt2"}}) == "gpt2"
 
 
 def test_refusals(tmp_path, shards):

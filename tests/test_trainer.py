@@ -87,7 +87,7 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch, pytest
     """
     trainer = trainer_of(script, capsys)
     with monkeypatch.context() as patch:
-        patch.setattr("monitor.peak_flops", lambda device, say: 1e12)
+        patch.setattr("loggers.mfu.peak_flops", lambda device, say: 1e12)
         done = trainer.train(0, shards, tmp_path / "run", steps=4, eval_every=4)
     # shapes that depend on the data, in a trainer of one's own
     uncounted = pytestconfig.getoption("--trainer") and "MFU is not shown (" in done.out

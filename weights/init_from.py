@@ -11,7 +11,6 @@ from ddp_utils import (
     Run,
     apply_modes,
     assert_family,
-    assert_tokenizer,
     build_model,
     config_of,
     copy_weights,
@@ -22,6 +21,14 @@ from ddp_utils import (
 )
 from model import VOCAB_TENSORS, pad_vocab
 from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
+
+
+def assert_tokenizer(saved: dict, tokenizer, way_out: str):
+    """Raises UserError if a checkpoint is of another tokenizer, whatever their names."""
+    ours = tokenizer_id(tokenizer)
+    if ours.split()[-1] != saved["tokenizer"].split()[-1]:
+        raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, not with "
+                        f"{ours}: {way_out}.")
 
 
 def weights_of(model_class: type, source: str, complete: bool = True) -> dict:

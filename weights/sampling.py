@@ -1,5 +1,6 @@
 """Text that a model writes, and masks that it fills."""
 
+import shlex
 import sys
 
 import torch
@@ -114,3 +115,38 @@ def stream_text(tokenizer, ids):
             yield text[len(tokenizer.decode(context)):]
             context, pending = (context + pending)[-8:], []
     yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)):]
+
+
+def sample_prompt(args, dataset) -> tuple[str, str]:
+    """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
+    the response is empty. Raises UserError if the prompt of a pair fills a row.
+    """
+    prompt = args.sample_prompt
+    expected = ""
+    if dataset.roles["response"] >= 0:
+        if not prompt and not args.condition:
+            prompt, expected = dataset.first_pair()
+        tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
+        if tokens >= args.seq_len:
+            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
+    return prompt, expected
+
+
+def write_sample(model, run, step: int, on_all):
+    """Logs the sample of a run after `step` steps. Rank 0 writes it alone, for as long as that takes, unless
+    each rank holds a shard. All ranks call this; `on_all` is that of ddp_utils.
+    """
+    args, dataset, world = run.args, run.dataset, run.world
+    prompt, expected = sample_prompt(args, dataset)
+    sharded = args.strategy.startswith(("zero2", "zero3"))
+
+    def write() -> str:
+        return "".join(continue_text(model, dataset.tokenizer, world.device, prompt, args))
+
+    text = on_all(write if sharded or world.is_rank0 else str)
+    if dataset.roles["response"] < 0:
+        return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
+    if expected:
+        command = f"python {sys.argv[0]} --out {shlex.quote(str(run.out))} --prompt {shlex.quote(prompt)}"
+        text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
+    run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")

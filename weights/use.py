@@ -19,7 +19,6 @@ from ddp_utils import (
     World,
     apply_modes,
     assert_same_parameters,
-    assert_tokenizer,
     build_model,
     compute_dtype,
     config_of,
@@ -32,6 +31,7 @@ from ddp_utils import (
 )
 from model import GPT2, MLM, num_params
 from weights.huggingface import to_hf
+from weights.init_from import assert_tokenizer
 from weights.llama_cpp import to_gguf
 from weights.sampling import continue_text, fill_masks
 

@@ -1,0 +1,71 @@
+"""MFU: the share of a GPU's peak that the matrix products of a step reach."""
+
+import functools
+import re
+import statistics
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from data import first_line
+from model import ModelConfig
+
+# Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
+# first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
+# sparsity are twice as high), and its white papers on Ada (RTX 4090) and GA102 (RTX 3090).
+PEAK_TFLOPS = {r"\bA100\b": 312, r"\bH100 PCIe": 756, r"\bH100 NVL": 835, r"\bH100\b": 989,
+               r"\bH200 NVL": 835, r"\bH200\b": 989, r"\bB200\b": 2250,
+               r"RTX 4090$": 165.2, r"RTX 3090$": 71}
+
+
+def peak_flops(device, say=print) -> float | None:
+    """Peak bf16 FLOP/s of a GPU, a torch device. If it is unknown, says so and returns None, as for a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(pattern, name):
+            return tflops * 1e12
+    say(f"MFU is not shown, unknown peak of this {name}: add it to PEAK_TFLOPS in loggers/mfu.py")
+    return None
+
+
+def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
+    """FLOPs per token of the matrix products of a training step, with attention as full T × T. They are
+    counted on one row of a model without memory; `example` has further arguments of its `example`.
+    """
+    with torch.device("meta"):
+        model = model_class(config).to("meta")  # buffers, too
+    # other kinds of attention would count as zero
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(**model.example(1, "meta", **example))[0].backward()
+    return counter.get_total_flops() / config.seq_len
+
+
+class MFU:
+    """MFU of the steps that a record of the log stands for. `run` is that of ddp_utils."""
+
+    def __init__(self, run, model: nn.Module, settings: dict):
+        self._run = run
+        self._model = model
+        self._settings = settings
+        self._peak = peak_flops(run.world.device, run.say)  # None: not shown
+        self._count = functools.cache(functools.partial(flops_per_token, run.model_class, model.config))
+
+    def flops(self, record: dict) -> float:
+        """FLOPs per token of the record's steps."""
+        examples = self._model.examples_of(self._settings | record)
+        return self._run.flops_factor * statistics.fmean(self._count(**example) for example in examples)
+
+    def __call__(self, record: dict) -> float | None:
+        """Where a GPU's peak is known, and the steps can be counted; if not, says so once."""
+        if not self._peak:
+            return None
+        try:
+            tokens_per_sec = record["tokens_per_sec"] / self._run.world.world_size
+            return tokens_per_sec * self.flops(record) / self._peak
+        except Exception as error:  # such as shapes that depend on the data
+            self._peak = None
+            self._run.say(f"MFU is not shown ({type(error).__name__}: {first_line(error)})")
