@@ -71,7 +71,8 @@ def faulty(tmp_path_factory) -> Path:
 
 
 def test_check_says_ok(shards):
-    ended = run(2, "test_ddp.py", "--device", "cpu", "--data", shards, timeout=60)
+    # unbuffered, a line and its end are written one after the other, and another rank writes between them
+    ended = run(2, "test_ddp.py", "--device", "cpu", "--data", shards, timeout=60, PYTHONUNBUFFERED=None)
     assert ended.code == 0 and ended.out.splitlines()[-1] == "OK", ended.out
     for line in (r"^rank 1: \S+, cpu ; backend gloo, python 3\.",
                  r"^collectives are right$",
