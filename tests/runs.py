@@ -118,12 +118,16 @@ class Trainer:
         return self.here(*self.flags(shards, out, **changes))
 
     def here(self, *arguments) -> Finished:
-        """What `python train_….py` does, in this process."""
+        """What `python train_….py` does, in this process, but for the picture: drawing it takes a third of
+        the time. test_monitor.py draws, and so do the runs that are started by a command.
+        """
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         text, code = io.StringIO(), 0
+        gc.freeze()  # all that the tests have imported, which a collection in the run would go through
         try:
             with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", [self.script, *map(str, arguments)])
+                patch.setitem(sys.modules, "matplotlib.figure", None)  # its import fails
                 patch.setenv("OMP_NUM_THREADS", "1")  # as conftest.start does: the number of threads
                 torch.set_num_threads(1)  # changes the order of sums
                 module_of(self.script).main()
