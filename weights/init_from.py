@@ -15,6 +15,7 @@ from ddp_utils import (
     config_of,
     copy_weights,
     load_checkpoint,
+    on_all,
     on_rank0,
     reading_of,
     tokenizer_in,
@@ -78,78 +79,115 @@ def assert_context(model_class: type, weights: dict, seq_len: int):
         raise UserError(f"{weights['path']} has learned positions for {known} tokens: lower --seq-len.")
 
 
+def has_new_ids(found: dict, tokenizer, vocab_size: int, pairs: bool, say) -> bool:
+    """Whether the data have ids that the weights do not know. Warns if nobody knows what their ids mean.
+    Raises UserError if one of them is that of another token in the data, or if there are new ones without
+    `pairs`, which add some to any tokenizer.
+    """
+    source, most = found["path"], found["model_config"]["vocab_size"]
+    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
+    if not (found["tokenizer"] and found["tokenizer_file"]):
+        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
+            "here: use the tokenizer of that model")
+    elif not on_rank0(has_same_ids, found, tokenizer):
+        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
+                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+    if most < vocab_size and not pairs:
+        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+    return most < vocab_size
+
+
+def has_same_ids(found: dict, tokenizer) -> bool:
+    """Whether each id that the weights know is that of the same token in the data."""
+    known_by = load_tokenizer(found["tokenizer_file"])
+    assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
+    most, theirs = found["model_config"]["vocab_size"], known_by.vocab
+    return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
+
+
+def attention_from(found: dict, exported: bool, given: str | None, usual: str | None, prompts: bool,
+                   say) -> str | None:
+    """The attention to train with: the one that is `given`, else that of the weights, if they say it and it
+    suits the data (only `prompts` allow a prefix), else the `usual` one. Warns if the weights had another.
+    """
+    theirs = found["model_config"].get("attention")
+    if not theirs:
+        return usual
+    says = theirs == "prefix" or not exported  # an export cannot say more
+    fits = theirs != "prefix" or prompts
+    ours = theirs if says and fits and not given else usual
+    if theirs != ours and "prefix" in (theirs, ours):
+        say(f"WARNING: {found['path']} was trained with {theirs if says else 'causal or isolated'} "
+            f"attention, and this run has --attention {ours}")
+    return ours
+
+
+def enlarged(found: dict, seq_len: int, vocab_size: int) -> tuple[dict, dict]:
+    """The fields of the configuration and the tensors, with room for rows of seq_len tokens and for
+    vocab_size ids. The embeddings of new ids start as the mean of the existing ones.
+    """
+    known, weights = found["model_config"], found["weights"]
+    most = known["vocab_size"]
+    context = {"seq_len": max(seq_len, known["seq_len"])}
+    if most >= vocab_size:
+        return context, weights
+    rows = max(pad_vocab(vocab_size), known["padded_vocab"])
+    longer = {}
+    for name in VOCAB_TENSORS & weights.keys():
+        mean = weights[name][:most].mean(0, keepdim=True)
+        longer[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
+    return context | {"vocab_size": vocab_size, "padded_vocab": rows}, weights | longer
+
+
+def new_tensors(model_class: type, model: nn.Module, weights: dict, source: str, seed: int) -> dict:
+    """What the weights lack, as in a new model. Raises UserError if what they have does not fit into it."""
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name in shapes.keys() & weights.keys():
+        if weights[name].shape != shapes[name]:
+            raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
+                            f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
+        if not weights[name].isfinite().all():
+            raise UserError(f"{name} of {source} is not finite, so nothing can be learned from it: take "
+                            "an earlier checkpoint, or other weights.")
+    lacking = shapes.keys() - weights.keys()
+    torch.manual_seed(seed)
+    fresh = model_class(model.config).state_dict() if lacking else {}
+    return {name: fresh[name] for name in lacking}
+
+
 def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
     the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
     that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
     Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
     """
-    model_class, args, world, say = run.model_class, run.args, run.world, run.say
+    model_class, args, world, dataset, say = run.model_class, run.args, run.world, run.dataset, run.say
     found = weights_of(model_class, args.init_from)
-    source, weights, known = found["path"], found["weights"], found["model_config"]
+    source, known, vocab_size = found["path"], found["model_config"], config["vocab_size"]
     say(f"starting from {source}")
-    tokenizer = run.dataset.tokenizer
-    most, vocab_size = known["vocab_size"], config["vocab_size"]
-    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
-
-    def same_ids() -> bool:
-        """Whether each id that the weights know is that of the same token in the data."""
-        known_by = load_tokenizer(found["tokenizer_file"])
-        assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
-        theirs = known_by.vocab
-        return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
-
-    if not (found["tokenizer"] and found["tokenizer_file"]):
-        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
-            "here: use the tokenizer of that model")
-    elif not on_rank0(same_ids):
-        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
-                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-    if most < vocab_size and config.get("response", -1) < 0:
-        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-    theirs, ours = known.get("attention"), changes.get("attention")
-    says = theirs == "prefix" or not args.init_from.startswith("hf:")  # an export cannot say more
-    fits = theirs != "prefix" or config["response"] >= 0 and run.dataset.loss != "all"
-    if theirs and says and fits and not args.attention:
-        ours = changes["attention"] = theirs
-    if theirs and theirs != ours and "prefix" in (theirs, ours):
-        say(f"WARNING: {source} was trained with {theirs if says else 'causal or isolated'} attention, and "
-            f"this run has --attention {ours}")
-    changes["seq_len"] = max(args.seq_len, known["seq_len"])
-    if most < vocab_size:
-        say(f"{source} knows {most} of {vocab_size} ids: embeddings of new ids start as the mean of the "
-            "existing ones")
-        rows = max(pad_vocab(vocab_size), known["padded_vocab"])
-        changes |= {"vocab_size": vocab_size, "padded_vocab": rows}
-        for name in VOCAB_TENSORS & weights.keys():
-            mean = weights[name][:most].mean(0, keepdim=True)
-            weights[name] = torch.cat((weights[name][:most], mean.expand(rows - most, *mean.shape[1:])))
-    whole = model_class.Config(**config | known | changes)
+    pairs = config.get("response", -1) >= 0
+    new_ids = has_new_ids(found, dataset.tokenizer, vocab_size, pairs, say)
+    attention = attention_from(found, args.init_from.startswith("hf:"), vars(args).get("attention"),
+                               changes.get("attention"), pairs and dataset.loss != "all", say)
+    if new_ids:
+        say(f"{source} knows {known['vocab_size']} of {vocab_size} ids: embeddings of new ids start as the "
+            "mean of the existing ones")
+    larger, weights = enlarged(found, args.seq_len, vocab_size)
+    chosen = {"attention": attention} if attention else {}
+    whole = model_class.Config(**config | known | changes | chosen | larger)
     model = build_model(model_class, whole, world, args.strategy, args.comm)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
-    def complete() -> list[str]:
-        """Adds what the weights lack, and names it."""
-        for name in shapes.keys() & weights.keys():
-            if weights[name].shape != shapes[name]:
-                raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
-                                f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
-            if not weights[name].isfinite().all():
-                raise UserError(f"{name} of {source} is not finite, so nothing can be learned from it: take "
-                                "an earlier checkpoint, or other weights.")
-        lacking = shapes.keys() - weights.keys()
-        torch.manual_seed(args.seed)
-        fresh = model_class(model.config).state_dict() if lacking else {}
-        weights.update({name: fresh[name] for name in lacking})
-        return sorted(lacking)
+    def complete() -> dict:
+        return new_tensors(model_class, model, weights, source, args.seed) if world.is_rank0 else {}
 
-    left_over = found["left_over"] + sorted(weights.keys() - shapes.keys())
-    lacking = sorted(config.keys() - known.keys()) + on_rank0(complete)
+    new = on_all(complete)  # the weights are on rank 0
+    lacking = sorted(config.keys() - known.keys()) + sorted(new)
     if lacking:
         say(f"{source} lacks {listed(lacking)}: as in a new model")
+    left_over = found["left_over"] + sorted(weights.keys() - model.state_dict().keys())
     if left_over:
         say(f"{source} has {listed(left_over)}, which this model does not use")
-    copy_weights(model, weights, world)
+    copy_weights(model, weights | new, world)
     return model
 
 
