@@ -110,6 +110,7 @@ from model import (
     num_params,
     pad_vocab,
 )
+from monitor import at_end
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
@@ -155,8 +156,7 @@ def show_traceback(error: BaseException):
     get_error_handler().record_exception(error)  # for torchrun's own report
 
 
-launched = False  # whether `launch` runs main(), and ends the process
-at_end = contextlib.ExitStack()  # what `with_cleanup` undoes, however main() ends
+launched = None  # the main() that `launch` runs, and after which it ends the process
 
 
 def launch(main):
@@ -166,7 +166,7 @@ def launch(main):
     Ends with os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
     global launched
-    launched = True
+    launched = main
     get_error_handler().initialize()
     explain = None
     with room("cluster"):
@@ -177,59 +177,62 @@ def launch(main):
         code, text, reason = 0, "", ""
     except BaseException as error:
         code, text, reason = ending_of(error, explain)
-    unwritten = Checkpoints.unwritten if code == 1 else []
+    at_end.exit_code = code
+    unwritten = one_has_failed() and Checkpoints.unwritten
     for number in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
         signal.signal(number, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # meanwhile torchrun stops this process if local rank 0 failed
         print(text, file=sys.stderr, flush=True)
-    if heartbeat:
+    if heartbeat and code:  # before this process waits for files
         heartbeat.stop(reason)
-    # a checkpoint from before the failure is worth waiting for; torchrun kills after 30 s
-    futures.wait(unwritten, timeout=15)
-    for finish in monitor.at_exit:
-        finish(code)
-    if code == 0 and dist.is_initialized():  # after a failure this can hang
-        dist.destroy_process_group()
+    at_end.close()
+    leave_group(sys.excepthook)
     with suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()  # stderr is line-buffered
     os._exit(code)
 
 
 def with_cleanup(main):
-    """Makes a main() that can be called again, as in a notebook. At its end attention has torch's own kernels
-    again, signals are handled as before, frozen garbage is thawed, locks are released, and the process group
-    is gone, as is its network card (what a notebook starts next may want another); but where one of several
-    processes has failed only the first, because destroying the group can hang.
+    """Makes a main() that can be called again, as in a notebook. At its end all that it has begun is wound
+    up, and signals are handled as before; but where one of several processes has failed the process group
+    stays, because destroying it can hang, and so do the handlers of the signals that torchrun then sends.
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None):
+        if launched is run:  # `launch` winds up
+            return main(argv)
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        card = os.environ.get("GLOO_SOCKET_IFNAME")
-        joined_before = dist.is_initialized()
-        failed = True
+        if not dist.is_initialized():  # by the caller, who then keeps the group
+            at_end.callback(leave_group, sys.excepthook)
+        at_end.exit_code = 0
         try:
             main(argv)
-            failed = False
+        except BaseException:
+            at_end.exit_code = 1
+            raise
         finally:
-            at_end.close()
-            several = heartbeat or dist.is_initialized() and dist.get_world_size() > 1
-            if not several or not failed:
+            if not one_has_failed():
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-                RunLock.release()
-                for finish in monitor.at_exit:
-                    finish(int(failed))
-                gc.unfreeze()
-                if dist.is_initialized() and not joined_before:
-                    if heartbeat:
-                        heartbeat.stop("")
-                    gc.collect()  # models and optimizers that main() left behind keep the process group alive
-                    dist.destroy_process_group()
-                if card is None:
-                    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            at_end.close()
 
     return run
+
+
+def one_has_failed() -> bool:
+    """Whether this is one of several processes, and ends with an error."""
+    return at_end.exit_code > 0 and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def leave_group(excepthook):
+    """Undoes init_process_group, which has replaced that sys.excepthook, unless this can hang."""
+    if dist.is_initialized() and not one_has_failed():
+        if heartbeat:
+            heartbeat.stop("")
+        gc.collect()  # models and optimizers that main() left behind keep the process group alive
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def leave_at_once(number, frame):
@@ -293,6 +296,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     global heartbeat
     env = os.environ
     launched = {"RANK", "WORLD_SIZE"} & env.keys()
+    if "GLOO_SOCKET_IFNAME" not in env:  # what a notebook starts next may want another network card
+        at_end.callback(env.pop, "GLOO_SOCKET_IFNAME", None)
     rank, world_size, store = 0, 1, dist.HashStore()
     if launched and "cluster" in rooms_here():
         with room("cluster"):
@@ -1606,6 +1611,7 @@ class TrainState:
         # from here on the garbage collector skips all existing objects, a scan of which takes half a second
         gc.collect()
         gc.freeze()
+        at_end.callback(gc.unfreeze)
 
     def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> "float | Norm":
         """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
@@ -1959,7 +1965,7 @@ class Checkpoints:
     every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks.
     """
 
-    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, for `launch` to wait for
+    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, for RunLock to wait for
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: ""):
         self.lost = lost  # a RunLock's
@@ -2085,7 +2091,6 @@ class Checkpoints:
         if self.world.is_rank0 and self._newest and not self._newest.exists():
             raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
                            "same command resumes from the one before.")
-        RunLock.release()
 
     def _submit(self, function, path: Path, *args):
         def job():
@@ -2138,11 +2143,9 @@ class Checkpoints:
 
 
 class RunLock:
-    """Creates a run directory and locks it until `release`, or until rank 0, which holds it, ends in any way.
-    Raises UserError on all ranks.
+    """Creates a run directory and locks it until the run ends, or rank 0, which holds it, in any way. Raises
+    UserError on all ranks.
     """
-
-    held: ClassVar[list] = []  # the locked files of this process
 
     def __init__(self, out: Path):
         self.out = out
@@ -2168,7 +2171,7 @@ class RunLock:
             say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
                 "run writes there")
         self._file = file
-        self.held.append(file)
+        at_end.callback(self.release)
         self._owner = f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}"
         with suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
@@ -2198,12 +2201,12 @@ class RunLock:
             return (f"{self.out} was taken by another run ({owner}), so this one ends without a checkpoint: "
                     "give each run its own --out.")
 
-    @classmethod
-    def release(cls):
-        """Gives back all locks of this process, once what they guard is written."""
-        futures.wait(Checkpoints.unwritten)
-        while cls.held:
-            cls.held.pop().close()
+    def release(self):
+        """Gives the directory back, once what the lock guards is written. A checkpoint from before a failure
+        is worth waiting for, too, but torchrun kills after 30 s.
+        """
+        futures.wait(Checkpoints.unwritten, timeout=15 if one_has_failed() else None)
+        self._file.close()
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,18 @@ from data import UserError, access, first_line, refuse_moved, room, say, write_a
 GB = 2**30
 MB = 2**20
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
-at_exit = []  # functions of the exit code that end what a sink has begun outside of this process
+
+
+class AtEnd(ExitStack):
+    """What remains to be done when a run ends, the newest first. Whoever begins something adds its end here;
+    `launch` and `with_cleanup` in ddp_utils.py close it.
+    """
+
+    exit_code = 0  # of the run that ends
+
+
+at_end = AtEnd()
+
 
 def memory_gb(device) -> float:
     """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""

@@ -16,7 +16,6 @@ from cluster import roll_call
 from data import HOST, NotNow, RunError, UserError, access, listed
 
 _joins = itertools.count()  # in this process, which may call main() again
-_waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
 
@@ -104,6 +103,7 @@ class Heartbeat:
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
         self._state = ""
+        self._waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
         self._seen = {}
         self.stood = 0.0  # the longest time, in seconds, in which this process did not run
         self._next_look = 0.0
@@ -128,7 +128,7 @@ class Heartbeat:
 
     def on_all(self, function, *args):
         """See ddp_utils.on_all."""
-        what = f"wait {next(_waits)}"
+        what = f"wait {next(self._waits)}"
         try:
             with access():
                 result = function(*args)

@@ -4,11 +4,10 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 from data import UserError
 from loggers.machine import why_not
-from monitor import FAULTS, at_exit
+from monitor import FAULTS, at_end
 
 
 class WandbRun:
@@ -17,12 +16,11 @@ class WandbRun:
     leaves out steps that it has.
     """
 
-    living: ClassVar[list] = []  # what wandb.init returned, for finish_all
-
     def __init__(self, out: Path, say):
         self._out = out
         self._say = say
         self._run = None  # none if nothing can be sent
+        at_end.callback(self.close)  # after an error wandb's own process would drop what it has not sent
 
     def open(self, records: list[dict], settings: dict):
         self.close()
@@ -35,15 +33,12 @@ class WandbRun:
                 project=os.environ.get("WANDB_PROJECT", Path(settings["trainer"]).stem), dir=self._out,
                 id=re.sub(r"[^\w.-]", "-", f"{self._out.name}-{began}"), name=self._out.name, resume="allow",
                 reinit="create_new", config=settings, settings=wandb.Settings(console="off"))
-            self.living.append(self._run)
-            if self.finish_all not in at_exit:
-                at_exit.append(self.finish_all)
             for record in records:
                 self.write(record)
         except FAULTS as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
                 raise UserError("--wandb needs the package wandb: pip install wandb, or give --no-wandb.")
-            self._run = None
+            self.close()
             self._say(f"nothing is sent to Weights & Biases: {why_not('wandb', error)}")
 
     def write(self, record: dict):
@@ -51,14 +46,7 @@ class WandbRun:
             self._run.log(record, step=record["step"])
 
     def close(self):
-        if self._run in self.living:
-            self.living.remove(self._run)
+        run, self._run = self._run, None
+        if run:
             with suppress(*FAULTS):
-                self._run.finish()
-
-    @classmethod
-    def finish_all(cls, exit_code: int):
-        """Ends what an error has left open; without this, wandb's own process drops what it has not sent."""
-        while cls.living:
-            with suppress(*FAULTS):
-                cls.living.pop().finish(exit_code)
+                run.finish(at_end.exit_code)

@@ -221,19 +221,19 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, world):
 
 def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monkeypatch):
     """The lock is given back only when what it guards is written, so no other run can come between."""
-    said, locked = [], []
+    said, locks, locked = [], [], []
     slow = threading.Event()
     plain = Checkpoints._write
 
     def write(self, *args):
         slow.wait(0.5)
-        locked.append(not ddp_utils.RunLock.held[0].closed)
+        locked.append(not locks[0]._file.closed)
         plain(self, *args)
 
     @ddp_utils.with_cleanup
     def main(argv):
-        lock = ddp_utils.RunLock(tmp_path)
-        checkpoints = Checkpoints(tmp_path, world, 3, said.append, lock.lost)
+        locks.append(ddp_utils.RunLock(tmp_path))
+        checkpoints = Checkpoints(tmp_path, world, 3, said.append, locks[0].lost)
         checkpoints.save(1, make_state(world), META)
         checkpoints.mark_best(1, {"val_loss": 2.5})
         raise ZeroDivisionError
@@ -241,7 +241,7 @@ def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monk
     monkeypatch.setattr(Checkpoints, "_write", write)
     with pytest.raises(ZeroDivisionError):
         main()
-    assert locked == [True] and not ddp_utils.RunLock.held
+    assert locked == [True] and locks[0]._file.closed
     assert [path.name for path in (tmp_path / "checkpoints").glob("best.pt")] == ["best.pt"]
     assert read_checkpoint(list_checkpoints(tmp_path)[0])["step"] == 1
     assert not [text for text in said if "WARNING" in text]

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, finish, start
 from processes import fork
 from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, steps_of, tensors_of
 from states import flags_of
@@ -43,10 +43,10 @@ def test_main_can_be_called_again(tmp_path, shards, module, monkeypatch, capsys)
     trainer = Trainer(module.__name__ + ".py", ff=48) if module is not train_gpt2 else GPT2
     flags = trainer.flags(shards, tmp_path / "run", steps=4)
     own = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test before may have changed
-    before = handlers()
+    before, hook = handlers(), sys.excepthook
 
     def cleaned_up() -> bool:
-        assert handlers() == before and gc.get_freeze_count() == 0
+        assert handlers() == before and sys.excepthook is hook and gc.get_freeze_count() == 0
         return not torch.distributed.is_initialized()
 
     module.main(flags)
@@ -101,6 +101,32 @@ def test_a_script_calls_main_on_several_processes(tmp_path, shards):
     assert done.code == 0 and done.out.count("the script goes on") == 2, done.out
     assert "this run is complete after 2 steps" in done.out
     assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+THREE_TIMES = """
+import sys
+import torch
+import ddp_utils
+import train_gpt2
+how, *flags = sys.argv[1:]
+for _ in range(3):
+    if how == "main":
+        train_gpt2.main(flags)
+    else:  # as torch by itself does
+        ddp_utils.init("gloo", "cpu")
+        torch.distributed.destroy_process_group()
+raise ZeroDivisionError("after the runs")
+"""
+
+
+@pytest.mark.parametrize("how, times", [("main", 0), ("torch", 3)])
+def test_an_error_after_three_runs_does_not_name_the_rank_thrice(how, times, tmp_path, shards):
+    """Each init_process_group of torch wraps sys.excepthook, and nothing of torch's takes that back."""
+    (tmp_path / "script.py").write_text(THREE_TIMES)
+    flags = GPT2.flags(shards, tmp_path / "run", steps=2)
+    done = finish(start([sys.executable, tmp_path / "script.py", how, *flags], cwd=ROOT, PYTHONPATH=ROOT))
+    assert done.code == 1, done.out
+    assert done.out.splitlines()[-1] == "[rank0]: " * times + "ZeroDivisionError: after the runs", done.out
 
 
 # -------------------------------------------------------------------------------------------------- terminals

@@ -198,7 +198,7 @@ def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
     with monkeypatch.context() as patch:  # a thread asks while the file is being closed
         patch.setattr(lock, "_file", SimpleNamespace(closed=False, fileno=lambda: 2**20))
         assert lock.lost() == ""
-    ddp_utils.RunLock.release()
+    lock.release()
     assert lock.lost() == ""
 
 
