@@ -242,12 +242,13 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     without = 0
     limit = settings["max_tokens"]
     full = bool(limit) and counts["read"] >= limit
-    source.done = 0  # beginnings may have been read
+    progress = source.progress
+    progress.done = 0  # beginnings may have been read
     found = read_pieces(source, settings, writer.position, counts["documents"])
     batches = in_batches(item for item in found if not full or item[2] != "train")
     lines = not sys.stderr.isatty() or bool(os.environ.get("TQDM_DISABLE"))
     said = time.monotonic()
-    with tqdm(total=limit or source.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
+    with tqdm(total=limit or progress.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
               mininterval=0.5) as bar:
         for batch, (arrays, lost) in in_order(batches, workers, encode, source, tokenizer):
             for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
@@ -272,20 +273,20 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
             if lines and time.monotonic() > said + LINE_EVERY:
                 said = time.monotonic()
                 say(f"{counts['read'] / 1e6:.1f}M tokens so far")
-            bar.update((counts["read"] if limit else source.done) - bar.n)
+            bar.update((counts["read"] if limit else progress.done) - bar.n)
             if full and not source.tail:
                 break
         if not full:
-            without = source.seen - counts["documents"]
+            without = progress.seen - counts["documents"]
     if warning := check_loss(tokenizer.name, writer.lost):
         say(warning)
-    if source.split_on and not source.divided:
-        say(f"WARNING: {source.split_on!r} of --split-on divides none of the files")
+    if settings.get("split_on") and not progress.divided:
+        say(f"WARNING: {settings['split_on']!r} of --split-on divides none of the files")
     if marks:
         say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
             f"--split-on '{EOT}' makes documents of what is between")
-    if source.unread:
-        say(f"note: fields that were not read: {', '.join([*source.unread][:8])}")
+    if progress.unread:
+        say(f"note: fields that were not read: {', '.join([*progress.unread][:8])}")
     if without:
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 
@@ -314,7 +315,7 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
                     split = f"val_{name}"
             if document > first or piece >= skip:
                 yield document, piece, split, text
-        source.seen = document + 1
+        source.progress.seen = document + 1
 
 
 def hash64(text: str) -> int:

@@ -21,260 +21,327 @@ import urllib.parse
 import urllib.request
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data import FILE_PREFIXES, NotNow, UserError, access, digest_json, first_line, names_in, sha256_of
 
-SHORT_NAMES = {  # repository, configuration
-    "imdb": ("stanfordnlp/imdb", None),
-    "wikipedia-en": ("wikimedia/wikipedia", "20231101.en"),
-    "wikipedia-es": ("wikimedia/wikipedia", "20231101.es"),
-    "c4": ("allenai/c4", "en"),
-    "c4-es": ("allenai/c4", "es"),
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+SHORT_NAMES = {  # for hf:REPO[:CONFIG]
+    "imdb": "stanfordnlp/imdb",
+    "wikipedia-en": "wikimedia/wikipedia:20231101.en",
+    "wikipedia-es": "wikimedia/wikipedia:20231101.es",
+    "c4": "allenai/c4:en",
+    "c4-es": "allenai/c4:es",
+    "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
 }
 SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
            + ", ".join(SHORT_NAMES))
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 
 
+@dataclass
+class Progress:
+    """How far a source has been read, and what was met there."""
+
+    done: int = 0  # bytes, which the progress bar shows
+    total: int | None = None
+    seen: int = 0  # documents that were read to their end, or skipped
+    divided: bool = False  # whether split_on occurred
+    unread: dict = field(default_factory=dict)  # other fields that there are, in their order
+
+
 class Source:
     """Documents in a fixed order, readable from any index on. `fields` names the text field, or for pairs the
     fields of prompt, response and optionally condition; the field of the validation set, if any, comes last.
-    A resumed `prepare` must find the same `identity`. The progress bar shows `done` of `total` bytes.
+    A resumed `prepare` must find the same `identity`.
     """
 
     def __init__(self, dataset: str, settings: dict):
         self.dataset = dataset
+        self.settings = settings
         self.pairs = settings.get("row") is not None
-        self.val_field = settings.get("val_field")
-        self.tokenizer = ""  # as a flag, for a command in an error
-        if settings.get("tokenizer"):
-            self.tokenizer = f" --tokenizer {shlex.quote(settings['tokenizer'])}"
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
-        self.split_on = settings.get("split_on")
-        self.divided = False  # whether split_on occurred
-        self.seen = 0  # documents that were read to their end, or skipped
-        self.named = {}  # the value behind the name of each validation set
-        self.unread = {}  # other fields that there are, in their order
-        self.done = 0
-        self.total = None
-        self.files = []
-        prefix, _, where = dataset.partition(":")
-        refuse_saved(where or dataset)
-        if dataset == "task:addition":
-            self.identity = f"{dataset}, the harder half of the levels held out"
-        elif dataset == "stdlib":
-            self.files = stdlib_files()
-        elif prefix in FILE_PREFIXES and where:
-            self.files = find_files(where, print)
-            if not self.files:
-                hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
-                raise UserError(f"no file matches {where!r}{hint}.")
-        elif dataset in SHORT_NAMES or prefix == "hf" and where:
-            self.repo, self.config = SHORT_NAMES.get(dataset) or [*where.split(":"), None][:2]
-            self.repo = os.path.expanduser(self.repo)
-            prefix = "hub"
-            self.identity = f"{self.repo}:{self.config}"
-            self.files = find_files(f"{self.repo}/**")  # if it is a directory here
-        elif Path(dataset).is_file():
-            raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: before it.")
-        else:
-            raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
-        self._read = getattr(self, f"_{prefix}")
-        if self.files:
-            sizes = [[p.name, p.stat().st_size] for p in self.files]
-            self.total = sum(size for _, size in sizes)
-            self.identity = f"{prefix}, {len(sizes)} files, {self.total} bytes, {digest_json(sizes)[:16]}"
-            digest = sha256_of if self.total < 64 * BLOCK else sample_digest
-            content = digest_json([prefix == "hub" and where, *map(digest, self.files)])[:16]
-            self.identity += f", content {content}"
+        self.kind, self.files = find_source(dataset)
+        self.progress = Progress(total=sum(path.stat().st_size for path in self.files) or None)
+        self.identity = identity_of(self.kind, dataset, self.files)
         val_split = settings["val_split"]
         self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
-        if self.tail and prefix != "text":
+        if self.tail and self.kind != "text":
             raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
 
     def documents(self, start: int):
         """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
         of text, or a tuple with the fields of a pair. If split is None, a hash of the text or prompt decides.
         """
-        for texts, split in itertools.islice(self._read(), start, None):  # skipped texts stay unread
+        val_field = self.settings.get("val_field")
+        named = {}  # the value behind the name of each validation set
+        found = READERS[self.kind](self, self.progress)
+        for texts, split in itertools.islice(found, start, None):  # skipped texts stay unread
             name = ""
-            if self.val_field:
+            if val_field:
                 *texts, value = texts
                 name = re.sub(r"[^\w-]+", "-", value).strip("-") or "none"
-                if self.named.setdefault(name, value) != value:
-                    raise UserError(f"the values {self.named[name]!r} and {value!r} of {self.val_field} "
+                if named.setdefault(name, value) != value:
+                    raise UserError(f"the values {named[name]!r} and {value!r} of {val_field} "
                                     f"would share the validation set val_{name}: rename one in the data.")
             yield (tuple(texts) if self.pairs else texts), split, name
 
-    def _stdlib(self):
-        for path in self.files:
-            raw = path.read_bytes()
-            self.done += len(raw)
-            try:
-                yield [raw.decode("utf-8")], None
-            except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
-                yield [], None
+    def texts(self, where, values) -> list[str]:
+        """The values of the `fields` as texts."""
+        return [text_of(value, f"{where} field {name!r},") for name, value in zip(self.fields, values)]
 
-    def _task(self):
-        """Each sample is a function of its number. Its level names its validation set. All samples of the
-        harder half of the levels are held out.
-        """
-        for number in itertools.count():
-            some = random.Random(f"addition {number}")
-            untrained = some.random() < UNTRAINED
-            level = some.randint(1, LEVELS // 2) + untrained * LEVELS // 2
-            name = f"{'un' * untrained}trained-{level}"
-            yield (*addition(some, level), name), "val" if untrained else None
-
-    def _text(self):
-        """One document per file, or one between two --split-on; tail:F divides the file at the boundary."""
-        sizes = [self._length(path) for path in self.files]
-        self.total = sum(sizes)
-        train_bytes = int(self.total * (1 - (self.tail or 0)))
-        for path, size in zip(self.files, sizes):
-            if self.tail is None:
-                yield from self._documents(path, 0, size, None)
-                continue
-            cut = min(max(train_bytes, 0), size)
-            with self._open(path) as file:
-                file.seek(cut)
-                while (byte := file.read(1)) and byte[0] & 0xC0 == 0x80:  # inside a UTF-8 character
-                    cut += 1
-            if cut:
-                yield from self._documents(path, 0, cut, "train")
-            if cut < size:
-                yield from self._documents(path, cut, size, "val")
-            train_bytes -= size
-
-    def _length(self, path):
-        with self._open(path) as file:
-            return file.seek(0, os.SEEK_END)
-
-    def _documents(self, path, begin, end, split):
-        blocks = self._text_blocks(path, begin, end)
-        if not self.split_on:
-            yield blocks, split
+    def check_fields(self, where, there):
+        """Raises UserError unless all `fields` are `there`."""
+        self.progress.unread |= dict.fromkeys(name for name in there if name not in self.fields)
+        if not (missing := [name for name in self.fields if name not in there]):
             return
-        rest = ""
-        for block in blocks:
-            *texts, rest = (rest + block).split(self.split_on)
-            self.divided |= bool(texts)
-            yield from (([text], split) for text in texts)
-            if len(rest) > 64 * BLOCK:
-                raise UserError(f"{path} has {len(rest):,} characters without a {self.split_on!r}: leave "
-                                "--split-on out, or name what is between its documents.")
-        yield [rest], split
+        flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
+        if missing[0] == self.settings.get("val_field"):
+            flag = "--val-field NAME"
+        if tokenizer := self.settings.get("tokenizer"):
+            flag = f"--tokenizer {shlex.quote(tokenizer)} {flag}"
+        raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
+                        f"in python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} "
+                        "and train on the directory that this makes. Rows that lack it need a null there, "
+                        "and fields inside of others have to be moved out.")
 
-    def _text_blocks(self, path, begin, end):
-        decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()  # without its mark
-        with self._open(path) as file:
-            file.seek(begin)
-            while raw := file.read(min(BLOCK, end - begin)):
-                try:
-                    text = decoder.decode(raw, final=begin + len(raw) == end)
-                    refuse_zero(raw)
-                except UnicodeDecodeError as error:
-                    at = begin + len(raw) - len(error.object) + error.start
-                    file.seek(0)
-                    line = 1 + sum(end <= at for end in itertools.accumulate(map(len, file)))
-                    raise not_utf8(path, f"byte {at + 1} in line {line}", error)
-                begin += len(raw)
-                self.done += len(raw)
-                yield text
 
-    def _jsonl(self):
-        for path in self.files:
-            before = self.done
-            with self._open(path) as file:
-                for number, line in enumerate(file, 1):
-                    self.done = before + self._raw.tell()
-                    if not line.isspace():
-                        yield self._json_texts(path, number, line), None
+def find_source(dataset: str) -> tuple[str, list[Path]]:
+    """The key of a data set in READERS, and its files, of which some have none here. Raises UserError."""
+    prefix, _, where = dataset.partition(":")
+    refuse_saved(where or dataset)
+    if dataset == "task:addition":
+        return prefix, []
+    if dataset == "stdlib":
+        return prefix, stdlib_files()
+    if prefix in FILE_PREFIXES and where:
+        if files := find_files(where, print):
+            return prefix, files
+        hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
+        raise UserError(f"no file matches {where!r}{hint}.")
+    if dataset in SHORT_NAMES or prefix == "hf" and where:
+        return "hub", find_files(f"{repository(dataset)[0]}/**")  # if it is a directory here
+    if Path(dataset).is_file():
+        raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: before it.")
+    raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
 
-    def _json_texts(self, path, number, line):
-        where = f"{path}, line {number},"
+
+def repository(dataset: str) -> list[str | None]:
+    """The repository of a data set on the hub, or a directory here, and its configuration."""
+    name = SHORT_NAMES.get(dataset) or dataset.removeprefix("hf:")
+    return [*os.path.expanduser(name).split(":"), None][:2]
+
+
+def identity_of(kind: str, dataset: str, files: list[Path]) -> str:
+    """A text that another data set, or another version of it, does not have."""
+    if kind == "task":
+        return f"{dataset}, the harder half of the levels held out"
+    if not files:
+        return ":".join(map(str, repository(dataset)))
+    sizes = [[path.name, path.stat().st_size] for path in files]
+    total = sum(size for _, size in sizes)
+    digest = sha256_of if total < 64 * BLOCK else sample_digest
+    content = digest_json([kind == "hub" and dataset.partition(":")[2], *map(digest, files)])
+    return f"{kind}, {len(files)} files, {total} bytes, {digest_json(sizes)[:16]}, content {content[:16]}"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Readers. Each yields for each document of a Source its texts, which may be read when they are asked for, and
+# its split or None, and adds to `progress` what it has read.
+
+
+def read_stdlib(source, progress):
+    for path in source.files:
+        raw = path.read_bytes()
+        progress.done += len(raw)
         try:
-            text = line.decode("utf-8-sig", "surrogatepass")
-            refuse_zero(line)
-            row = json.loads(text, parse_float=str, parse_int=str, parse_constant=constant)
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line must be one "
-                            "JSON object.")
-        self._check_fields(where, row)
-        yield from self._texts(where, [row[field] for field in self.fields])
+            yield [raw.decode("utf-8")], None
+        except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
+            yield [], None
 
-    def _texts(self, where, values):
-        return [text_of(value, f"{where} field {field!r},") for field, value in zip(self.fields, values)]
 
-    def _parquet(self):
-        from pyarrow import parquet
+def read_task(source, progress):
+    """Each sample is a function of its number. Its level names its validation set. All samples of the harder
+    half of the levels are held out.
+    """
+    for number in itertools.count():
+        some = random.Random(f"addition {number}")
+        untrained = some.random() < UNTRAINED
+        level = some.randint(1, LEVELS // 2) + untrained * LEVELS // 2
+        name = f"{'un' * untrained}trained-{level}"
+        yield (*addition(some, level), name), "val" if untrained else None
 
-        def batches(path):
+
+def read_text(source, progress):
+    """One document per file, or one between two --split-on; tail:F divides the file at the boundary."""
+    split_on = source.settings.get("split_on")
+    for path, begin, end, split in parts_of(source, progress):
+        blocks = text_blocks(path, begin, end, progress)
+        if not split_on:
+            yield blocks, split
+            continue
+        for text in divide(blocks, split_on, path, progress):
+            yield [text], split
+
+
+def parts_of(source, progress):
+    """Yields (path, begin, end, split) for each file, or with tail:F for what is trained on and for the rest,
+    in bytes.
+    """
+    sizes = [length_of(path) for path in source.files]
+    progress.total = sum(sizes)
+    train_bytes = int(sum(sizes) * (1 - (source.tail or 0)))
+    for path, size in zip(source.files, sizes):
+        if source.tail is None:
+            yield path, 0, size, None
+            continue
+        cut = end_of_character(path, min(max(train_bytes, 0), size))
+        if cut:
+            yield path, 0, cut, "train"
+        if cut < size:
+            yield path, cut, size, "val"
+        train_bytes -= size
+
+
+def length_of(path):
+    with unpacked(path) as (file, _):
+        return file.seek(0, os.SEEK_END)
+
+
+def end_of_character(path, at):
+    """The first byte from `at` on that begins a UTF-8 character."""
+    with unpacked(path) as (file, _):
+        file.seek(at)
+        while (byte := file.read(1)) and byte[0] & 0xC0 == 0x80:
+            at += 1
+    return at
+
+
+def divide(blocks, split_on, path, progress):
+    """The texts between two `split_on`."""
+    rest = ""
+    for block in blocks:
+        *texts, rest = (rest + block).split(split_on)
+        progress.divided |= bool(texts)
+        yield from texts
+        if len(rest) > 64 * BLOCK:
+            raise UserError(f"{path} has {len(rest):,} characters without a {split_on!r}: leave "
+                            "--split-on out, or name what is between its documents.")
+    yield rest
+
+
+def text_blocks(path, begin, end, progress):
+    decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()  # without its mark
+    with unpacked(path) as (file, _):
+        file.seek(begin)
+        while raw := file.read(min(BLOCK, end - begin)):
+            try:
+                text = decoder.decode(raw, final=begin + len(raw) == end)
+                refuse_zero(raw)
+            except UnicodeDecodeError as error:
+                at = begin + len(raw) - len(error.object) + error.start
+                file.seek(0)
+                line = 1 + sum(end <= at for end in itertools.accumulate(map(len, file)))
+                raise not_utf8(path, f"byte {at + 1} in line {line}", error)
+            begin += len(raw)
+            progress.done += len(raw)
+            yield text
+
+
+def read_jsonl(source, progress):
+    for path in source.files:
+        before = progress.done
+        with unpacked(path) as (file, raw):
+            for number, line in enumerate(file, 1):
+                progress.done = before + raw.tell()
+                if not line.isspace():
+                    yield json_texts(source, path, number, line), None
+
+
+def json_texts(source, path, number, line):
+    """The texts of a line, which is parsed when the first is asked for."""
+    where = f"{path}, line {number},"
+    try:
+        text = line.decode("utf-8-sig", "surrogatepass")
+        refuse_zero(line)
+        row = json.loads(text, parse_float=str, parse_int=str, parse_constant=constant)
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line must be one "
+                        "JSON object.")
+    source.check_fields(where, row)
+    yield from source.texts(where, [row[name] for name in source.fields])
+
+
+def read_parquet(source, progress):
+    from pyarrow import parquet
+    for path in source.files:
+        with readable(path):
             file = parquet.ParquetFile(path)
-            self._check_fields(path, file.schema_arrow.names)
-            for batch in file.iter_batches(1000, columns=self.fields):
-                yield batch.to_pydict()
+            source.check_fields(path, file.schema_arrow.names)
+            for batch in file.iter_batches(1000, columns=source.fields):
+                yield from rows_of(source, path, batch.to_pydict())
+        progress.done += path.stat().st_size
 
-        for path in self.files:
-            yield from self._rows(path, batches(path))
-            self.done += path.stat().st_size
 
-    def _hub(self):
-        def batches():
-            hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-            if not Path(self.repo).exists() and not reachable(hub):
-                raise NotNow(f"no network, so {self.repo} cannot be read: use local files (text:, jsonl:, "
-                             "parquet:) or the source stdlib, which every machine has.")
-            import datasets  # takes 1.2 s
-            rows = datasets.load_dataset(self.repo, self.config, split="train", streaming=True)
-            if rows.column_names:
-                self._check_fields(self.repo, rows.column_names)
-            yield from rows.select_columns(self.fields).iter(batch_size=1000)  # row by row is far slower
+def read_hub(source, progress):
+    name, configuration = repository(source.dataset)
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    with readable(name):
+        if not Path(name).exists() and not reachable(hub):
+            raise NotNow(f"no network, so {name} cannot be read: use local files (text:, jsonl:, parquet:) "
+                         "or the source stdlib, which every machine has.")
+        import datasets  # takes 1.2 s
+        rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
+        if rows.column_names:
+            source.check_fields(name, rows.column_names)
+        # row by row is far slower
+        for batch in rows.select_columns(source.fields).iter(batch_size=1000):
+            yield from rows_of(source, name, batch)
 
-        return self._rows(self.repo, batches())
 
-    def _rows(self, name, batches):
-        """The documents of batches of rows, each with a list for each field."""
-        try:
-            for batch in batches:
-                for values in zip(*(batch[field] for field in self.fields)):
-                    yield self._texts(name, values), None
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:  # missing, damaged, in need of a script, or any of httpx
-            reason = first_line(error).rstrip(".")
-            raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
+# how each kind of data set is read; FILE_PREFIXES of data.py names those that are files
+READERS = {"stdlib": read_stdlib, "task": read_task, "text": read_text, "jsonl": read_jsonl,
+           "parquet": read_parquet, "hub": read_hub}
 
-    def _check_fields(self, where, there):
-        self.unread |= dict.fromkeys(name for name in there if name not in self.fields)
-        if missing := [field for field in self.fields if field not in there]:
-            flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
-            flag = "--val-field NAME" if missing[0] == self.val_field else flag
-            raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
-                            f"in python data.py prepare --dataset {shlex.quote(self.dataset)}"
-                            f"{self.tokenizer} {flag} and train on the directory that this makes. Rows that "
-                            "lack it need a null there, and fields inside of others have to be moved out.")
 
-    @contextlib.contextmanager
-    def _open(self, path):
-        """Opens a file for reading, unpacked. An error while it is open becomes a UserError."""
-        try:
-            with access(path), open(path, "rb") as self._raw:
-                head = self._raw.peek(10)[:10]
-                unpack = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)
-                if unpack == "zstd":
-                    raise UserError(f"{path} is packed: unpack it with zstd -d, and name what that writes.")
-                yield unpack(self._raw)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
+@contextlib.contextmanager
+def readable(name):
+    """A context in which an error becomes a UserError: what is missing, damaged or in need of a script."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # or any of httpx
+        reason = first_line(error).rstrip(".")
+        raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
+
+
+def rows_of(source, where, batch):
+    """The documents of a batch of rows, with a list for each field."""
+    for values in zip(*(batch[name] for name in source.fields)):
+        yield source.texts(where, values), None
+
+
+@contextlib.contextmanager
+def unpacked(path: Path):
+    """Opens a file for reading: what is packed in it, and the file itself, whose position is that in the file
+    as it is. An error while it is open becomes a UserError.
+    """
+    try:
+        with access(path), open(path, "rb") as raw:
+            head = raw.peek(10)[:10]
+            unpack = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)
+            if unpack == "zstd":
+                raise UserError(f"{path} is packed: unpack it with zstd -d, and name what that writes.")
+            yield unpack(raw), raw
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
 
 
 PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open,
