@@ -868,6 +868,36 @@ def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
     return float(-(p * np.log(p)).sum())
 
 
+def refuse_unlike(found: dict[Path, tuple[dict, Vocabulary]]):
+    """Raises UserError if directories have other tokenizers or roles than the first."""
+    (first, (manifest, tokenizer)), *others = found.items()
+    ids = tokenizer.to_json(), manifest.get("roles")
+    for directory, (other, its_tokenizer) in others:
+        if (its_tokenizer.to_json(), other.get("roles")) != ids:
+            raise UserError(f"{directory} and {first} have unlike tokenizers, or only one has "
+                            "pairs: prepare one with the --tokenizer and fields of the other.")
+
+
+def files_of_sets(manifests: dict[Path, dict]) -> dict[str, list[Path]]:
+    """The files of each validation set. The split val_NAME is the set NAME, and val is "". Of several
+    directories, a set without a name, or with one that another has, too, has the name of its directory first.
+    """
+    splits = Counter(split for manifest in manifests.values()
+                     for split in {shard["split"] for shard in manifest["shards"]})
+    folders = Counter(directory.name for directory in manifests)
+    sets = defaultdict(list)
+    for directory, manifest in manifests.items():
+        label = directory.name if folders[directory.name] == 1 else str(directory)
+        for shard in manifest["shards"]:
+            split = shard["split"]
+            name = split[4:]
+            if splits[split] > 1 or len(manifests) > 1 and not name:
+                name = f"{label}-{name}".strip("-")
+            if split != "train":
+                sets[name].append(directory / shard["file"])
+    return dict(sets)
+
+
 class Dataset:
     """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice per epoch.
 
@@ -881,61 +911,50 @@ class Dataset:
                  loss: str | None = None, plain=None):
         found = {directory: read_directory(directory, seq_len, tokenizer_name, plain)
                  for directory in dict.fromkeys(directories)}
-        manifest, self.tokenizer = found[directories[0]]
-        self.roles = manifest.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
-        for directory, (other, tokenizer) in [*found.items()][1:]:
-            if (tokenizer.to_json(), other.get("roles")) != (self.tokenizer.to_json(), manifest.get("roles")):
-                raise UserError(f"{directory} and {directories[0]} have unlike tokenizers, or only one has "
-                                "pairs: prepare one with the --tokenizer and fields of the other.")
+        refuse_unlike(found)
+        manifests = {directory: manifest for directory, (manifest, _) in found.items()}
+        first, self.tokenizer = found[directories[0]]
+        self.name = "+".join(directory.name for directory in directories)
+        self.roles = first.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
         pairs = self.roles["response"] >= 0
         if loss == "response" and not pairs:
             raise UserError("--loss response needs pairs: leave it out, or prepare the data with "
                             "--prompt-field and --response-field.")
         self.loss = loss or ("response" if pairs else "all")
         which = functools.partial(learned, roles=self.roles, loss=self.loss) if pairs else None
-        train = []
-        held_out = defaultdict(list)
-        for directory in directories:
-            train += [directory / shard["file"] for shard in found[directory][0]["shards"]
-                      if shard["split"] == "train"]
-        splits = [split for manifest, _ in found.values()
-                  for split in {shard["split"] for shard in manifest["shards"]}]
-        labels = [directory.name for directory in found]
-        for directory, (manifest, _) in found.items():
-            label = directory.name if labels.count(directory.name) == 1 else str(directory)
-            for shard in manifest["shards"]:
-                split = shard["split"]
-                # of several directories, sets without a name of their own have that of the directory
-                own = len(found) == 1 or split != "val" and splits.count(split) == 1
-                name = split[4:] if own else f"{label}-{split[4:]}".strip("-")
-                if split != "train":
-                    held_out[name].append(directory / shard["file"])
+        read = functools.partial(Shards, seq_len=seq_len, learned=which, tokenizer=self.tokenizer)
+        train = [directory / shard["file"] for directory in directories
+                 for shard in manifests[directory]["shards"] if shard["split"] == "train"]
         names = ", ".join(map(str, found))
         if not train:
             raise UserError(f"{names} holds no training shard.")
-        self.train = Shards(train, seq_len, which, self.tokenizer)
+        self.train = read(train)
         if not self.train.rows:
             raise UserError(f"{names} is too small: {self.train.num_tokens} training tokens fill no row "
                             f"of {seq_len}; lower --seq-len or prepare more text.")
-        sets = {name: Shards(paths, seq_len, which, self.tokenizer) for name, paths in held_out.items()}
+        sets = {name: read(paths) for name, paths in files_of_sets(manifests).items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
-        short = {name or "val": max(map(len, shards.tokens)) for name, shards in sets.items()
-                 if not shards.rows}
-        self.would_split = would_split(manifest)
-        self.too_short = ""  # a sentence about validation sets that fill no row
-        if short:
-            listed = " and ".join(f"{name} ({n} tokens)" for name, n in short.items())
-            self.too_short = (f"an evaluation leaves out the validation set {listed}, which fills no row of "
-                              f"{seq_len}")
-            if min(short.values()) > 1:
-                self.too_short += (f"; --seq-len {min(short.values()) - 1} would hold it, in a new run or "
-                                   "with --eval-only")
+        # the tokens of the longest file of each validation set that fills no row
+        self.short = {name: max(map(len, shards.tokens)) for name, shards in sets.items() if not shards.rows}
         ids = self.tokenizer.to_json(), self.roles
         for shards in (self.train, *self.val.values()):
             shards.ids = ids
-        self.name = "+".join(directory.name for directory in directories)
-        digests = [digest_of(found[directory][0]) for directory in directories]
+        self.would_split = would_split([*manifests.values()][-1])
+        digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
+
+    @property
+    def too_short(self) -> str:
+        """A sentence about the validation sets that fill no row, "" if there are none."""
+        if not self.short:
+            return ""
+        listed = " and ".join(f"{name or 'val'} ({n} tokens)" for name, n in self.short.items())
+        text = (f"an evaluation leaves out the validation set {listed}, which fills no row of "
+                f"{self.train.seq_len}")
+        longest = min(self.short.values()) - 1
+        if longest > 0:
+            text += f"; --seq-len {longest} would hold it, in a new run or with --eval-only"
+        return text
 
     @functools.cached_property
     def token_bytes(self):

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -633,6 +634,21 @@ def test_peek_takes_the_rows_that_pairs_have(tmp_path):
     assert done.code == 0 and done.out.count("--- train row") == 2, done.out
     info = run(0, "data.py", "info", made).out
     assert len(re.findall(r"unigram entropy [1-9]\.\d+ nats", info)) == 2, info  # not 0 for rows of one
+
+
+def test_names_of_validation_sets():
+    def manifest(*splits):
+        return {"shards": [{"file": f"{split}_{i}", "split": split} for i, split in enumerate(splits)]}
+
+    a, b, other = Path("a/data"), Path("b/data"), Path("b/more")
+    assert data.files_of_sets({a: manifest("train")}) == {}
+    assert data.files_of_sets({a: manifest("val", "train", "val", "val_x")}) == {
+        "": [a / "val_0", a / "val_2"], "x": [a / "val_x_3"]}
+    found = data.files_of_sets({a: manifest("val_x", "val_y"), other: manifest("val", "val_x")})
+    assert found == {"data-x": [a / "val_x_0"], "y": [a / "val_y_1"], "more": [other / "val_0"],
+                     "more-x": [other / "val_x_1"]}
+    assert data.files_of_sets({a: manifest("val"), b: manifest("val_z"), other: manifest("train")}) == {
+        "a/data": [a / "val_0"], "z": [b / "val_z_0"]}
 
 
 def test_sets_of_several_directories_have_unlike_names(tmp_path):
