@@ -1546,7 +1546,7 @@ class TrainState:
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
         self.model = model
-        self._gradients = {}  # of DDP, between two steps, see clear_gradients
+        self._views = {}  # of DDP's buckets, by parameter
         self.world = world
         self.optimizers = optimizers
         self.zero1 = args.strategy == "zero1"
@@ -1580,10 +1580,14 @@ class TrainState:
         self._norm = None  # of the last step, until the host has read it
 
     def no_sync(self, accumulating: bool):
-        """A context in which DDP keeps gradients local, for all micro-batches of a step but the last."""
-        for p, gradient in self._gradients.items():
-            p.grad = gradient
-        self._gradients = {}
+        """A context in which DDP keeps gradients local, for all micro-batches of a step but the last. A
+        gradient that is None becomes the view of DDP's bucket, as zeros: otherwise a backward pass without
+        communication would hold it a second time.
+        """
+        if empty := {p: view for p, view in self._views.items() if p.grad is None}:
+            torch._foreach_zero_(list(empty.values()))
+            for p, view in empty.items():
+                p.grad = view
         ddp = isinstance(self.wrapped, DistributedDataParallel)
         return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
 
@@ -1681,16 +1685,12 @@ class TrainState:
                            "checkpoint, or from the one before if you delete that.")
 
     def clear_gradients(self):
-        """Gradients become None. Those of DDP are views of its buckets, so `no_sync` gives them back, as
-        zeros: otherwise a backward pass without communication would hold each gradient a second time.
-        """
+        """Gradients become None, so that nobody takes zeros for the norms of a step."""
         params = [p for p in self.model.parameters() if p.grad is not None]  # once: a GPU idles meanwhile
         if isinstance(self.wrapped, DistributedDataParallel):
-            self._gradients |= {p: p.grad for p in params}
-            if self._gradients:
-                torch._foreach_zero_(list(self._gradients.values()))
+            self._views |= {p: p.grad for p in params}
         for p in params:
-            p.grad = None  # so that nobody takes zeros for the norms of a step
+            p.grad = None
 
     @contextlib.contextmanager
     def averaged_weights(self):
