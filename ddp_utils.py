@@ -104,11 +104,13 @@ from model import (
     CausalConfig,
     ModelConfig,
     blocks_of,
+    compute_dtype,
     copied_buffers,
     flag_fields,
     flags_of_model,
     num_params,
     pad_vocab,
+    use_device,
 )
 from monitor import at_end
 
@@ -426,16 +428,6 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
 def hardware(device: torch.device) -> str:
     gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
     return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
-    if precision == "auto":
-        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
-                else torch.cpu.get_capabilities().get("avx512_bf16", False))
-        precision = "bf16" if fast else "fp32"
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1381,24 +1373,6 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     if choice is None:  # Triton and CUDA 13 need it
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
     return choice
-
-
-def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
-               **compiling):
-    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
-    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
-    """
-    model.compute_dtype = dtype
-    model.compile_loss = bool(compiling) and device.type == "cuda"
-    cpu_attention = None
-    if device.type == "cpu":
-        with room("ops"):
-            from ops.attention import cpu_attention
-    for block in blocks_of(model):
-        block.cpu_attention = cpu_attention
-        block.checkpointing = checkpointing
-        if compiling:
-            block.compile(**compiling)
 
 
 def set_modes(model: nn.Module, run: Run) -> dict:

@@ -211,6 +211,38 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 # -----------------------------------------------------------------------------------------------------------
+# How a model computes on a device
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
+    if precision == "auto":
+        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
+                else torch.cpu.get_capabilities().get("avx512_bf16", False))
+        precision = "bf16" if fast else "fp32"
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
+
+
+def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
+               **compiling):
+    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
+    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
+    """
+    model.compute_dtype = dtype
+    model.compile_loss = bool(compiling) and device.type == "cuda"
+    cpu_attention = None
+    if device.type == "cpu":
+        with room("ops"):
+            from ops.attention import cpu_attention
+    for block in blocks_of(model):
+        block.cpu_attention = cpu_attention
+        block.checkpointing = checkpointing
+        if compiling:
+            block.compile(**compiling)
+
+
+# -----------------------------------------------------------------------------------------------------------
 # Losses
 
 
@@ -374,7 +406,7 @@ class AttentionConfig(CausalConfig):
 
 class LanguageModel(nn.Module):
     """What a model must provide to work with the rest of the code. The shortest example is
-    tests/train_recurrent.py.
+    examples/train_recurrent.py.
 
     * `Config` is a dataclass that inherits ModelConfig, or CausalConfig if the model generates text. `config`
       is an instance of it. Fields made by `flag` are flags of the trainer. Only a model that calls

@@ -26,8 +26,8 @@ from data import (
     room,
     sources_of,
 )
-from ddp_utils import SHARDED, STRATEGIES, Settled, compute_dtype, flags_of_model, use_device
-from model import blocks_of, hidden_matrices, num_params, pad_vocab
+from ddp_utils import SHARDED, STRATEGIES, Settled, flags_of_model
+from model import blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
 
 
 def expected_ids(data: str, tokenizer_name: str | None) -> int:

@@ -1,6 +1,6 @@
 """train_minimal.py, the whole idea on a page, computes the bits of train_gpt2.py: losses, evaluations,
-weights and moments of one and two processes, on text and on pairs (whose steps have unlike numbers of
-labels), whole and resumed. Small changes of it do not.
+weights and moments of one and two processes, in float32 and bfloat16, on text and on pairs (whose steps have
+unlike numbers of labels), whole and resumed. Small changes of it do not.
 """
 
 import json
@@ -13,6 +13,7 @@ from conftest import ROOT
 from processes import fork
 from runs import Trainer, copy_of_the_first_half, evaluations_of, steps_of, tensors_of
 
+from model import compute_dtype
 from prepare.pipeline import prepare
 
 # four micro-batches on one process, two on each of two; seven steps, killed in the fifth
@@ -25,6 +26,7 @@ CONSTANTS = {
     "STEPS, EVERY = ": "STEPS, EVERY = 7, 3",
     "LR, WARMUP, ": "LR, WARMUP, BETAS, WEIGHT_DECAY, CLIP, SEED = 3e-3, 2, (0.9, 0.95), 0.1, 1.0, 3",
 }
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KILL = {"    optimizer.step()": "    os._exit(9) if step == 4 else optimizer.step()"}
 CONTROLS = {
     "rows in another order": {"        arrays = ": "        arrays = data.read_rows(dataset.train, rows)"},
@@ -34,6 +36,11 @@ CONTROLS = {
     "gradients that are never cleared": {"    optimizer.zero_grad()": "    pass"},
     "a rate that is a step late": {'        group["lr"] = ': '        group["lr"] = learning_rate('
                                    'max(step - 1, 0), STEPS, LR, WARMUP, "cosine", 0.1)'},
+}
+OTHER_TYPES = {
+    "activations in the other type": {"fp32": "use_device(model, device, torch.bfloat16)",
+                                      "bf16": "use_device(model, device, torch.float32)"},
+    "attention by torch's kernel": {"bf16": "model.compute_dtype = torch.bfloat16"},
 }
 LOSS = re.compile(r"step (\d+) \| (loss|validation loss) (\S+)")
 
@@ -48,9 +55,18 @@ def pairs(tmp_path_factory):
                    prompt_field="q", response_field="a", val_split="hash:0.2")
 
 
+def of(precision: str) -> tuple[str, dict]:
+    """The value of --precision and the changes of train_minimal.py with which both compute in this type: none
+    where it is what this machine takes by default.
+    """
+    if compute_dtype("auto", torch.device("cpu")) == TYPES[precision]:
+        return "auto", {}
+    return precision, {"use_device(": f"use_device(model, device, {TYPES[precision]})"}
+
+
 def minimal(directory, shards, changes: dict):
     """A copy of train_minimal.py in a directory, with other lines instead of those that begin so."""
-    lines = (ROOT / "tests" / "train_minimal.py").read_text().splitlines()
+    lines = (ROOT / "examples" / "train_minimal.py").read_text().splitlines()
     where = {"SHARDS, CHECKPOINT = ": f"SHARDS, CHECKPOINT = Path({str(shards)!r}), Path('run/state.pt')"}
     for begin, new in (where | CONSTANTS | changes).items():
         at, = (i for i, line in enumerate(lines) if line.startswith(begin))
@@ -85,39 +101,45 @@ def assert_same(printed: dict, saved: dict, out) -> None:
             assert torch.equal(ours, tensors[f"optimizer/{name}/{key}"]), (name, key)
 
 
+@pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("ranks, kind", (
     (0, "shards"), (2, "shards"),
     *(pytest.param(ranks, "pairs", marks=pytest.mark.full) for ranks in (0, 2))))
-def test_the_same_bits_whole_and_resumed(tmp_path, request, ranks, kind):
+def test_the_same_bits_whole_and_resumed(tmp_path, request, ranks, kind, precision):
     shards = request.getfixturevalue(kind)
-    done = GPT2.fork(ranks, shards, tmp_path / "gpt2")
+    given, same = of(precision)
+    done = GPT2.fork(ranks, shards, tmp_path / "gpt2", precision=given)
     assert done.code == 0, done.out
     copy_of_the_first_half(tmp_path / "gpt2", tmp_path / "resumed")
-    again = GPT2.fork(ranks, shards, tmp_path / "resumed")
+    again = GPT2.fork(ranks, shards, tmp_path / "resumed", precision=given)
     assert again.code == 0 and "resuming after step 3" in again.out, again.out
 
-    whole = run_minimal(tmp_path / "whole", shards, ranks)
+    whole = run_minimal(tmp_path / "whole", shards, ranks, same)
     assert len(whole[0]) == 10  # seven steps and three evaluations
     assert_same(*whole, tmp_path / "gpt2")
-    first, saved = run_minimal(tmp_path / "killed", shards, ranks, KILL, code=9)
+    first, saved = run_minimal(tmp_path / "killed", shards, ranks, same | KILL, code=9)
     assert saved["step"] == 3 and max(first)[0] == 4
     shutil.copytree(tmp_path / "killed", tmp_path / "without")
-    rest, saved = run_minimal(tmp_path / "killed", shards, ranks)
+    rest, saved = run_minimal(tmp_path / "killed", shards, ranks, same)
     assert min(rest)[0] == 4 and first | rest == whole[0]
     assert_same(rest, saved, tmp_path / "resumed")
-    forgetful = {"    optimizer.load_state_dict": "    pass"}
+    forgetful = same | {"    optimizer.load_state_dict": "    pass"}
     with pytest.raises(AssertionError):
         assert_same(*run_minimal(tmp_path / "without", shards, ranks, forgetful), tmp_path / "resumed")
 
 
 def test_it_is_a_page_and_needs_no_library():
-    text = (ROOT / "tests" / "train_minimal.py").read_text()
+    text = (ROOT / "examples" / "train_minimal.py").read_text()
     assert text.count("\n") <= 100 and "ddp_utils" not in text
 
 
-def test_the_comparison_sees_small_changes(tmp_path, pairs):
-    assert GPT2.fork(2, pairs, tmp_path / "gpt2").code == 0
-    for name, change in CONTROLS.items():
-        changed = run_minimal(tmp_path / name, pairs, 2, change)
+@pytest.mark.parametrize("precision", TYPES)
+def test_the_comparison_sees_small_changes(tmp_path, pairs, precision):
+    given, same = of(precision)
+    assert GPT2.fork(2, pairs, tmp_path / "gpt2", precision=given).code == 0
+    controls = CONTROLS | {name: {"use_device(": lines[precision]}
+                           for name, lines in OTHER_TYPES.items() if precision in lines}
+    for name, change in controls.items():
+        changed = run_minimal(tmp_path / name, pairs, 2, same | change)
         with pytest.raises(AssertionError):
             assert_same(*changed, tmp_path / "gpt2")

@@ -2,7 +2,7 @@
 
     pytest tests/test_trainer.py --trainer train_mine.py       # yours, with the defaults of its smallest size
 
-Without the option it tests the trainers here, and tests/train_recurrent.py.
+Without the option it tests the trainers here, and examples/train_recurrent.py.
 """
 
 import json
@@ -21,7 +21,7 @@ from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, GPT2Config, KVCache, Linear, make_optimizers
 from weights.use import load_model
 
-RECURRENT = "tests/train_recurrent.py"
+RECURRENT = "examples/train_recurrent.py"
 # The shape in which a trainer is tested, and more flags of the run that is killed
 TRAINERS = {
     "train_gpt2.py": ({}, {"modern": True, "optimizer": "muon", "ema": 0.9, "batch": 2}),

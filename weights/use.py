@@ -20,16 +20,14 @@ from ddp_utils import (
     apply_modes,
     assert_same_parameters,
     build_model,
-    compute_dtype,
     config_of,
     copy_weights,
     evaluate,
     list_checkpoints,
     load_data,
     read_checkpoint,
-    use_device,
 )
-from model import GPT2, MLM, num_params
+from model import GPT2, MLM, compute_dtype, num_params, use_device
 from weights.huggingface import to_hf
 from weights.init_from import assert_tokenizer
 from weights.llama_cpp import to_gguf

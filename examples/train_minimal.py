@@ -1,9 +1,8 @@
-"""The whole idea on a page: trains GPT-2 with one process or many; a killed run resumes bit for bit.
+"""The whole idea on a page: trains GPT-2 with one process or many; a killed run resumes bit for bit. On CPUs
+train_gpt2.py computes the same bits. All else in this repository is for what goes wrong or is large.
 
     python data.py prepare --dataset stdlib                   # once: text becomes shards of tokens
-    torchrun --nproc_per_node=2 tests/train_minimal.py        # or python; after a kill the same again resumes
-
-train_gpt2.py computes the same bits. All else in this repository is for what goes wrong or is large.
+    torchrun --nproc_per_node=2 examples/train_minimal.py     # or python; after a kill the same again resumes
 """
 
 import os
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import data
-from model import GPT2, GPT2Config, learning_rate, make_optimizers, pad_vocab
+from model import GPT2, GPT2Config, compute_dtype, learning_rate, make_optimizers, pad_vocab, use_device
 
 SHARDS, CHECKPOINT = Path("shards/stdlib-bpe4096"), Path("runs/minimal.pt")
 SHAPE = dict(n_layer=4, n_head=2, d_model=128, seq_len=256)
@@ -47,6 +46,7 @@ dataset = data.Dataset([SHARDS], SHAPE["seq_len"])  # memory-mapped files as row
 torch.manual_seed(SEED)  # all processes begin with the same weights
 ids = dataset.tokenizer.vocab_size
 model = GPT2(GPT2Config(vocab_size=ids, padded_vocab=pad_vocab(ids), **SHAPE, **dataset.roles)).to(device)
+use_device(model, device, compute_dtype("auto", device))  # bfloat16 where that is fast, of float32 weights
 optimizer, = make_optimizers(model, "adamw", LR, BETAS, WEIGHT_DECAY)
 step = 0
 if CHECKPOINT.exists():

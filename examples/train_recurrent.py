@@ -1,14 +1,17 @@
 """Trains a recurrent language model: a model and trainer of one's own, written as tests/README.md says.
 
-    torchrun --nproc_per_node=2 tests/train_recurrent.py --data shards/stdlib-bpe4096
+    torchrun --nproc_per_node=2 examples/train_recurrent.py --data shards/stdlib-bpe4096
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a copy beside model.py needs no such line
 import data
 import ddp_utils as ddp
 from model import (
