@@ -13,9 +13,14 @@ killed at any time: the manifest lists the finished shards and where they end in
 samples is a pure function of seed and position on any number of ranks, so a checkpoint stores only the number
 of samples consumed. Only the reader imports torch, so `prepare` starts five times faster.
 
-What all commands of this project share comes first: how folders that can be deleted are opened (`room`), the
-errors that end a command with one sentence (UserError, NotNow, RunError), flags (ArgumentParser, flag_group),
-and how they print (`say`).
+In this file, and who calls it:
+
+    what all commands share   room opens a folder that can be deleted; UserError, NotNow and RunError end a
+                              command with one sentence; ArgumentParser, flag_group, say: all files
+    tokenizers                load_tokenizer: ddp_utils, prepare/, weights/
+    shards                    write_atomically, open_shard, read_manifest: prepare/ and what reads
+    order                     shuffled, Masker: the Loader, train_mlm
+    reading                   Dataset, Loader, validation_batches: the trainers and ddp_utils
 """
 
 import argparse
@@ -37,6 +42,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
+# -----------------------------------------------------------------------------------------------------------
+# What all commands share
 
 HOST = os.uname().nodename  # the name of this machine
 

@@ -8,6 +8,15 @@ MLP, V rows of the embedding table. Two choices shape every layer:
   them in bfloat16, breaks selective checkpointing, and lost gradients after no_grad in older releases.)
 * Activation checkpointing wraps single blocks, never the recurrence, so recomputing cannot change the depth.
 
+In this file, and who calls it:
+
+    layers                     Linear, rotary positions, KVCache, Block: the models
+    how a model computes       compute_dtype, use_device: ddp_utils.set_modes, weights/use.py
+    losses                     linear_cross_entropy, token_losses: forward of the models
+    what a model must provide  LanguageModel, CausalLM, flag: the models; flags also ddp_utils
+    HRM, GPT-2, MLM            a trainer each
+    optimizers and schedules   make_optimizers, learning_rate: the trainers
+
 Without the folder ops/, which has the fast forms, a model trains with the plain loss below and torch's own
 attention: more slowly, with the same values to 1e-6 (in float32).
 """

@@ -5,7 +5,11 @@ for each logged step and each evaluation (metrics.jsonl), and with the folder lo
 (history.json) and, if matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard.
 A logged step has one line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes,
 as in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start
-at once.
+at once. In this file, and who calls it:
+
+    the device               peak_flops, memory_gb: ddp_utils
+    what a trainer reports   read_metrics and the names of numbers: ddp_utils, the log and loggers/
+    the log                  RunLog: the trainers, through ddp_utils
 """
 
 import json
@@ -27,6 +31,9 @@ from data import UserError, access, first_line, refuse_moved, room, say, write_a
 GB = 2**30
 MB = 2**20
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
+
+# -----------------------------------------------------------------------------------------------------------
+# The end of a process, and the device
 
 
 class AtEnd(ExitStack):
@@ -169,6 +176,10 @@ def records_until(run_directory: Path, step: int, say) -> list[dict]:
             if record["step"] < step or record["step"] == step and not failed:
                 records.append(record)
     return records
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The log
 
 
 @dataclass
