@@ -409,12 +409,12 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
                 f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
                 "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
                 "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
-                "--index-url https://download.pytorch.org/whl/cu126` (cluster/README.md has a table of "
+                "--index-url https://download.pytorch.org/whl/cu126` (docs/clusters.md has a table of "
                 "drivers); or use --device cpu.") from None
         built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
         if built_for and 10 * major + minor < min(map(int, built_for)):
             raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {HOST} is too old for this build "
-                            "of torch: install the one that the table of drivers in cluster/README.md names, "
+                            "of torch: install the one that the table of drivers in docs/clusters.md names, "
                             "or use --device cpu.")
     has_nccl = device == "cuda" and dist.is_nccl_available()
     if backend == "nccl" and not has_nccl:
@@ -2463,7 +2463,7 @@ class Metrics:
             self._warned = True
             self.log.say(f"WARNING: the model got {given:,.0f} labels, but its losses are divided "
                          f"by {counted:,.0f}: if the trainer masks or cuts labels in its loop, let it count "
-                         "them anew, see the rules in tests/README.md")
+                         "them anew, see the rules in docs/changing.md")
         seconds = time.perf_counter() - self._begun
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 

@@ -1,4 +1,4 @@
-"""Trains a recurrent language model: a model and trainer of one's own, written as tests/README.md says.
+"""Trains a recurrent language model: a model and trainer of one's own, written as docs/changing.md says.
 
     torchrun --nproc_per_node=2 examples/train_recurrent.py --data shards/stdlib-bpe4096
 """

@@ -411,7 +411,7 @@ def text_of(value, where: str) -> str:
     if not isinstance(value, numbers.Number | datetime.date | datetime.time):
         raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
                         'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field '
-                        "prompt --response-field response (cluster/RUNS.md, Chats).")
+                        "prompt --response-field response (docs/running.md, Chats).")
     return str(value)
 
 

@@ -1,4 +1,4 @@
-"""The changes of a trainer that tests/README.md lists: each works, in no more lines than it says, touches no
+"""The changes of a trainer that docs/changing.md lists: each works, in no more lines than it says, touches no
 other file, and a run of it that was killed resumes bit for bit.
 """
 
@@ -18,7 +18,7 @@ BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "
 FIRST_TIER = ("an optimizer of your own", "a second validation set", "a metric", "early stopping",
               "a batch that grows")
 TABLE = {row[1]: row.groups()[1:] for row in map(ROW.match, (
-    ROOT / "tests" / "README.md").read_text().splitlines()) if row}
+    ROOT / "docs" / "changing.md").read_text().splitlines()) if row}
 FLAGS = {"steps": 16, "save_every": 4, "eval_every": 4, "max_new_tokens": 3, "batch": 3}
 PLAIN = Trainer("train_gpt2.py", **FLAGS)
 

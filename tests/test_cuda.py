@@ -102,7 +102,7 @@ def kernels(request):
     """Those of attention: torch's own, or FlashAttention 3 if it is installed, on a GPU that it is for."""
     if request.param == "FA3":
         if not importlib.util.find_spec("flash_attn_3") or torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an H100 or H200 and flash-attn-3, see cluster/README.md")
+            pytest.skip("needs an H100 or H200 and flash-attn-3, see docs/clusters.md")
         torch.nn.attention.activate_flash_attention_impl("FA3")
     yield request.param
     if request.param == "FA3":

@@ -1,4 +1,4 @@
-"""The documents: their links lead somewhere, and the commands that others rely on are there."""
+"""The documents: their links lead somewhere, what they name is there, and what others rely on."""
 
 import importlib
 import re
@@ -16,7 +16,13 @@ from data import ROOMS
 from ddp_utils import STRATEGIES, run_directory
 from model import GPT2, HRM, MLM, num_params
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "cluster/README.md", "cluster/RUNS.md", "tests/README.md")]
+TRAINERS = ("train_hrm.py", "train_mlm.py", "train_gpt2.py")
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# where each was before
+MOVED = {"cluster/README.md": "clusters.md", "cluster/RUNS.md": "running.md",
+         "tests/README.md": "changing.md", "bench/NOTES.md": "measurements.md"}
+RESULTS = sorted((ROOT / "bench" / "results").glob("*.md"))
 
 
 def prose(path) -> str:
@@ -29,25 +35,81 @@ def anchors(path) -> set:
             for title in re.findall(r"^#+ (.*)$", prose(path), re.M)}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links(path):
+def links_of(path) -> list:
+    """The links to files; each file and heading exists."""
     links = [link for link in re.findall(r"\]\(([^)]+)\)", prose(path)) if not link.startswith("http")]
     for link in links:
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
-    assert links
+        assert target.exists(), (path, link)
+        assert not anchor or anchor in anchors(target), (path, link)
+    return links
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(path):
+    assert links_of(path)
+
+
+def test_links_of_results():
+    for path in RESULTS:
+        links_of(path)
+
+
+def test_the_old_addresses_lead_on():
+    for old, new in MOVED.items():
+        text = (ROOT / old).read_text()
+        assert text.count("\n") == 1 and f"../docs/{new}" in links_of(ROOT / old), old
+
+
+def test_each_guide_begins_with_what_a_reader_wants():
+    for path in DOCUMENTS[1:]:
+        assert "| I want to … | |\n" in prose(path).partition("\n## ")[0], path
 
 
 def test_files_that_are_named_exist():
-    for path in DOCUMENTS:
-        for name in re.findall(rf"\b(?:bench|tests|{'|'.join(ROOMS)})/[\w@./-]*\w", path.read_text()):
-            assert (ROOT / name).exists() or name == "cluster/.env", (path, name)
+    texts = {path: path.read_text() for path in [*DOCUMENTS, *(ROOT / "examples").glob("*.py")]}
+    for path, text in texts.items():
+        for name in re.findall(rf"\b(?:bench|docs|examples|tests|{'|'.join(ROOMS)})/[\w@./-]*\w", text):
+            # a file of a cluster's own, and a command that prints a file of an older commit
+            assert (ROOT / name).exists() or name in ("cluster/.env", "bench/results/NAME.md"), (path, name)
+
+
+def test_no_command_names_a_file_that_a_reader_lacks():
+    for path in [*DOCUMENTS, *RESULTS]:
+        lacking = re.findall(r"\.\./(?:shared|gpu)\b|(?<![\w.`~])/(?:work|root|tmp)/", path.read_text())
+        assert not lacking, (path, lacking)
+
+
+def sections_of(path) -> list[str]:
+    """The headings of a module, between lines of dashes."""
+    return re.findall(r"^# -{99,}\n# (.+)$", path.read_text(), re.M)
+
+
+def test_the_order_of_reading():
+    """README says how long the core files are and what is in them, and so does the beginning of each."""
+    row = r"^\| \[`(\w+\.py)`\]\(\1\) \| ([\d,]+) \| (.+) \|$"
+    rows = re.findall(row, DOCUMENTS[0].read_text(), re.M)
+    names = [name for name, *_ in rows]
+    assert names == ["train_gpt2.py", "data.py", "model.py", "ddp_utils.py", "monitor.py"]
+    for name, said, sections in rows:
+        text = (ROOT / name).read_text()
+        lines = f"{len(text.splitlines()):,}"
+        assert said == lines, f"{name} has {lines} lines, and README says {said}"
+        if headings := sections_of(ROOT / name):
+            summary = text.partition('\n"""')[0].lower()
+            for section, heading in zip(sections.split(", "), headings, strict=True):
+                assert heading.lower().startswith(section.lower()), (name, heading)
+                assert section.lower() in summary, f"{section} is missing at the beginning of {name}"
+
+
+def test_the_lengths_of_trainers():
+    lengths = sorted(len((ROOT / name).read_text().splitlines()) for name in TRAINERS)
+    assert f"{lengths[0]} to {lengths[-1]} lines" in " ".join(DOCUMENTS[0].read_text().split()), lengths
 
 
 def test_readme_is_one_page_and_has_the_line_that_ci_runs(tmp_path):
-    assert len(DOCUMENTS[0].read_text().splitlines()) <= 200
+    assert len(DOCUMENTS[0].read_text().splitlines()) <= 150
     pattern, = re.findall(r"sed -n '(/.*/p)' README.md", (ROOT / ".ci" / "run").read_text())
     if shutil.which("sed"):
         done = subprocess.run(["sed", "-n", pattern, ROOT / "README.md"], capture_output=True, text=True)
@@ -64,7 +126,7 @@ def test_the_torch_of_the_tests_is_among_those_that_are_allowed():
 
 
 MEMORY = re.findall(r"^\| [\w-]+ ([\d.]+)([MB]) \(`train_(\w+)\.py (.+?)`\) \|([\d. |]+)\| ([\d.]+) "
-                    r"\((\d+) x (\d+)(?:, (\w+))?\) \|$", DOCUMENTS[1].read_text(), re.M)
+                    r"\((\d+) x (\d+)(?:, (\w+))?\) \|$", (ROOT / "docs" / "clusters.md").read_text(), re.M)
 
 
 def model_of(name: str, flags: str):
@@ -100,7 +162,7 @@ def test_the_activations_of_the_table_are_what_dry_run_says(row):
 
 
 def test_all_results_are_linked():
-    text = "".join(path.read_text() for path in [*DOCUMENTS, *(ROOT / "bench").rglob("*.md")])
+    text = "".join(path.read_text() for path in [*DOCUMENTS, *RESULTS])
     for path in (ROOT / "bench" / "results").iterdir():
         assert f"results/{path.name}" in text or f"({path.name})" in text, path
 
@@ -112,4 +174,4 @@ def test_the_directory_of_a_fine_tuned_hrm(tmp_path, monkeypatch):
     file.parent.mkdir(parents=True)
     file.touch()
     args = SimpleNamespace(size="tiny", data="text:books/*.txt", out=None, tokenizer=str(file))
-    assert f"`{run_directory(args, 'train_hrm')}`" in (ROOT / "cluster" / "RUNS.md").read_text()
+    assert f"`{run_directory(args, 'train_hrm')}`" in (ROOT / "docs" / "running.md").read_text()

@@ -136,7 +136,7 @@ def test_an_outdated_driver_is_one_sentence(monkeypatch):
     with pytest.raises(UserError) as found:
         ddp_utils.choose_device("auto", "auto", 1)
     assert "driver on your system is too old" in str(found.value) and "\n" not in str(found.value)
-    for word in ("580", "wsl --update", "cu126", "cluster/README.md", "--device cpu"):
+    for word in ("580", "wsl --update", "cu126", "docs/clusters.md", "--device cpu"):
         assert word in str(found.value)
     assert ddp_utils.choose_device("auto", "cpu", 1)[0].type == "cpu"
 
@@ -167,7 +167,7 @@ def test_torchrun_where_the_own_name_leads_nowhere(shards, tmp_path):
     """With what README says; without it torchrun of some versions hangs."""
     if subprocess.run(["unshare", "-ru", "true"], capture_output=True).returncode:
         pytest.skip("needs unshare -ru")
-    assert "Give torchrun `--local-addr 127.0.0.1`" in (ROOT / "cluster" / "RUNS.md").read_text()
+    assert "Give torchrun `--local-addr 127.0.0.1`" in (ROOT / "docs" / "running.md").read_text()
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1",
                           "--nproc_per_node=2", str(ROOT / GPT2.script),
                           *GPT2.flags(shards, tmp_path / "run", steps=1, global_batch=2)])

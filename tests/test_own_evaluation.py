@@ -38,7 +38,7 @@ from weights.init_from import load_frozen
 from weights.use import load_model, load_run
 
 FLAGS = {"steps": 8, "save_every": 4, "eval_every": 4, "max_new_tokens": 2, "batch": 3, "eval_batches": 1}
-GUIDE = (ROOT / "tests" / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "changing.md").read_text()
 
 
 @pytest.fixture

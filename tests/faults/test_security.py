@@ -78,9 +78,8 @@ def test_the_sources_call_nothing_that_executes_what_it_reads(path):
 
 
 def test_server_advice_binds_to_localhost():
-    assert "listens on localhost" in (ROOT / "cluster" / "RUNS.md").read_text()
-    text = "".join((ROOT / name).read_text() for name in ("README.md", "cluster/README.md", "cluster/RUNS.md",
-                                                          "tests/README.md"))
+    assert "listens on localhost" in (ROOT / "docs" / "running.md").read_text()
+    text = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     assert not re.search(r"--bind_all|0\.0\.0\.0|--host[ =](?!localhost|127)", text)
 
 

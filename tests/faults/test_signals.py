@@ -30,7 +30,7 @@ from prepare import bpe
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-GUIDE = (ROOT / "cluster" / "RUNS.md").read_text()
+GUIDE = (ROOT / "docs" / "running.md").read_text()
 
 
 def wait_for(condition, seconds: float = 30) -> None:
@@ -370,7 +370,7 @@ def test_torchrun_restarts(tmp_path, shards):
 
 
 def test_the_guides_name_what_is_tested_here():
-    text = GUIDE + (ROOT / "cluster" / "README.md").read_text()
+    text = GUIDE + (ROOT / "docs" / "clusters.md").read_text()
     for name in ("--signals-to-handle SIGTERM,SIGINT,SIGUSR1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         assert name in text
 
