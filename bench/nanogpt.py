@@ -1,5 +1,4 @@
-"""nanoGPT and train_gpt2.py on the same text, the same cores, in the same time: the table of README's first
-screen.
+"""nanoGPT and train_gpt2.py on the same text, the same cores, in the same time: of README's table.
 
     git clone https://github.com/karpathy/nanoGPT
     python bench/nanogpt.py nanoGPT shakespeare.txt     # five minutes; nothing else should run
