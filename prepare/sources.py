@@ -441,7 +441,7 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
 
 
 LEVELS = 8  # of task:addition; training has the lower half
-TASK_TOKENS, TASK_ROW = 2_500_000, 256  # what 600 steps of `puzzle` need
+TASK_TOKENS, TASK_ROW = 3_500_000, 256  # so that each level has 500 held-out sums
 UNTRAINED = 0.025  # fraction of samples from the upper half, all held out; also fraction held out of the rest
 LARGEST_ROW = 1024  # the largest default for pairs
 

@@ -12,6 +12,7 @@ from states import flags_of
 
 import data
 import train_hrm
+from ddp_utils import list_checkpoints, read_checkpoint
 from prepare import pipeline, sources
 from prepare.pipeline import prepare
 from weights import sampling
@@ -115,3 +116,42 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     assert (tmp_path / "shards" / "task-addition-bytes" / "manifest.json").exists()
     other = pipeline.locate("task:addition", "bpe:300", 0, 0, max_samples=50, row=300)
     assert data.read_manifest(other)["row"] == 300
+
+
+# --size puzzle until 2026-11-27, and the flags that give it today
+OLD_PUZZLE = train_hrm.TINY | {
+    "n_head": 4, "n_layer": 1, "lr": 1e-2, "steps": 600, "eval_every": 200, "save_every": 200,
+    "data": "task:addition", "optimizer": "muon", "sample_every": 1, "temperature": 0.0, "max_new_tokens": 48,
+    "h_cycles": "4:8", "l_cycles": 1, "bp_cycles": 2, "inject_input": True}
+AS_BEFORE = ("--steps 600 --global-batch 16 --warmup 30 --eval-every 200 --save-every 200 --max-tokens "
+             "2500000").split()
+
+
+def test_flags_give_puzzle_as_it_was(monkeypatch):
+    now = vars(train_hrm.parse_args(["--size", "puzzle", *AS_BEFORE]))
+    monkeypatch.setitem(train_hrm.SIZES, "puzzle", OLD_PUZZLE)
+    monkeypatch.setattr(sources, "TASK_TOKENS", 2_500_000)
+    before = vars(train_hrm.parse_args(["--size", "puzzle"]))
+    # what --global-batch would be, of which --eval-batches 0 is independent; now they are flags
+    unlike = {"wanted_batch", "eval_batch", "global_batch", "max_tokens", "usual_steps"}
+    assert {key for key in now if now[key] != before[key]} == unlike and before["eval_batches"] == 0
+    assert now["global_batch"] == before["wanted_batch"] == 16 and now["max_tokens"] == sources.TASK_TOKENS
+
+
+def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):
+    shards = prepare("task:addition", tmp_path / "shards", max_samples=100, workers=1)
+    unset = dict.fromkeys(("seq_len", "n_head", "n_layer", "global_batch", "lr", "warmup", "precision",
+                           "save_every", "eval_every", "eval_batches"))
+    small = {"size": "puzzle", "ff": 32, "eval_cycles": 1, "max_new_tokens": 1}
+    puzzle = Trainer("train_hrm.py", **unset | small)
+
+    def settings(steps: int) -> dict:
+        done = puzzle.train(0, shards, tmp_path / "run", steps=steps)
+        assert done.code == 0 and "16 sequences, 4,096 tokens a step" in done.out, done.out
+        return read_checkpoint(list_checkpoints(tmp_path / "run")[0])["settings"]
+
+    with monkeypatch.context() as older:
+        older.setitem(train_hrm.SIZES, "puzzle", OLD_PUZZLE)
+        before = settings(1)
+    now = settings(2)
+    assert {key for key in now if now[key] != before[key]} == {"steps"}
