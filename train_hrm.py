@@ -192,6 +192,9 @@ def main(argv: list[str] | None = None):
     loader.close()
     if not due.stopping:
         ddp.sample(state, run, step)
+        with data.room("loggers"):
+            from loggers.levels import show_levels
+            show_levels(state, run)
     ddp.end_run(run, log, stop, step, samples)
 
 

@@ -1,4 +1,5 @@
-"""Does an HRM answer better with more cycles? Exact matches by level of difficulty, and the picture of it.
+"""Does an HRM answer better with more cycles? Exact matches by level of difficulty, and the picture of it:
+of all held-out samples, several runs and any cycles; what a run itself ends with is in loggers/levels.py.
 
     torchrun --nproc_per_node=2 train_hrm.py --size puzzle
     python bench/cycles.py runs/hrm-puzzle-task-addition-bytes --picture cycles.png
@@ -11,51 +12,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-
 import data
 import ddp_utils
+from loggers.levels import by_cycles, draw, means
 from model import HRM
 from weights.use import load_model
 
 
-@torch.no_grad()
-def by_cycles(model: HRM, shards: data.Shards, most: int, world) -> list[float]:
-    """The share of exact matches after each cycle, from 1 to `most`."""
-    exact, samples = torch.zeros(most), 0
-    for x, y in data.validation_batches(shards, 16, world):
-        for cycle, z_h in enumerate(model.states(x, most)):
-            _, found = model.loss(z_h, x, y)
-            exact[cycle] += found["exact"].cpu()
-        samples += found["samples"].item()
-    return (exact / samples).tolist()
-
-
 def cycle_numbers(text: str) -> list[int]:
     return [ddp_utils.positive_int(n) for n in text.split(",")]
-
-
-def mean(levels: dict[str, list[float]], prefix: str) -> list[float]:
-    """The mean over the levels whose name begins so, number by number."""
-    chosen = [numbers for name, numbers in levels.items() if name.startswith(prefix)]
-    return [sum(values) / len(values) for values in zip(*chosen)]
-
-
-def draw(levels: dict[str, list[float]], trained_with: int, path: Path) -> None:
-    """A line for each level, dashed for those of training, with a mark at the most cycles of training."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(8, 4.5))
-    axes = figure.subplots()
-    for i, (name, exact) in enumerate(levels.items()):
-        style = "--" if name.startswith("trained") else "-"
-        axes.plot(range(1, len(exact) + 1), [100 * share for share in exact], color=f"C{i}", label=name,
-                  linestyle=style, marker="os^DvPXh"[i % 8], markevery=3)
-    axes.axvline(trained_with, color="gray", linewidth=1)
-    axes.text(trained_with, 3, " most cycles in training")
-    axes.set(xlabel="cycles", ylabel="exact matches in %", ylim=(0, 101))
-    axes.legend(title="level", loc="lower right")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -78,17 +43,13 @@ def main() -> None:
         ddp_utils.use_device(model, world.device, ddp_utils.compute_dtype("auto", world.device))
         model.eval()
         dataset = data.Dataset([args.data], model.config.seq_len)
-        levels = {name: by_cycles(model, shards, max(columns), world)
+        levels = {name: by_cycles(model, shards, max(columns), world, 16)[0]
                   for name, shards in dataset.val.items()}
-        for prefix in ("trained", "untrained"):
-            if any(name.startswith(prefix) for name in dataset.val):
-                levels[f"mean of {prefix}"] = mean(levels, prefix)
-        for name, exact in levels.items():
+        for name, exact in (levels | means(levels)).items():
             cells = [f"{exact[n - 1]:.1%}" for n in columns]
             print(f"| {run.name} | {name} | {' | '.join(cells)} |", flush=True)
         if args.picture and run == args.runs[0]:
-            named = {name: exact for name, exact in levels.items() if not name.startswith("mean")}
-            draw(named, model.config.h_cycles, args.picture)
+            draw(levels, model.config.h_cycles, args.picture)
 
 
 if __name__ == "__main__":

@@ -49,20 +49,30 @@ class History:
         self._save(last=True)
 
 
-def draw_curves(name: str, records: list[dict], path: Path):
-    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
-    800 pixels wide. Raises whatever matplotlib does, and UserError.
-    """
+def figure_class():
     backend = os.environ.pop("MPLBACKEND", None)  # that of a notebook, with which the import fails
     try:
         from matplotlib.figure import Figure  # not pyplot, which needs a display
     finally:
         if backend:
             os.environ["MPLBACKEND"] = backend
+    return Figure
+
+
+def save_picture(figure, path: Path):
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100)
+    write_atomically(path, picture.getvalue())
+
+
+def draw_curves(name: str, records: list[dict], path: Path):
+    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
+    800 pixels wide. Raises whatever matplotlib does, and UserError.
+    """
     keys = dict.fromkeys(key for record in records for key in record)
     own = [key for key in own_keys(keys) if "/" not in key]
     rows = ["lr", "tokens_per_sec", *own, *keys.keys() & {"val_exact"}]
-    figure = Figure(figsize=(8, 4.8 + 1.6 * len(rows)), layout="constrained")
+    figure = figure_class()(figsize=(8, 4.8 + 1.6 * len(rows)), layout="constrained")
     loss, *others = figure.subplots(1 + len(rows), 1, sharex=True, height_ratios=(3, *[1] * len(rows)))
 
     def curve(axes, key: str, **style):
@@ -81,6 +91,4 @@ def draw_curves(name: str, records: list[dict], path: Path):
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.axes[-1].set(xlabel="step")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=100)
-    write_atomically(path, picture.getvalue())
+    save_picture(figure, path)

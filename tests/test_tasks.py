@@ -1,5 +1,6 @@
 """The sums of task:addition: answers and levels are right, and a trainer prepares and learns them."""
 
+import argparse
 import collections
 import itertools
 import json
@@ -7,12 +8,14 @@ import random
 import re
 
 import pytest
-from runs import Trainer
+import torch
+from runs import Trainer, evaluations_of
 from states import flags_of
 
 import data
 import train_hrm
 from ddp_utils import list_checkpoints, read_checkpoint
+from loggers import levels
 from prepare import pipeline, sources
 from prepare.pipeline import prepare
 from weights import sampling
@@ -155,3 +158,57 @@ def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):
         before = settings(1)
     now = settings(2)
     assert {key for key in now if now[key] != before[key]} == {"steps"}
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_the_table_by_cycles_has_the_exact_matches_of_the_evaluation(processes, tmp_path):
+    """In the column of the cycles of the evaluation."""
+    lines = ({"q": f"{n}", "a": "13"[n % 3 == 0 and n % 2], "of": f"{'un' * (n % 2)}trained-{n % 2}"}
+             for n in range(300))
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    shards = prepare(f"jsonl:{tmp_path}/lines.jsonl", tmp_path / "shards", "bytes", prompt_field="q",
+                     response_field="a", val_field="of", row=32, val_split="hash:0.3", workers=1)
+    hrm = Trainer("train_hrm.py", steps=20, ff=64, lr=1e-2, eval_batches=0, l_cycles=1, bp_cycles=1,
+                  inject_input=True, max_new_tokens=1)
+    done = hrm.train(processes, shards, tmp_path / "run", h_cycles="1:2")
+    assert done.code == 0 and "exact matches in % by cycles (1 to 2 in training)" in done.out, done.out
+    missing = "levels.png is not drawn: pip install matplotlib" in done.out
+    assert missing != (tmp_path / "run" / "levels.png").exists()
+    found = evaluations_of(tmp_path / "run")[-1]
+    for name in ("trained-0", "untrained-1"):
+        row, = re.findall(rf"^{name} +(.*)$", done.out, re.M)
+        shares = [float(share) for share in row.split()]  # after 1, 2, 3 and 4 cycles
+        assert len(shares) == 4 and shares[-1] == pytest.approx(100 * found[f"val_exact/{name}"], abs=0.051)
+        assert shares[-1] > 10
+    fixed = hrm.train(processes, shards, tmp_path / "fixed", h_cycles=2, steps=1)
+    assert fixed.code == 0 and "by cycles" not in fixed.out, fixed.out
+
+
+def test_levels_are_counted_after_each_cycle(monkeypatch):
+    """A model that answers a sample once it has run as many cycles as the sample says."""
+    class Model:
+        def states(self, x, most):
+            yield from (torch.full_like(x, n) for n in range(1, most + 1))
+
+        def loss(self, z, x, y):
+            return None, {"exact": (z >= x).sum(), "samples": torch.tensor(x.numel())}
+
+    batches = [(torch.tensor([[1], [3]]), None), (torch.tensor([[2], [9]]), None)]
+    monkeypatch.setattr(levels, "validation_batches", lambda *_: batches)
+    monkeypatch.setattr(levels, "reduce_sum", lambda values, world: [2 * value.item() for value in values])
+    world = argparse.Namespace(device="cpu")
+    assert levels.by_cycles(Model(), None, 4, world, 2) == ([0.25, 0.5, 0.75, 0.75], 8)
+    found = {"trained-1": [0.5, 1.0], "trained-2": [0.25, 0.5], "untrained-3": [0.0, 0.125]}
+    assert levels.table(found | levels.means(found)).splitlines() == [
+        "level                  1      2",
+        "trained-1           50.0  100.0",
+        "trained-2           25.0   50.0",
+        "untrained-3          0.0   12.5",
+        "mean of trained     37.5   75.0",
+        "mean of untrained    0.0   12.5"]
+
+
+def test_the_picture_of_the_levels(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    levels.draw({"trained-1": [0.5, 1.0], "untrained-2": [0.0, 0.5]}, 2, tmp_path / "levels.png")
+    assert image.imread(tmp_path / "levels.png").shape[:2] == (450, 800)

@@ -1,0 +1,97 @@
+"""Exact matches by level of difficulty and number of cycles: a table in the log, and levels.png."""
+
+from pathlib import Path
+
+import torch
+
+from data import Shards, UserError, validation_batches
+from ddp_utils import SHARDED, Run, TrainState, World, reduce_sum
+from loggers.machine import why_not
+from loggers.picture import figure_class, save_picture
+from monitor import FAULTS
+
+MOST_ROWS = 100  # of each level at the end of a run, nearly 600 sums
+COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the table
+
+
+def show_levels(state: TrainState, run: Run):
+    """Shows how an HRM whose cycles are drawn at random answers each validation set of pairs after each
+    cycle. Every rank calls this, at the end of a run.
+    """
+    c, named = state.model.config, run.dataset.val
+    # a shard's parameters are gathered for whole forward passes only
+    if len(named) < 2 or not c.least_cycles or c.response < 0 or run.args.strategy in SHARDED:
+        return
+    levels = {}
+    state.model.eval()
+    with state.averaged_weights():
+        for name, shards in named.items():
+            levels[name], samples = by_cycles(state.model, shards, c.used_cycles, state.world, run.batch,
+                                              MOST_ROWS)
+    state.model.train()
+    run.say(f"exact matches in % by cycles ({c.least_cycles} to {c.h_cycles} in training), about "
+            f"{samples:.0f} held-out samples a level:\n" + table(levels | means(levels)))
+    if not run.world.is_rank0 or run.lost():
+        return
+    path = run.out / "levels.png"
+    try:
+        draw(levels, c.h_cycles, path)
+        run.say(f"as a picture: {path}")
+    except UserError as error:
+        run.say(f"WARNING: the picture of the levels was not written ({error})")
+    except FAULTS as error:
+        run.say(f"levels.png is not drawn: {why_not('matplotlib', error)}")
+
+
+@torch.no_grad()
+def by_cycles(model, shards: Shards, most: int, world: World, batch: int,
+              rows: int | None = None) -> tuple[list[float], float]:
+    """The share of exact matches after each cycle, from 1 to `most`, and the number of samples. Every rank
+    calls this.
+    """
+    sums = torch.zeros(1 + most, dtype=torch.float64, device=world.device)
+    for x, y in validation_batches(shards, batch, world, rows):
+        for cycle, z_h in enumerate(model.states(x, most), 1):
+            _, found = model.loss(z_h, x, y)
+            sums[cycle] += found["exact"]
+        sums[0] += found["samples"]
+    samples, *exact = reduce_sum([*sums], world)
+    return [n / max(samples, 1) for n in exact], samples
+
+
+def means(levels: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Over the levels of training, and over the others, number by number."""
+    found = {}
+    for prefix in ("trained", "untrained"):
+        chosen = [shares for name, shares in levels.items() if name.startswith(prefix)]
+        if chosen:
+            found[f"mean of {prefix}"] = [sum(values) / len(values) for values in zip(*chosen)]
+    return found
+
+
+def table(levels: dict[str, list[float]]) -> str:
+    most = max(map(len, levels.values()))
+    columns = sorted({most, *(n for n in COLUMNS if n < most)})
+    width = max(map(len, levels))
+    lines = ["level".ljust(width) + "".join(f"{n:7}" for n in columns)]
+    for name, shares in levels.items():
+        lines.append(name.ljust(width) + "".join(f"{100 * shares[n - 1]:7.1f}" for n in columns))
+    return "\n".join(lines)
+
+
+def draw(levels: dict[str, list[float]], trained_with: int, path: Path):
+    """Draws a line for each level, dashed for those of training, with a mark at the most cycles of training.
+    Raises whatever matplotlib does, and UserError.
+    """
+    figure = figure_class()(figsize=(8, 4.5))
+    axes = figure.subplots()
+    for i, (name, exact) in enumerate(levels.items()):
+        style = "--" if name.startswith("trained") else "-"
+        axes.plot(range(1, len(exact) + 1), [100 * share for share in exact], color=f"C{i}", label=name,
+                  linestyle=style, marker="os^DvPXh"[i % 8], markevery=3)
+    axes.axvline(trained_with, color="gray", linewidth=1)
+    axes.text(trained_with, 3, " most cycles in training")
+    axes.set(xlabel="cycles", ylabel="exact matches in %", ylim=(0, 101))
+    axes.legend(title="level", loc="lower right")
+    axes.grid(alpha=0.3)
+    save_picture(figure, path)
