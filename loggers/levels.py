@@ -22,15 +22,16 @@ def show_levels(state: TrainState, run: Run):
     # a shard's parameters are gathered for whole forward passes only
     if len(named) < 2 or not c.least_cycles or c.response < 0 or run.args.strategy in SHARDED:
         return
-    levels = {}
+    levels, samples = {}, []
     state.model.eval()
     with state.averaged_weights():
         for name, shards in named.items():
-            levels[name], samples = by_cycles(state.model, shards, c.used_cycles, state.world, run.batch,
-                                              MOST_ROWS)
+            levels[name], number = by_cycles(state.model, shards, c.used_cycles, state.world, run.batch,
+                                             MOST_ROWS)
+            samples.append(round(number))
     state.model.train()
-    run.say(f"exact matches in % by cycles ({c.least_cycles} to {c.h_cycles} in training), about "
-            f"{samples:.0f} held-out samples a level:\n" + table(levels | means(levels)))
+    run.say(f"exact matches in % by cycles ({c.least_cycles} to {c.h_cycles} in training), "
+            f"{min(samples)} to {max(samples)} held-out samples a level:\n" + table(levels | means(levels)))
     if not run.world.is_rank0 or run.lost():
         return
     path = run.out / "levels.png"
