@@ -142,7 +142,7 @@ def test_flags_give_puzzle_as_it_was(monkeypatch):
 
 
 def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):
-    shards = prepare("task:addition", tmp_path / "shards", max_samples=100, workers=1)
+    shards = prepare("task:addition", tmp_path / "shards", max_samples=100, row=64, workers=1)
     unset = dict.fromkeys(("seq_len", "n_head", "n_layer", "global_batch", "lr", "warmup", "precision",
                            "save_every", "eval_every", "eval_batches"))
     small = {"size": "puzzle", "ff": 32, "eval_cycles": 1, "max_new_tokens": 1}
@@ -150,7 +150,7 @@ def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):
 
     def settings(steps: int) -> dict:
         done = puzzle.train(0, shards, tmp_path / "run", steps=steps)
-        assert done.code == 0 and "16 sequences, 4,096 tokens a step" in done.out, done.out
+        assert done.code == 0 and "16 sequences, 1,024 tokens a step" in done.out, done.out
         return read_checkpoint(list_checkpoints(tmp_path / "run")[0])["settings"]
 
     with monkeypatch.context() as older:
