@@ -1,7 +1,7 @@
 """Distributed training: how processes start, agree, train, save, resume and end. In the order of a run:
 
     start and end       launch(main), start: join the process group, end without hanging
-    agreement           on_all, on_rank0, sums over ranks, comparisons of ranks
+    agreement           with_barrier, on_rank0, sums over ranks, comparisons of ranks
     flags               make_parser, parse: the command line of all trainers
     which run           find_run: what to resume; open_run, plan_batch, new_model: what to train
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
@@ -14,11 +14,9 @@ the same order.
 """
 
 import contextlib
-import ctypes
 import errno
 import functools
 import gc
-import importlib.util
 import inspect
 import itertools
 import json
@@ -310,11 +308,11 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     elif launched:
         rank, world_size, store = int(env["RANK"]), int(env["WORLD_SIZE"]), None
     local_world_size = int(env.get("LOCAL_WORLD_SIZE") or 1)
-    where, backend = on_all(choose_device, backend, device, local_world_size)
+    where, backend = with_barrier(choose_device, backend, device, local_world_size)
     if compare:
         compare(where, backend)
     if heartbeat:
-        on_all(heartbeat.add, backend, 1)
+        with_barrier(heartbeat.add, backend, 1)
         if (same := heartbeat.add(backend, 0)) < world_size:  # ranks with different backends would hang
             raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
                             "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
@@ -326,9 +324,13 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
             "this machine's name: copy the folder, too, or set GLOO_SOCKET_IFNAME")
     if where.type == "cuda":
         torch.cuda.set_device(where)
-        use_libdevice_of_triton()
+        with room("ops"):
+            from ops.device import use_libdevice_of_triton
+            use_libdevice_of_triton()
     else:
-        keep_freed_memory()
+        with room("ops"):
+            from ops.device import keep_freed_memory
+            keep_freed_memory()
         if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
             # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
             torch.set_num_threads(max(1, cpu_count() // local_world_size))
@@ -369,27 +371,6 @@ def connect(backend: str, function):
             from cluster.diagnosis import when_cut_off
             advice = when_cut_off(backend, heartbeat)
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {advice}") from None
-
-
-def keep_freed_memory():
-    """Makes glibc keep freed memory for the next tensors. By default it returns large blocks to the
-    kernel, and each page costs a fault when it is written again.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # no other C library has it
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
-        libc.mallopt(M_MMAP_MAX, 0)
-
-
-def use_libdevice_of_triton():
-    """Makes compiled blocks round alike on nodes with and without a CUDA toolkit, and keeps torch from
-    warning that it found none.
-    """
-    if triton := importlib.util.find_spec("triton"):
-        path = Path(triton.origin).parent / "backends/nvidia/lib/libdevice.10.bc"
-        if path.exists():
-            os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(path))
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
@@ -437,13 +418,13 @@ def hardware(device: torch.device) -> str:
 heartbeat = None  # a Heartbeat of cluster/heartbeat.py, if there are several processes
 
 
-def on_all(function, *args):
-    """Runs function(*args) on every rank, however long it takes. If it raises on one rank, on_all raises a
-    UserError with the same exit code on the others, so that none waits for the failed rank. Without cluster/
-    the others wait for --timeout, and then fail.
+def with_barrier(function, *args):
+    """Runs function(*args) on every rank, however long it takes, and waits for all. If it raises on one rank,
+    with_barrier raises a UserError with the same exit code on the others, so that none waits for the failed
+    rank. Without cluster/ the others wait for --timeout, and then fail.
     """
     if heartbeat:
-        return heartbeat.on_all(function, *args)
+        return heartbeat.with_barrier(function, *args)
     result = function(*args)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
@@ -452,12 +433,12 @@ def on_all(function, *args):
 
 def on_rank0(function, *args):
     """Returns function(*args) of rank 0 on all ranks. Its error there is a UserError on the others."""
-    answer = [on_all(lambda: function(*args) if dist.get_rank() == 0 else None)]
+    answer = [with_barrier(lambda: function(*args) if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
 
-def from_all(value) -> list:
+def all_gather(value) -> list:
     """The values of all ranks, small and plain, on each."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -471,7 +452,7 @@ def reduce_sum(values: list, world: World) -> list[float]:
     return packed.tolist()
 
 
-def begin_sum(value: float, world: World):
+def async_sum(value: float, world: World):
     """Starts summing a number over all ranks. Returns a function that waits for the sum and returns it as a
     float64 scalar on the device. On a GPU the host does not wait.
     """
@@ -487,7 +468,7 @@ def begin_sum(value: float, world: World):
 
 def find_mismatch(values: list) -> tuple[int, int] | None:
     """(index, odd rank) of the first of these plain values that differs between ranks, or None."""
-    for index, of_ranks in enumerate(zip(*from_all(values))):
+    for index, of_ranks in enumerate(zip(*all_gather(values))):
         if len(set(of_ranks)) > 1:
             usual = statistics.mode(of_ranks)  # the first of the most frequent
             return index, next(rank for rank, value in enumerate(of_ranks) if value != usual)
@@ -874,8 +855,8 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     """
     if args.resume not in ("auto", "none"):
         return load_checkpoint(args.resume, print, family=family)
-    newest = on_all(lambda: max(map(step_of, list_checkpoints(out)), default=0))
-    found = from_all((newest, f"{world.node} ({HOST})"))
+    newest = with_barrier(lambda: max(map(step_of, list_checkpoints(out)), default=0))
+    found = all_gather((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
     latest, where = max(found)
     if latest > first:
@@ -1098,7 +1079,7 @@ def load_data(asked: Asked) -> Dataset:
                     from prepare.llm_c import manifest_of_plain_shards as plain
         return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"), plain)
 
-    dataset = on_all(read)
+    dataset = with_barrier(read)
     assert_same("the data", dataset.fingerprint,
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
@@ -1170,9 +1151,10 @@ def new_model(run: Run, **config) -> nn.Module:
         raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                         "they are to learn: use isolated or causal, or prepare the data with "
                         "--prompt-field and --response-field.")
-    with room("weights"):
-        from weights.sampling import sample_prompt
-        sample_prompt(args, dataset)  # raises UserError now, and not after hours
+    if vars(config).get("response", -1) >= 0:
+        with room("weights"):
+            from weights.sampling import sample_prompt
+            sample_prompt(args, dataset)  # raises UserError now, and not after hours
     # the rest of the configuration is that of the checkpoint or of the weights
     changes = {name: value for name, value in vars(config).items()
                if name in reading_of(config) or FLAGS.get(name) == MAY_CHANGE}
@@ -1383,10 +1365,10 @@ def set_modes(model: nn.Module, run: Run) -> dict:
         run.say("compiling: the first step takes minutes")
     apply_modes(model, run.args, run.world)
     taken = False
-    if all(from_all(torch.are_deterministic_algorithms_enabled())):
+    if all(all_gather(torch.are_deterministic_algorithms_enabled())):
         with room("ops"):
             from ops.flash_attention_3 import take
-            taken = take(model, run, from_all, at_end)
+            taken = take(model, run, all_gather, at_end)
     return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_3": taken}
 
 
@@ -1455,7 +1437,7 @@ def assert_all_train(model: nn.Module, optimizers: list):
                         "requires_grad_(False) if you mean that.")
 
 
-def clip_gradients(parameters, max_norm: float) -> Tensor:
+def clip_grad_norm(parameters, max_norm: float) -> Tensor:
     """Scales gradients down to a total norm of max_norm (0: no limit). Returns the norm before that."""
     gradients = [p.grad for p in parameters if p.grad is not None]  # frozen parameters have none
     here = [local_shard(g) for g in gradients]
@@ -1602,7 +1584,7 @@ class TrainState:
             self.scaler.unscale_(optimizer)
         if self.late:
             self.late.exchange()
-        norm = clip_gradients(self.model.parameters(), max_norm)
+        norm = clip_grad_norm(self.model.parameters(), max_norm)
         self._count_skipped()
         if stop:
             stop.read()
@@ -1692,7 +1674,7 @@ class TrainState:
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
         if self.zero1:
-            of_ranks = from_all({name: tensor.to("meta") for name, tensor in held.items()})
+            of_ranks = all_gather({name: tensor.to("meta") for name, tensor in held.items()})
             for owner, shapes in enumerate(of_ranks):
                 for name, shape in shapes.items():
                     yield "optimizer", name, held.get(name, shape), owner
@@ -1725,7 +1707,7 @@ class TrainState:
         """
         found = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
         if self.zero1:
-            found = functools.reduce(operator.or_, from_all(found))
+            found = functools.reduce(operator.or_, all_gather(found))
         found |= {name: value for name, value in self._group_values().items()
                   if repr(value) != self._made.get(name)}
         for name, value in found.items():
@@ -2204,7 +2186,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         settings, rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in val),
         entropy=unigram_entropy(val or [dataset.train]),
         sync="shards" if settings["strategy"] in SHARDED else "OK")
-    records = on_all(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
+    records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
     begin_curves = say_plan = None
@@ -2219,8 +2201,8 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         if begin_curves and world.is_rank0:
             begin_curves(log.say)
 
-    on_all(begin)
-    machines = Counter(from_all(hardware(world.device)))
+    with_barrier(begin)
+    machines = Counter(all_gather(hardware(world.device)))
     if say_plan:
         say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
     for folder, loss in WITHOUT.items():
@@ -2240,7 +2222,7 @@ def warn_of_changes(run: Run, model: nn.Module):
     if run.args.strategy in SHARDED and not run.saved:
         changed = [name for name, p in model.named_parameters()
                    if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
-    changed = sorted({*itertools.chain(*from_all(changed))})  # each rank sees its own shards
+    changed = sorted({*itertools.chain(*all_gather(changed))})  # each rank sees its own shards
     if changed:
         run.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
                 "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
@@ -2474,7 +2456,7 @@ class Metrics:
         world = self.world
         host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
         own = self._machine_curves(host) if world.local_rank == 0 else {}
-        memory, curves = zip(*from_all((monitor.memory_gb(world.device), own)))
+        memory, curves = zip(*all_gather((monitor.memory_gb(world.device), own)))
         return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
 
     def position(self) -> dict:
@@ -2557,14 +2539,14 @@ def sample(state: TrainState, run: Run, step: int):
     with room("weights"):
         from weights.sampling import write_sample
         with state.averaged_weights():
-            write_sample(state.model, run, step, on_all)
+            write_sample(state.model, run, step, with_barrier)
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
     """Waits for the last checkpoint and says how the run has ended."""
     world, checkpoints = run.world, run.checkpoints
     stopping = stop.agreed
-    memory = max(from_all(monitor.memory_gb(world.device)))
+    memory = max(all_gather(monitor.memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
     in_sync = "are in shards" if run.args.strategy in SHARDED else "of all ranks were in sync"
     ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters "
@@ -2580,7 +2562,7 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
     # torchrun whose processes have ended waits for the others only for a while.
     try:
-        on_all(finish)
+        with_barrier(finish)
     except RunError:  # without torchrun there may be no store in which to wait, and all has been said
         if not stop.is_orphan():
             raise
@@ -2593,7 +2575,7 @@ MOVED = {"ops.ema": "EMA", "weights.init_from": "load_frozen", "weights.sampling
 
 
 def __getattr__(name: str):
-    if name == "parse":  # the first call of a trainer of 2026-11-26
+    if name in ("parse", "begin_sum"):  # calls of a trainer of 2026-11-26
         raise UserError("this trainer is a copy of an older one: change the lines that docs/changing.md "
                         'names under "From an older copy".')
     refuse_moved(__name__, name, MOVED)

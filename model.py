@@ -131,7 +131,8 @@ def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
 LONGEST_PLAIN = 4096  # tokens; beyond, torch's kernel takes less memory
 
 
-def mask_of(sees: Callable, idx: Tensor, flex: bool, before: int | None = None, after: int | None = None):
+def attention_mask(sees: Callable, idx: Tensor, flex: bool, before: int | None = None,
+                   after: int | None = None):
     """The mask for tokens idx (B, T) in which position i of row b sees position j if sees(b, 0, i, j): a
     BlockMask for FlexAttention, otherwise boolean (B, 1, T, T). `before` and `after` say how far it sees at
     most (None: everywhere), which saves work.
@@ -443,8 +444,7 @@ class LanguageModel(nn.Module):
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
       (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
     * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient. On
-      the meta device, --dry-run counts the memory of `forward`, and loggers/mfu.py its matrix products. If
-      it takes further arguments, `examples_of` says which stand for the steps of a log record.
+      the meta device, --dry-run counts the memory of `forward`, and loggers/mfu.py its matrix products.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
       states (B, T, C) that the head reads. The tokens idx follow those in the KVCache: T in the first call,
       then one per call.
@@ -462,12 +462,6 @@ class LanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
         fused_loss()  # not in the first step
-
-    def examples_of(self, record: dict) -> list[dict]:
-        """Further arguments of `example` for the steps that a record of the log, with the run's settings,
-        stands for. MFU counts their mean.
-        """
-        return [{}]
 
 
 class CausalLM(LanguageModel):
@@ -501,7 +495,7 @@ class CausalLM(LanguageModel):
             return (number[b, i] == number[b, j]) & ((j <= i) | (j <= last[b, j]))
 
         after = None if c.attention == "prefix" else 0
-        return mask_of(sees, idx, flex and cache is None and c.uses_flex(idx.device), after=after)
+        return attention_mask(sees, idx, flex and cache is None and c.uses_flex(idx.device), after=after)
 
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """For states (B, T, C) and targets (B, T), returns the objective and detached sums. Targets below 0
@@ -781,12 +775,6 @@ class HRM(CausalLM):
         return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
                                cycles=cycles)
 
-    def examples_of(self, record: dict) -> list[dict]:
-        """One for each number of cycles that may have been drawn."""
-        c = self.config
-        drawn = [round(record["cycles"])] if c.halt else range(c.least_cycles or c.cycles, c.cycles + 1)
-        return [{"bp_steps": record["bp_steps"], "cycles": cycles} for cycles in drawn]
-
 
 # -----------------------------------------------------------------------------------------------------------
 # GPT-2 (Radford et al., 2019), or with `modern` a transformer of HRMBlocks
@@ -979,14 +967,15 @@ class MLM(LanguageModel):
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
-        tables = list(zip(self.rope[:, :, :idx.size(1)], self.masks(idx)))  # for global and local layers
+        # for global and local layers
+        tables = list(zip(self.rope[:, :, :idx.size(1)], self.attention_masks(idx)))
         x = self.embed_norm(self.embed(idx).to(self.compute_dtype))
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.transformer["blocks"]:
             x = block(x, *tables[block.is_local])
         return self.norm(x)
 
-    def masks(self, idx: Tensor) -> list:
+    def attention_masks(self, idx: Tensor) -> list:
         """Masks of tokens idx (B, T) in global and in local layers; see MLMBlock.block."""
         c = self.config
         document = (idx == c.eot).cumsum(dim=1)  # (B, T)
@@ -999,7 +988,7 @@ class MLM(LanguageModel):
 
         flex = c.uses_flex(idx.device)
         half = c.window // 2
-        return [mask_of(together, idx, flex), mask_of(nearby, idx, flex, half, half)]
+        return [attention_mask(together, idx, flex), attention_mask(nearby, idx, flex, half, half)]
 
     def example(self, batch: int, device, mask_rate: float = 0.3) -> dict[str, Any]:
         """Arguments of `forward` for a batch in which every parameter gets a gradient."""
@@ -1007,9 +996,6 @@ class MLM(LanguageModel):
         positions = torch.arange(max(1, round(mask_rate * self.config.seq_len)), device=device)
         positions = positions.expand(batch, -1)
         return {"idx": x, "positions": positions, "labels": torch.zeros_like(positions)}
-
-    def examples_of(self, record: dict) -> list[dict]:
-        return [{"mask_rate": record["mask_rate"]}]
 
 
 def num_params(model: nn.Module) -> int:

@@ -36,12 +36,12 @@ from ddp_utils import (
     HOST,
     RunError,
     World,
-    from_all,
+    all_gather,
     hardware,
     init,
     launch,
     number,
-    on_all,
+    with_barrier,
 )
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
@@ -111,7 +111,7 @@ def compare(report: dict):
     reports = [report]
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
-        on_all(heartbeat.call, heartbeat.store.set, keys[heartbeat.rank], json.dumps(report))
+        with_barrier(heartbeat.call, heartbeat.store.set, keys[heartbeat.rank], json.dumps(report))
         reports = [json.loads(text) for text in heartbeat.call(heartbeat.store.multi_get, keys)]
     if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
@@ -168,7 +168,7 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
         world.synchronize()
 
     until_done()
-    return max(from_all(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions))))
+    return max(all_gather(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions))))
 
 
 def measure_network(world: World, limit: float):
@@ -226,7 +226,7 @@ def main():
                            "its memory, its network card, or peer-to-peer access of GPUs (try "
                            "NCCL_P2P_DISABLE=1).")
 
-    on_all(judge)
+    with_barrier(judge)
     if world.is_rank0:
         say("collectives are right")
     step("the measurement of the network", measure_network, world, args.timeout / 2)

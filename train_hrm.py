@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None):
         lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
-        labels = ddp.begin_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
+        labels = ddp.async_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y is −1 where nothing is learned
             with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,

@@ -134,7 +134,7 @@ def ours(args, row, device):
     def step(i):
         ddp_utils.seed_step(0, i, 0)
         batch = batches[i % STAGED]
-        labels = ddp_utils.begin_sum(batch[-1].numel(), world)
+        labels = ddp_utils.async_sum(batch[-1].numel(), world)
         objective, sums = state.wrapped(*batch, **extra)
         state.scaler.scale(objective * (world.world_size / labels())).backward()
         norm = state.clip_gradients(1.0, vote)

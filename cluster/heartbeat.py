@@ -103,7 +103,7 @@ class Heartbeat:
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
         self._state = ""
-        self._waits = itertools.count()  # numbers the calls of on_all, the same on all ranks
+        self._waits = itertools.count()  # numbers the calls of with_barrier, the same on all ranks
         self._seen = {}
         self.stood = 0.0  # the longest time, in seconds, in which this process did not run
         self._next_look = 0.0
@@ -126,8 +126,8 @@ class Heartbeat:
         if self.address is not None:
             choose_interface(self.address, self.server.get("a node's address").decode())
 
-    def on_all(self, function, *args):
-        """See ddp_utils.on_all."""
+    def with_barrier(self, function, *args):
+        """See ddp_utils.with_barrier."""
         what = f"wait {next(self._waits)}"
         try:
             with access():
@@ -209,7 +209,7 @@ class Heartbeat:
         with suppress(RunError):
             self.call(self._beat, timeout=2 * self.BEAT)
         deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
-        with suppress(RunError):  # it hosts the store of those that still wait in `on_all`
+        with suppress(RunError):  # it hosts the store of those that still wait in `with_barrier`
             while self.leaves_last and time.monotonic() < deadline and not self._all_ended():
                 time.sleep(self.BEAT / 20)
 

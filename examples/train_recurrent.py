@@ -136,7 +136,7 @@ def main(argv=None) -> None:
             metrics.begin_epoch()
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
-        labels = ddp.begin_sum(count, world)
+        labels = ddp.async_sum(count, world)
         for micro_step, (x, y) in enumerate(batches):  # (B, T) each
             with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, y)

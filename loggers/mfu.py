@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from data import first_line
-from model import ModelConfig
+from model import HRM, MLM, ModelConfig
 
 # Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the
 # first match counts. From NVIDIA's data sheets for A100, H100, H200 and HGX B200 (where the figures with
@@ -44,6 +44,19 @@ def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
     return counter.get_total_flops() / config.seq_len
 
 
+def examples_of(model: nn.Module, record: dict) -> list[dict]:
+    """Further arguments of model.example for the steps that a record of the log, with the run's settings,
+    stands for. Their FLOPs are averaged.
+    """
+    c = model.config
+    if isinstance(model, MLM):
+        return [{"mask_rate": record["mask_rate"]}]
+    if isinstance(model, HRM):  # whose cycles may have been drawn
+        drawn = [round(record["cycles"])] if c.halt else range(c.least_cycles or c.cycles, c.cycles + 1)
+        return [{"bp_steps": record["bp_steps"], "cycles": cycles} for cycles in drawn]
+    return [{}]
+
+
 class MFU:
     """MFU of the steps that a record of the log stands for. `run` is that of ddp_utils."""
 
@@ -56,7 +69,7 @@ class MFU:
 
     def flops(self, record: dict) -> float:
         """FLOPs per token of the record's steps."""
-        examples = self._model.examples_of(self._settings | record)
+        examples = examples_of(self._model, self._settings | record)
         return self._run.flops_factor * statistics.fmean(self._count(**example) for example in examples)
 
     def __call__(self, record: dict) -> float | None:

@@ -12,14 +12,14 @@ from torch.nn import attention
 from data import UserError
 
 
-def take(model, run, from_all, at_end) -> bool:
+def take(model, run, all_gather, at_end) -> bool:
     """Takes it if all ranks can, and returns whether they do. A resumed run takes it only if it did before.
-    Every rank calls this, for the model in training. `from_all` is that of ddp_utils; the ExitStack `at_end`
-    gives torch its own kernels back.
+    Every rank calls this, for the model in training. `all_gather` is that of ddp_utils; the ExitStack
+    `at_end` gives torch its own kernels back.
     """
     began = not run.saved or run.saved["settings"].get("flash_attention_3")
     why_not = activate(model, run.world.device) if began else None
-    found = {*from_all(why_not)}
+    found = {*all_gather(why_not)}
     if found == {""}:
         at_end.callback(attention.restore_flash_attention_impl)
         run.say("attention: FlashAttention 3")

@@ -52,7 +52,7 @@ def raises(kind, function) -> str:
 
 def check_agreement(world: World) -> None:
     assert ddp_utils.reduce_sum([world.rank, torch.tensor(0.5)], world) == [1.0, 1.0]
-    assert ddp_utils.from_all(0.1 * world.rank) == [0.0, 0.1]
+    assert ddp_utils.all_gather(0.1 * world.rank) == [0.0, 0.1]
     assert ddp_utils.on_rank0(lambda: world.rank) == 0
 
     def fail():
@@ -66,19 +66,19 @@ def check_agreement(world: World) -> None:
 
 def check_failure(world: World) -> None:
     """What fails on one rank fails on all, and nobody waits for the one that failed."""
-    assert ddp_utils.on_all(lambda: world.rank) == world.rank
+    assert ddp_utils.with_barrier(lambda: world.rank) == world.rank
 
     def fail():
         if world.rank == 1:
             raise UserError("no such file on this node")
-    assert raises(UserError, lambda: ddp_utils.on_all(fail)) == "no such file on this node"
+    assert raises(UserError, lambda: ddp_utils.with_barrier(fail)) == "no such file on this node"
     for kind in (UserError, NotNow):  # with the same exit code on all
 
         def fail_so(kind=kind):
             if world.rank == 1:
                 raise kind("so")
         try:
-            ddp_utils.on_all(fail_so)
+            ddp_utils.with_barrier(fail_so)
         except UserError as error:
             assert error.exit_code == kind.exit_code
 
@@ -204,7 +204,7 @@ def check_who_skips_on_device(world: World) -> None:
         run = run_of(world, strategy="zero1")
         state = ddp_utils.TrainState(model, [optimizer], run)
         held = [p for group in state.inner[0].param_groups for p in group["params"]]
-        assert ddp_utils.from_all(len(held)) in ([1, 0], [0, 1])
+        assert ddp_utils.all_gather(len(held)) in ([1, 0], [0, 1])
         model.embed.weight.grad = torch.zeros_like(model.embed.weight)
         with mock.patch.object(torch.Tensor, "is_cuda", True):
             assert ddp_utils.skips_on_device(state.inner[0], state.optimizers[0]) == on_device
@@ -449,7 +449,7 @@ def check_flash3(world: World) -> None:
         with tempfile.TemporaryDirectory() as directory:
             package = flash3.install(Path(directory) / "package", text) if text else None
             with flash3.gpu(package, capability):
-                taken = take(model, run, ddp_utils.from_all, ddp_utils.at_end)
+                taken = take(model, run, ddp_utils.all_gather, ddp_utils.at_end)
                 assert taken == flash3.active() == (not why_not)
         assert said == [f"WARNING: FlashAttention 3 is not used: {why_not}" if why_not else
                         "attention: FlashAttention 3"], said

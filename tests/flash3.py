@@ -88,7 +88,7 @@ def set_modes_as_on_a_gpu(model, run):
     set_modes(model, run)
     if not run.args.fast:
         seen = SimpleNamespace(**vars(run) | {"world": SimpleNamespace(device=GPU)})
-        run.flash_attention_3 = take(model, seen, ddp_utils.from_all, ddp_utils.at_end)
+        run.flash_attention_3 = take(model, seen, ddp_utils.all_gather, ddp_utils.at_end)
 
 
 @contextlib.contextmanager

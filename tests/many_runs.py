@@ -22,7 +22,7 @@ from ddp_utils import TrainState, local_shard
 
 
 def clip_alone(parameters, max_norm):
-    """Like clip_gradients, but each rank looks at its own shards only."""
+    """Like clip_grad_norm, but each rank looks at its own shards only."""
     gradients = [local_shard(p.grad) for p in parameters]
     norm = torch.nn.utils.get_total_norm(gradients)
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -37,16 +37,16 @@ def keep_gathered(self, averaged_weights=TrainState.averaged_weights):
 
 
 def inf_at(step, rank=None):
-    """Like clip_gradients, but the gradient of one step is not finite, on one rank or on all."""
-    steps, plain = itertools.count(1), ddp_utils.clip_gradients
+    """Like clip_grad_norm, but the gradient of one step is not finite, on one rank or on all."""
+    steps, plain = itertools.count(1), ddp_utils.clip_grad_norm
 
-    def clip_gradients(parameters, max_norm):
+    def clip_grad_norm(parameters, max_norm):
         parameters = list(parameters)
         if next(steps) == int(step) and rank in (None, str(dist.get_rank())):
             parameters[0].grad.fill_(torch.inf)
         return plain(parameters, max_norm)
 
-    return clip_gradients
+    return clip_grad_norm
 
 
 def forgetful(name, restore=TrainState.restore):
@@ -73,11 +73,11 @@ def spoiled(step, rank, exchange=Late.exchange):
 
 def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
-    return {"norm": lambda: mock.patch.object(ddp_utils, "clip_gradients", clip_alone),
+    return {"norm": lambda: mock.patch.object(ddp_utils, "clip_grad_norm", clip_alone),
             "ema": lambda: mock.patch.object(TrainState, "averaged_weights", keep_gathered),
             "forget": lambda: mock.patch.object(TrainState, "restore", forgetful(*numbers)),
             "nan": lambda: mock.patch.object(Late, "exchange", spoiled(*numbers)),
-            "inf": lambda: mock.patch.object(ddp_utils, "clip_gradients", inf_at(*numbers)),
+            "inf": lambda: mock.patch.object(ddp_utils, "clip_grad_norm", inf_at(*numbers)),
             "": contextlib.nullcontext}[name]()
 
 

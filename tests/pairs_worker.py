@@ -18,7 +18,7 @@ def gradients(world: ddp_utils.World, micro_steps: int) -> dict[str, torch.Tenso
     model = gpt2().train()
     state = train_state(model, world)
     batches = [part.chunk(world.world_size)[world.rank].chunk(micro_steps) for part in (idx, labels)]
-    count = ddp_utils.begin_sum(sum((y >= 0).sum() for y in batches[1]), world)
+    count = ddp_utils.async_sum(sum((y >= 0).sum() for y in batches[1]), world)
     for i, (x, y) in enumerate(zip(*batches)):
         with state.no_sync(i < micro_steps - 1):
             (state.wrapped(x, y)[0] * (world.world_size / count())).backward()

@@ -174,7 +174,7 @@ def test_a_step_of_adamw_does_not_wait_for_the_device(optimizer, waits, world):
     inputs = batch("gpt2")
 
     def step():
-        labels = ddp_utils.begin_sum(8, world)
+        labels = ddp_utils.async_sum(8, world)
         objective, _ = state.wrapped(*inputs)
         (objective / labels().clamp(min=1)).backward()
         state.optimizer_step(1e-3, state.clip_gradients(1.0, vote))

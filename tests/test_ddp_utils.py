@@ -32,7 +32,7 @@ from data import UserError
 from ddp_utils import Checkpoints, RunError, World, list_checkpoints, load_checkpoint, read_checkpoint
 from loggers.start import say_plan
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
-from ops import attention
+from ops import attention, device
 from weights.use import load_model
 
 CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
@@ -131,10 +131,10 @@ def test_compiled_blocks_use_the_libdevice_of_triton(tmp_path, monkeypatch, inst
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py")) if installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(os, "environ", {})
-    ddp_utils.use_libdevice_of_triton()
+    device.use_libdevice_of_triton()
     assert os.environ.get("TRITON_LIBDEVICE_PATH") == (str(path) if installed else None)
     os.environ["TRITON_LIBDEVICE_PATH"] = "of the user"
-    ddp_utils.use_libdevice_of_triton()
+    device.use_libdevice_of_triton()
     assert os.environ["TRITON_LIBDEVICE_PATH"] == "of the user"
 
 
@@ -397,14 +397,14 @@ def test_the_loss_of_an_epoch(world):
 def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     """Rank 0 may write for longer than --timeout."""
     order = []
-    monkeypatch.setattr(ddp_utils, "from_all", lambda value: order.append("from_all") or [value])
+    monkeypatch.setattr(ddp_utils, "all_gather", lambda value: order.append("all_gather") or [value])
     stop = SimpleNamespace(agreed=0, read=lambda: order.append("read"))
     checkpoints = SimpleNamespace(world=world, close=lambda: order.append("close"))
     run = SimpleNamespace(world=world, checkpoints=checkpoints, steps=1,
                           args=SimpleNamespace(strategy="ddp", seq_len=8))
     log = SimpleNamespace(out="", finish=lambda *_: None)
     ddp_utils.end_run(run, log, stop, 1, 1)
-    assert sorted(order[:-1]) == ["from_all", "read"] and order[-1] == "close"
+    assert sorted(order[:-1]) == ["all_gather", "read"] and order[-1] == "close"
 
 
 def test_only_plain_data_gets_into_a_checkpoint(tmp_path, world):
@@ -591,7 +591,7 @@ def waits():
 
 
 def train_a_step(state, stop, world, step: int) -> float:
-    labels = ddp_utils.begin_sum(8, world)
+    labels = ddp_utils.async_sum(8, world)
     objective, _ = state.wrapped(*ddp_worker.batch(step))
     (objective / labels().clamp(min=1)).backward()
     norm = state.clip_gradients(1.0, stop)

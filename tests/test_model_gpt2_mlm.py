@@ -210,7 +210,7 @@ def masks_of(kind: str, T: int):
     idx[:, ::90] = 0  # starts of documents
     idx[:, 40::90] = 1  # responses
     if kind in ("global", "window"):
-        return mlm(eot=0, window=64).masks(idx)[kind == "window"]
+        return mlm(eot=0, window=64).attention_masks(idx)[kind == "window"]
     return gpt2(attention=kind, start=0, response=1).mask(idx, None)
 
 

@@ -353,7 +353,7 @@ PAIRS = """made = ddp.generator(args.seed, 0, micro_step)
 x = torch.randint(256, (run.batch, 2, args.seq_len), generator=made)
 y = torch.where(torch.arange(args.seq_len) < 9, -1, x)
 count = len(x)
-labels = ddp.begin_sum(count * run.grad_accum, world)"""
+labels = ddp.async_sum(count * run.grad_accum, world)"""
 
 
 @pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=pytest.mark.full)])
@@ -518,7 +518,7 @@ def test_labels_that_are_masked_without_a_count_are_warned_of_once(ranks, shards
     done = nothing.train(ranks, shards, tmp_path / "nothing")
     assert done.code == 0 and done.out.count("WARNING: the model got 0 labels") == 1, done.out
     mask = f"batches = [(x, {MASKED.removeprefix('y = ')}) for x, y in batches]\n{COUNTED}"
-    counted = changed(tmp_path / "train_counted.py", (HEAD, "import data"), (mask, "labels = ddp.begin_sum"))
+    counted = changed(tmp_path / "train_counted.py", (HEAD, "import data"), (mask, "labels = ddp.async_sum"))
     weighted = changed(tmp_path / "train_weighted.py", (WEIGHTS, "WEB = "), (
         "=objective, sums = state.wrapped(x, y, torch.ones(y.shape))", "objective, sums = "),
         (HEAD, "import data"))

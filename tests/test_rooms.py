@@ -29,7 +29,7 @@ UPWARDS = {
     ("ddp_utils", "weights.init_from"): "find_run and new_model; to be redesigned"}
 # What runs in each step. Doors open once, at a start.
 IN_A_STEP = {"forward", "backward", "block", "attend", "attention", "step", "optimizer_step", "update",
-             "clip_gradients", "vote", "add", "end_step", "no_sync", "begin_sum", "machines", "write"}
+             "clip_gradients", "vote", "add", "end_step", "no_sync", "async_sum", "machines", "write"}
 TRAINERS = {name: Trainer(f"train_{name}.py") for name in ("gpt2", "hrm", "mlm")}
 
 

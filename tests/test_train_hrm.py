@@ -28,6 +28,7 @@ import ddp_utils
 import train_hrm
 from cluster import memory
 from ddp_utils import RunError, list_checkpoints, read_checkpoint
+from loggers.mfu import examples_of
 from prepare.pipeline import prepare
 from weights import sampling
 
@@ -380,7 +381,7 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
     state, *examples = begun["warm_up"]
     assert [example["bp_steps"] for example in examples] == [2, 7] and state.model.config.h_cycles == 6
     drawn = [{"bp_steps": 7, "cycles": cycles} for cycles in range(1, 7)]
-    assert state.model.examples_of({"bp_steps": 7, "cycles": 1.0}) == drawn
+    assert examples_of(state.model, {"bp_steps": 7, "cycles": 1.0}) == drawn
 
 
 @pytest.mark.full

@@ -15,10 +15,10 @@ from ddp_utils import (
     config_of,
     copy_weights,
     load_checkpoint,
-    on_all,
     on_rank0,
     reading_of,
     tokenizer_in,
+    with_barrier,
 )
 from model import VOCAB_TENSORS, pad_vocab
 from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
@@ -180,7 +180,7 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     def complete() -> dict:
         return new_tensors(model_class, model, weights, source, args.seed) if world.is_rank0 else {}
 
-    new = on_all(complete)  # the weights are on rank 0
+    new = with_barrier(complete)  # the weights are on rank 0
     lacking = sorted(config.keys() - known.keys()) + sorted(new)
     if lacking:
         say(f"{source} lacks {listed(lacking)}: as in a new model")

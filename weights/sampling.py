@@ -132,9 +132,9 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
     return prompt, expected
 
 
-def write_sample(model, run, step: int, on_all):
+def write_sample(model, run, step: int, with_barrier):
     """Logs the sample of a run after `step` steps. Rank 0 writes it alone, for as long as that takes, unless
-    each rank holds a shard. All ranks call this; `on_all` is that of ddp_utils.
+    each rank holds a shard. All ranks call this; `with_barrier` is that of ddp_utils.
     """
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)
@@ -143,7 +143,7 @@ def write_sample(model, run, step: int, on_all):
     def write() -> str:
         return "".join(continue_text(model, dataset.tokenizer, world.device, prompt, args))
 
-    text = on_all(write if sharded or world.is_rank0 else str)
+    text = with_barrier(write if sharded or world.is_rank0 else str)
     if dataset.roles["response"] < 0:
         return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
