@@ -2,14 +2,14 @@
 
     start and end       launch(main), start: join the process group, end without hanging
     agreement           with_barrier, on_rank0, sums over ranks, comparisons of ranks
-    flags               make_parser, parse: the command line of all trainers
-    which run           find_run: what to resume; open_run, plan_batch, new_model: what to train
+    flags               make_parser, parse_flags: the command line; FLAGS: what each flag is to a run
+    which run           find_run: what is asked for (Asked); load_data, open_run: what is trained (Run)
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
     checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
     around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
 
-The trainers show the order of the calls. One rule holds everywhere: all ranks call the same collectives in
+The trainers call them, in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call the same collectives in
 the same order.
 """
 

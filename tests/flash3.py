@@ -85,10 +85,11 @@ set_modes = ddp_utils.set_modes
 
 def set_modes_as_on_a_gpu(model, run):
     """set_modes of a trainer on a CPU, which takes it for attention as on a GPU."""
-    set_modes(model, run)
+    modes = set_modes(model, run)
     if not run.args.fast:
-        seen = SimpleNamespace(**vars(run) | {"world": SimpleNamespace(device=GPU)})
-        run.flash_attention_3 = take(model, seen, ddp_utils.all_gather, ddp_utils.at_end)
+        seen = SimpleNamespace(**vars(run) | {"world": SimpleNamespace(device=GPU), "say": run.say})
+        modes["flash_attention_3"] = take(model, seen, ddp_utils.all_gather, ddp_utils.at_end)
+    return modes
 
 
 @contextlib.contextmanager

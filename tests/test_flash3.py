@@ -40,14 +40,12 @@ def takes(model=None, saved=None, dtype=torch.bfloat16, fast=False) -> tuple[boo
     said, precision = [], {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     args = SimpleNamespace(fast=fast, precision=precision, checkpoint_activations="none", compile=False)
     model = model or GPT2(GPT2Config(**TINY))
-    run = SimpleNamespace(args=args, world=SimpleNamespace(device=flash3.GPU), saved=saved,
-                          config=model.config, log=SimpleNamespace(say=said.append), flash_attention_3=False)
-    flash3.set_modes(model, run)
+    run = SimpleNamespace(args=args, world=SimpleNamespace(device=flash3.GPU), saved=saved, say=said.append)
+    taken = flash3.set_modes(model, run)["flash_attention_3"]
     teacher = GPT2(GPT2Config(**TINY))
-    before = run.flash_attention_3
-    flash3.set_modes(teacher, run)
-    assert run.flash_attention_3 == before == flash3.active()  # whatever could be taken for another model
-    return run.flash_attention_3, said
+    ddp_utils.apply_modes(teacher, args, run.world)
+    assert taken == flash3.active()  # whatever could be taken for another model
+    return taken, said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -681,7 +681,7 @@ def test_a_trainer_states_the_flops_of_its_step(shards, tmp_path, monkeypatch):
 
     monkeypatch.setattr(monitor.RunLog, "begin", noted)
     for name, factor in (("one", 1.0), ("three", 3.0)):
-        trainer = changed(tmp_path / f"train_{name}.py", (f"run.flops_factor = {factor}", USE))
+        trainer = changed(tmp_path / f"train_{name}.py", (f"run.flops_factor = {factor}", "example = "))
         done = trainer.train(0, shards, tmp_path / name, steps=1)
         assert done.code == 0, done.out
     assert shown[1] == 3 * shown[0] > 0

@@ -13,6 +13,7 @@ from runs import Trainer, evaluations_of
 from states import flags_of
 
 import data
+import ddp_utils
 import train_hrm
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import levels
@@ -130,11 +131,18 @@ AS_BEFORE = ("--steps 600 --global-batch 16 --warmup 30 --eval-every 200 --save-
              "2500000").split()
 
 
+def plan_of(*flags: str) -> dict:
+    """All flags of a run, and what stands behind its batches."""
+    settled = vars(ddp_utils.settle(train_hrm.parse_args([*flags])))
+    del settled["row"]
+    return vars(settled.pop("args")) | settled
+
+
 def test_flags_give_puzzle_as_it_was(monkeypatch):
-    now = vars(train_hrm.parse_args(["--size", "puzzle", *AS_BEFORE]))
+    now = plan_of("--size", "puzzle", *AS_BEFORE)
     monkeypatch.setitem(train_hrm.SIZES, "puzzle", OLD_PUZZLE)
     monkeypatch.setattr(sources, "TASK_TOKENS", 2_500_000)
-    before = vars(train_hrm.parse_args(["--size", "puzzle"]))
+    before = plan_of("--size", "puzzle")
     # what --global-batch would be, of which --eval-batches 0 is independent; now they are flags
     unlike = {"wanted_batch", "eval_batch", "global_batch", "max_tokens", "usual_steps"}
     assert {key for key in now if now[key] != before[key]} == unlike and before["eval_batches"] == 0
