@@ -9,8 +9,8 @@
     checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
     around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
 
-The trainers call them, in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call the same collectives in
-the same order.
+The trainers call them in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call
+the same collectives in the same order.
 """
 
 import contextlib
@@ -986,12 +986,14 @@ def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
     kept = [out / name for name in ("checkpoints/best.pt", "hf", "model.gguf")]
     if args.resume != "auto" or any(path.exists() for path in kept):
         return None
-    config = {}
-    with suppress(FileNotFoundError, ValueError), access(out / "config.json"):
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError), access(out / "config.json"):
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    if not {"family", "model_config", "seq_len", "tokenizer", "settings"} <= config.keys():
-        return None
-    return config | {"path": str(out)} | tokenizer_of_run(out, config["settings"])
+        for name in ("family", "model_config", "seq_len", "tokenizer"):
+            config[name]
+        for name in ("size", "data", "global_batch", "batch"):
+            config["settings"][name]
+        return config | {"path": str(out)} | tokenizer_of_run(out, config["settings"])
+    return None
 
 
 def refuse_gloo(args: Namespace, world: World):

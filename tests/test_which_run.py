@@ -2,6 +2,7 @@
 is done to its directory, and goes back. What a resumed run does not say, its checkpoint says.
 """
 
+import argparse
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import signal
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,10 @@ from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, ev
 
 import data
 import ddp_utils
+import train_gpt2
+import train_hrm
+import train_mlm
+from data import flag_group
 from ddp_utils import list_checkpoints, read_checkpoint
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
@@ -501,6 +507,98 @@ def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
     first, second = json.loads(text)["commands"]
     assert shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
     assert shlex.split(second)[0] == "python" and first.split(" --sample-prompt")[0] in done.out
+
+
+def killed_before_a_checkpoint(run, out):
+    """As a run that has logged steps, and saved none."""
+    shutil.copytree(run, out)
+    for path in (out / "checkpoints").iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ranks, monkeypatch):
+    """With --out alone, with the bits of before; what contradicts it is refused by name, and has ways on."""
+    monkeypatch.chdir(tmp_path)
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert GPT2.fork(ranks, shards, whole, steps=4, lr=2e-3).code == 0
+    killed_before_a_checkpoint(whole, out)
+    for flags, words in ((("--seed", "1"), "was begun with seed 0, now 1: leave it as it was"),
+                         (("--n-layer", "2"), "was trained with n_layer 1, but the flags say n_layer 2")):
+        before = (out / "metrics.jsonl").read_bytes()
+        refused = fork(ranks, GPT2.script, "--out", out, *flags)
+        assert refused.code == 2 and words in refused.out, refused.out
+        assert (out / "metrics.jsonl").read_bytes() == before
+    again = fork(ranks, GPT2.script, "--out", out)
+    assert again.code == 0 and "starts from scratch, as it was begun: " in again.out, again.out
+    assert_same_run(whole, out)
+    other = tmp_path / "other"
+    killed_before_a_checkpoint(whole, other)
+    longer = fork(ranks, GPT2.script, "--out", other, "--steps", "5")
+    assert longer.code == 0 and "resuming with steps 5 (was 4)" in longer.out, longer.out
+    with pytest.raises(AssertionError):
+        assert_same_run(whole, other)
+    anew = tmp_path / "anew"
+    killed_before_a_checkpoint(whole, anew)
+    done = GPT2.fork(ranks, shards, anew, steps=1, seed=1, resume="none")
+    assert done.code == 0, done.out
+    assert json.loads((anew / "config.json").read_text())["settings"]["seed"] == 1
+
+
+def test_what_is_no_record_of_a_run_is_none(tmp_path):
+    """A best.pt or an export that is left is a later matter; a damaged config.json names no run."""
+    args = Namespace(resume="auto")
+    (tmp_path / "checkpoints").mkdir()
+    config = {"family": "GPT2", "model_config": {}, "seq_len": 8, "tokenizer": "bytes",
+              "settings": {"size": "tiny", "data": "d", "global_batch": 1, "batch": 1}}
+    lacking = config | {"settings": {"size": "tiny"}}
+    for text in ("", "{}", "[1]", json.dumps(lacking), json.dumps(config)):
+        (tmp_path / "config.json").write_text(text)
+        found = ddp_utils.run_without_checkpoint(tmp_path, args)
+        assert bool(found) == (text == json.dumps(config)), text
+    assert ddp_utils.run_without_checkpoint(tmp_path, Namespace(resume="none")) is None
+    (tmp_path / "hf").mkdir()
+    assert ddp_utils.run_without_checkpoint(tmp_path, args) is None
+
+
+# ---------------------------------------------------------------------------------------- the table of flags
+
+
+@pytest.mark.parametrize("module", [train_gpt2, train_hrm, train_mlm])
+def test_the_table_says_of_each_flag_what_it_is_to_a_run(module):
+    command = module.parse_args([])
+    assert command.given == {}
+    assert not command.defaults.keys() - ddp_utils.FLAGS.keys()
+    flag_group(command.parser, "more")("--smooth", float, "")  # the control
+    assert {action.dest for action in command.parser._actions} - ddp_utils.FLAGS.keys() == {"help", "smooth"}
+
+
+def test_what_wins():
+    layers = [dict.fromkeys("abcde"[:n], n) for n in (5, 4, 3, 2, 1)]
+    assert ddp_utils.settled(*reversed(layers)) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+
+
+def test_a_command_line_is_parsed_once(tmp_path, shards, monkeypatch):
+    """Of a new run, of one that is resumed, and with weights to start from."""
+    passes = []
+    parse = argparse.ArgumentParser.parse_known_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args",
+                        lambda *given, **kwargs: passes.append(1) or parse(*given, **kwargs))
+    for flags in ({"out": tmp_path / "run"}, {"out": tmp_path / "run", "steps": 3},
+                  {"out": tmp_path / "tuned", "init_from": tmp_path / "run"}):
+        assert GPT2.train(0, shards, **{"steps": 2} | flags).code == 0
+        assert passes.pop() and not passes
+
+
+def test_an_older_copy_ends_in_one_sentence(tmp_path, shards):
+    """Which names the place that says what to change."""
+    path = tmp_path / "train_old.py"
+    text = (ROOT / "train_gpt2.py").read_text()
+    path.write_text(text.replace("return ddp.parse_flags(", "return ddp.parse("))
+    done = fork(0, path, "--data", shards)
+    assert done.code == 2 and done.out.count("error: this trainer is a copy of an older one") == 1, done.out
+    assert '"From an older copy"' in done.out and "Traceback" not in done.out, done.out
+    assert "## From an older copy" in (ROOT / "docs" / "changing.md").read_text()
 
 
 @pytest.mark.full
