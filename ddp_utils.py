@@ -986,7 +986,8 @@ def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
     kept = [out / name for name in ("checkpoints/best.pt", "hf", "model.gguf")]
     if args.resume != "auto" or any(path.exists() for path in kept):
         return None
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError), access(out / "config.json"):
+    missing = FileNotFoundError, NotADirectoryError
+    with suppress(*missing, ValueError, KeyError, TypeError), access(out / "config.json"):
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
         for name in ("family", "model_config", "seq_len", "tokenizer"):
             config[name]
