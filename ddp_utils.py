@@ -295,17 +295,17 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     """
     global heartbeat
     env = os.environ
-    launched = {"RANK", "WORLD_SIZE"} & env.keys()
+    by_torchrun = {"RANK", "WORLD_SIZE"} & env.keys()
     if "GLOO_SOCKET_IFNAME" not in env:  # what a notebook starts next may want another network card
         at_end.callback(env.pop, "GLOO_SOCKET_IFNAME", None)
     rank, world_size, store = 0, 1, dist.HashStore()
-    if launched and "cluster" in rooms_here():
+    if by_torchrun and "cluster" in rooms_here():
         with room("cluster"):
             from cluster.heartbeat import join
         rank, world_size, store, heartbeat = join(timeout)
         if heartbeat:
             heartbeat.wait_for_all()
-    elif launched:
+    elif by_torchrun:
         rank, world_size, store = int(env["RANK"]), int(env["WORLD_SIZE"]), None
     local_world_size = int(env.get("LOCAL_WORLD_SIZE") or 1)
     where, backend = with_barrier(choose_device, backend, device, local_world_size)
@@ -334,7 +334,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
             # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
             torch.set_num_threads(max(1, cpu_count() // local_world_size))
-    if not launched:  # gloo opens a port even for one process; keep it local
+    if not by_torchrun:  # gloo opens a port even for one process; keep it local
         env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # By default (3; torchrun sets 1) NCCL aborts the process when a collective times out, before Python can
     # say why. With 2 it aborts only the communicator. The collective then returns garbage, and the next one
@@ -780,8 +780,9 @@ class Settled:
 
 
 def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Settled:
-    """The flags of the run that a command begins or, if `saved` is its checkpoint, resumes. `weights` is what
-    is known of those of --init-from. Raises UserError for flags that contradict either.
+    """The flags of the run that a command begins or, if `saved` is its checkpoint or what its config.json
+    says, goes on with. `weights` is what is known of those of --init-from. Raises UserError for flags that
+    contradict either.
     """
     given, rows = command.given, command.rows
     record = saved or weights or {"model_config": {}, "settings": {}}
@@ -1118,8 +1119,8 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
         steps = done + max(0, math.ceil(left / global_batch))
     usual = flags.usual_steps
     if usual and steps < usual and args.warmup >= 1 and not saved:
-        wanted, args.warmup = args.warmup, round(args.warmup * steps / usual)
-        text.say(f"warm-up over {args.warmup} of {steps} steps, as over {wanted} of {usual}: --warmup "
+        of_size, args.warmup = args.warmup, round(args.warmup * steps / usual)
+        text.say(f"warm-up over {args.warmup} of {steps} steps, as over {of_size} of {usual}: --warmup "
                  "chooses another number")
     asked = replace(asked, args=args, settled=flags, saved=saved)
     return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,

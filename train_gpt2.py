@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None):
         flags = ddp.settle(command)
         return dry_run(GPT2, flags)
     world = ddp.start(command)  # joins the process group
+    # what is not given is as in the run that is resumed
     asked = ddp.find_run(GPT2, command, world, constants=globals())
     if ddp.uses_model(asked.args):
         with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None):
     args, checkpoints = run.args, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
-    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling
+    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     identity = ddp.identity_of(model, run, **modes)
@@ -72,10 +73,9 @@ def main(argv: list[str] | None = None):
     if ddp.is_complete(run, log, step):
         return
     state.warm_up(example)
-    stop = ddp.StopVote(world)
+    stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = ddp.Metrics(run, model, log)
+    metrics = ddp.Metrics(run, model, log)  # after warm_up, whose labels do not count
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training

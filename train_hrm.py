@@ -96,6 +96,7 @@ def main(argv: list[str] | None = None):
         flags = ddp.settle(command)
         return dry_run(HRM, flags, bp_steps=truncation(flags.args)[1])
     world = ddp.start(command)  # joins the process group
+    # what is not given is as in the run that is resumed
     asked = ddp.find_run(HRM, command, world, constants=globals())
     if ddp.uses_model(asked.args):
         with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None):
         raise data.UserError(f"with a graph through {high} stack calls the embedding never learns: add "
                              f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.example(run.batch, world.device, n) for n in (low, high)]
-    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling
+    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
@@ -139,10 +140,9 @@ def main(argv: list[str] | None = None):
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
             f"{graph}{now}")
     state.warm_up(*examples)
-    stop = ddp.StopVote(world)
+    stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = ddp.Metrics(run, model, log)
+    metrics = ddp.Metrics(run, model, log)  # after warm_up, whose labels do not count
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training

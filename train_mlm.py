@@ -86,6 +86,7 @@ def main(argv: list[str] | None = None):
         flags = ddp.settle(command)
         return dry_run(MLM, flags, mask_rate=flags.args.mask_rate)
     world = ddp.start(command)  # joins the process group
+    # what is not given is as in the run that is resumed
     asked = ddp.find_run(MLM, command, world, constants=globals())
     if ddp.uses_model(asked.args):
         with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None):
     tokenizer = dataset.tokenizer
     model = ddp.new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     example = model.example(run.batch, world.device, args.mask_rate)
-    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling
+    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     identity = ddp.identity_of(model, run, **modes)
@@ -108,12 +109,11 @@ def main(argv: list[str] | None = None):
     if ddp.is_complete(run, log, step):
         return
     state.warm_up(example)
-    stop = ddp.StopVote(world)
+    stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
     masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
-    # each epoch ends with an evaluation, unless it is shorter than --eval-every
-    metrics = ddp.Metrics(run, model, log)
+    metrics = ddp.Metrics(run, model, log)  # after warm_up, whose labels do not count
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training
