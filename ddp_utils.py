@@ -184,10 +184,11 @@ def launch(main):
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # meanwhile torchrun stops this process if local rank 0 failed
         print(text, file=sys.stderr, flush=True)
-    if heartbeat and code:  # before this process waits for files
+    if heartbeat:  # before this process waits for files
         heartbeat.stop(reason)
     at_end.close()
-    leave_group(sys.excepthook)
+    if code == 0:  # after a failure this can hang
+        leave_group(sys.excepthook)
     with suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()  # stderr is line-buffered
     os._exit(code)
@@ -526,21 +527,27 @@ ANEW = "of one command or machine, or computed at each start: not kept, and a ch
 PLANNED = "planned anew for the number of processes, unless it is given; a change is said"
 MAY_CHANGE = "as it was, unless it is given; a change is said"
 OF_DATA = "as it was, for the same --data"
-CHOSEN = "as it was, another value is refused; a run that starts from trained weights chooses"
-MUST_NOT = "as it was, another value is refused"
+OF_MODEL = "as MAY_CHANGE: a flag of the model that its parameters do not know"
+CHOSEN = "as SHAPE, but a run that starts from trained weights chooses"
+SHAPE = "as it was, or as in the weights to start from; another value is refused, see shape_of"
+MUST_NOT = "as it was; another value is refused, see check_resumable"
 KINDS = {
     ANEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-          "list_presets wanted_batch largest_batch ops",
+          "list_presets wanted_batch largest_batch usual_steps usual_warmup ops",
     PLANNED: "global_batch batch grad_accum",
     MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
                 "strategy comm fast wandb log_every eval_every eval_batches save_every keep_last init_from "
-                "loss condition sample_prompt sample_every max_new_tokens temperature top_k "
-                "dropout eval_cycles bp_cycles bp_steps mask_rate",
+                "loss condition sample_prompt sample_every max_new_tokens temperature top_k bp_steps "
+                "mask_rate",
     OF_DATA: "max_tokens max_samples min_words",
+    OF_MODEL: "dropout eval_cycles bp_cycles",
     CHOSEN: "attention init",
-    MUST_NOT: "seq_len data loss_on seed size optimizer trainer n_layer n_head d_model vocab_size modern ff "
-              "h_cycles l_cycles inject_input halt window global_every",
+    SHAPE: "n_layer n_head d_model vocab_size modern ff h_cycles l_cycles inject_input halt window "
+           "global_every",
+    MUST_NOT: "seq_len data loss_on seed size optimizer trainer",
 }
+BEGUN = "which has no checkpoint yet, was begun with"
+ANOTHER_OUT = "give another --out, or begin anew there with --resume none"
 FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 
@@ -595,7 +602,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         kinds = {bool: BooleanOptionalAction, int: positive_int if option.default != 0 else nonnegative_int}
         text = option.metadata["help"]
         if option.name not in keys and option.default is not None and option.type is not bool:
-            text += f" ({option.default})"  # `parse` sets it, because sizes have their own defaults
+            text += f" ({option.default})"  # `parse_flags` sets it, because sizes have their own
         kind = option.metadata["type"] or kinds.get(option.type, fraction)
         flag(f"--{option.name.replace('_', '-')}", kind, text)
     add_training_flags(parser)
@@ -718,7 +725,13 @@ def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dic
                 argv: list[str] | None) -> Command:
     """Parses the command line of a trainer. Raises UserError for flags that exclude each other."""
     add_rare_flags(parser)  # after those of the trainer, so that --help ends with them
-    defaults = {action.dest: action.default for action in parser._actions if action.default is not SUPPRESS}
+    defaults = dict(parser._defaults)  # of set_defaults
+    for action in parser._actions:
+        if isinstance(action.default, str) and action.default != SUPPRESS:  # as argparse does
+            action.default = parser._get_value(action, action.default)
+        if action.default is not SUPPRESS:
+            defaults[action.dest] = action.default
+    parser._defaults.clear()
     defaults |= {"vocab_size": None} | {option.name: option.default for option in flag_fields(config_class)}
     for action in parser._actions:
         action.default = SUPPRESS  # what is not given is absent
@@ -777,6 +790,7 @@ class Settled:
     largest_batch: int  # sequences in a micro-batch at most, where the command does not say
     eval_batch: int  # sequences in one of --eval-batches
     usual_steps: int | None  # for which the row's --warmup is meant, if that is taken
+    usual_warmup: float | None  # that --warmup
 
 
 def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Settled:
@@ -791,11 +805,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     check_row(command.parser, size, row)
     shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
     kept = flags_of_run(saved, command) | shape if saved else {}
-    tuned = {}
-    if "init_from" in given and not saved:
-        with room("weights", "--init-from"):
-            from weights.recipe import gentler
-        tuned = gentler(row) | shape
+    tuned = gentler(row) | shape if "init_from" in given and not saved else {}
     flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
     recipe = row | tuned | kept
     flags |= {name: given.get(name) for name, kind in FLAGS.items() if kind == PLANNED}
@@ -810,9 +820,21 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
                               or record.get("tokenizer_file"))
     wanted = recipe["global_batch"]
     usual_batch = wanted if saved else row["global_batch"]
-    usual_steps = None if saved or "warmup" in given else recipe.get("steps")
+    of_size = {"usual_steps": recipe.get("steps"), "usual_warmup": flags["warmup"]}
+    before = saved["settings"] if saved else of_size
+    usual_steps = None if "warmup" in given else before.get("usual_steps")
+    if saved and "step" not in saved and usual_steps:  # the run begins again, perhaps with other steps
+        flags["warmup"] = before["usual_warmup"]
     return Settled(Namespace(**flags), row, wanted, recipe.get("largest_batch", recipe["batch"]),
-                   recipe.get("eval_batch", usual_batch), usual_steps)
+                   recipe.get("eval_batch", usual_batch), usual_steps, before.get("usual_warmup"))
+
+
+def gentler(row: dict) -> dict:
+    """Where a run that continues from trained weights departs from the row of its size."""
+    batch = min(32, row["global_batch"])
+    eval_batches = math.ceil(row["eval_batches"] * batch / row["global_batch"])
+    return {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50, "global_batch": batch,
+            "eval_batches": eval_batches, "schedule": "cosine", "ema": min(0.999, row.get("ema", 0.0))}
 
 
 def flags_of_run(saved: dict, command: Command) -> dict:
@@ -824,6 +846,8 @@ def flags_of_run(saved: dict, command: Command) -> dict:
         gone.append(OF_DATA)
     kept = {name: value for name, value in settings.items()
             if name in names and (name == "largest_batch" or FLAGS.get(name) not in gone)}
+    if OF_DATA in gone:
+        kept |= {name: None for name, kind in FLAGS.items() if kind == OF_DATA}
     if uses_model(given) and not vars(given).get("eval_only"):
         kept["precision"] = "auto"  # whatever this machine computes fast
     return kept
@@ -835,15 +859,19 @@ def shape_of(command: Command, record: dict, resumed: bool) -> dict:
     """
     known = config_of(command.config_class, record["model_config"], record["path"])
     names = [option.name for option in flag_fields(command.config_class)]
-    free = {name for name in names if FLAGS.get(name) == MAY_CHANGE}
+    free = {name for name in names if FLAGS.get(name) == OF_MODEL}
     free.add("seq_len")  # rows may be shorter, see check_resumable and find_run
     if not resumed:
         free |= {name for name in names if FLAGS.get(name) == CHOSEN or name not in record["model_config"]}
     shape = {name: getattr(known, name) for name in names if name not in free}
     for name, value in shape.items():
         asked = command.given.get(name)
-        if asked is not None and replace(known, **{name: asked}) != known:
-            raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
+        if asked is None or replace(known, **{name: asked}) == known:
+            continue
+        if resumed and "step" not in record:
+            raise UserError(f"{record['path']}, {BEGUN} {name} {value}, but the flags say {name} {asked}: "
+                            f"leave out --{name.replace('_', '-')}, {ANOTHER_OUT}.")
+        raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
                             f"{asked}: leave out --{name.replace('_', '-')}, or start a new run with another "
                             "--out and without --init-from.")
     return shape
@@ -943,8 +971,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     if "init_from" in command.given:
         try:
             with room("weights", "--init-from"):
-                from weights.init_from import assert_context, weights_of
-                from weights.recipe import nearest_size
+                from weights.init_from import assert_context, nearest_size, weights_of
             weights = weights_of(model_class, command.given["init_from"], complete=False)
             weights["size"] = nearest_size(command.rows, weights)
         except UserError as error:  # does not matter to a run that has begun
@@ -977,7 +1004,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
     return Asked(model_class, args, flags, world, constants, trainer,
                  command_line(trainer, world, command.argv), out, saved, begun,
-                 saved["settings"].get("began") if saved else began)
+                 record["settings"].get("began") if record else began)
 
 
 def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
@@ -988,7 +1015,7 @@ def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
     if args.resume != "auto" or any(path.exists() for path in kept):
         return None
     missing = FileNotFoundError, NotADirectoryError
-    with suppress(*missing, ValueError, KeyError, TypeError), access(out / "config.json"):
+    with suppress(*missing, ValueError, KeyError, TypeError, AttributeError), access(out / "config.json"):
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
         for name in ("family", "model_config", "seq_len", "tokenizer"):
             config[name]
@@ -1122,7 +1149,8 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
         of_size, args.warmup = args.warmup, round(args.warmup * steps / usual)
         text.say(f"warm-up over {args.warmup} of {steps} steps, as over {of_size} of {usual}: --warmup "
                  "chooses another number")
-    asked = replace(asked, args=args, settled=flags, saved=saved)
+    begun = None if saved else asked.begun
+    asked = replace(asked, args=args, settled=flags, saved=saved, begun=begun)
     return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
                grad_accum=grad_accum, checkpoints=checkpoints, text=text, lost=lock.lost,
                sinks=sinks_of(args, out, text.say, lock.lost))
@@ -1161,7 +1189,7 @@ def new_model(run: Run, **config) -> nn.Module:
             sample_prompt(args, dataset)  # raises UserError now, and not after hours
     # the rest of the configuration is that of the checkpoint or of the weights
     changes = {name: value for name, value in vars(config).items()
-               if name in reading_of(config) or FLAGS.get(name) == MAY_CHANGE}
+               if name in reading_of(config) or FLAGS.get(name) == OF_MODEL}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
@@ -1194,6 +1222,7 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     plan = {"steps": run.steps, "global_batch": run.global_batch, "batch": run.batch,
             "grad_accum": run.grad_accum, "wanted_batch": flags.wanted_batch,
             "largest_batch": flags.largest_batch, "eval_batch": flags.eval_batch,
+            "usual_steps": flags.usual_steps, "usual_warmup": flags.usual_warmup,
             "world_size": run.world.world_size, "threads": torch.get_num_threads(),
             "ops": "ops" in rooms_here(), "trainer": run.trainer.name, "began": run.began}
     shape = flags_of_model(run.model_class.Config, model.config)
@@ -1205,15 +1234,13 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
 
 
 def check_resumable(saved: dict, now: dict, branch: bool, say):
-    """Raises UserError if what may not change has changed (the shape is that of the checkpoint, see
-    find_run); prints other changes. A `branch` goes on in another directory, where it may have another
+    """Raises UserError if what may not change has changed (for the model's shape, shape_of has done so);
+    prints other changes. A `branch` goes on in another directory, where it may have another
     trainer. `saved` may be a run that has no checkpoint yet.
     """
     path = saved["path"]
     before, after = saved["settings"] | saved, now["settings"] | now
-    of_shape = now["model_config"].keys() - {"seq_len"}
-    fixed = [name for name, kind in FLAGS.items()
-             if kind == MUST_NOT and name in after and name not in of_shape]
+    fixed = [name for name, kind in FLAGS.items() if kind == MUST_NOT and name in after]
     fixed += ["ema"] * (not after["ema"]) + ["init_from"] * (not before.get("init_from"))
     if before["tokenizer"].split()[-1] != after["tokenizer"].split()[-1]:  # the digests, whatever the names
         fixed = ["tokenizer"]
@@ -1223,9 +1250,8 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
         if before.get(what, after[what]) == after[what]:
             continue
         if "step" not in saved:
-            raise UserError(f"{path}, which has no checkpoint yet, was begun with {what} {before[what]}, now "
-                            f"{after[what]}: leave it as it was, give another --out, or begin anew there "
-                            "with --resume none.")
+            raise UserError(f"{path}, {BEGUN} {what} {before[what]}, now {after[what]}: leave it as it was, "
+                            f"{ANOTHER_OUT}.")
         way = f"; --resume {path} branches off" if what == "trainer" else ""
         raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
                         f"it as it was, or start a new run with another --out (--init-from {path} starts "
@@ -1235,7 +1261,7 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
             "bits differ")
     for flag, value in now["settings"].items():
         if (was := saved["settings"].get(flag, value)) != value and FLAGS.get(flag) != ANEW:
-            say(f"resuming with {flag} {value} (was {was})")
+            say(f"{'resuming' if 'step' in saved else 'beginning again'} with {flag} {value} (was {was})")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1349,6 +1375,9 @@ def config_of(config_class: type, saved: dict, where):
 
 
 def assert_family(saved: dict, model_class: type):
+    if saved["family"] != model_class.__name__ and "settings" in saved and "step" not in saved:
+        raise UserError(f"{saved['path']}, {BEGUN} a model of the family {saved['family']}, not "
+                        f"{model_class.__name__}: use its own trainer, {ANOTHER_OUT}.")
     if saved["family"] != model_class.__name__:
         raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
                         f"{model_class.__name__}: use its own trainer.")
@@ -2165,7 +2194,8 @@ class RunLock:
         """Gives the directory back, once what the lock guards is written. A checkpoint from before a failure
         is worth waiting for, too, but torchrun kills after 30 s.
         """
-        futures.wait(Checkpoints.unwritten, timeout=15 if one_has_failed() else None)
+        waiting_is_short = one_has_failed() or launched and at_end.exit_code
+        futures.wait(Checkpoints.unwritten, timeout=15 if waiting_is_short else None)
         self._file.close()
 
 
@@ -2192,7 +2222,8 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         sync="shards" if settings["strategy"] in SHARDED else "OK")
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
-    log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
+    log = monitor.RunLog(run.out, run.text, facts, records if world.is_rank0 else evaluated, run.sinks,
+                         run.lost)
     begin_curves = say_plan = None
     with room("loggers"):
         from loggers.machine import begin_curves
@@ -2579,7 +2610,7 @@ MOVED = {"ops.ema": "EMA", "weights.init_from": "load_frozen", "weights.sampling
 
 
 def __getattr__(name: str):
-    if name in ("parse", "begin_sum"):  # calls of a trainer of 2026-11-26
+    if name in ("parse", "begin_sum", "on_all", "from_all", "clip_gradients"):  # names of 2026-11-26
         raise UserError("this trainer is a copy of an older one: change the lines that docs/changing.md "
                         'names under "From an older copy".')
     refuse_moved(__name__, name, MOVED)

@@ -121,7 +121,7 @@ def evaluations_of(records: list[dict]) -> dict[int, float]:
     """The criteria of evaluations by step; infinite where it is another number than that of the last one."""
     own = has_own_criterion(records)
     return {r["step"]: criterion_of(r) if ("criterion" in r) == own else math.inf
-            for r in records if criterion_of(r) is not None}
+            for r in records if "val_loss" in r and criterion_of(r) is not None}
 
 
 def without_nan(record: dict) -> dict:

@@ -23,7 +23,7 @@ from model import GPT2 as GPT2Model
 from model import GPT2Block
 from prepare import packing
 from prepare.pipeline import prepare
-from weights.recipe import nearest_size
+from weights.init_from import nearest_size
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 

@@ -524,18 +524,21 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ran
     assert GPT2.fork(ranks, shards, whole, steps=4, lr=2e-3).code == 0
     killed_before_a_checkpoint(whole, out)
     for flags, words in ((("--seed", "1"), "was begun with seed 0, now 1: leave it as it was"),
-                         (("--n-layer", "2"), "was trained with n_layer 1, but the flags say n_layer 2")):
+                         (("--n-layer", "2"), "was begun with n_layer 1, but the flags say n_layer 2")):
         before = (out / "metrics.jsonl").read_bytes()
         refused = fork(ranks, GPT2.script, "--out", out, *flags)
         assert refused.code == 2 and words in refused.out, refused.out
         assert (out / "metrics.jsonl").read_bytes() == before
+    other = fork(ranks, "train_hrm.py", "--out", out)
+    assert other.code == 2 and "begun with a model of the family GPT2, not HRM" in other.out, other.out
     again = fork(ranks, GPT2.script, "--out", out)
     assert again.code == 0 and "starts from scratch, as it was begun: " in again.out, again.out
+    assert "again with" not in again.out, again.out
     assert_same_run(whole, out)
     other = tmp_path / "other"
     killed_before_a_checkpoint(whole, other)
     longer = fork(ranks, GPT2.script, "--out", other, "--steps", "5")
-    assert longer.code == 0 and "resuming with steps 5 (was 4)" in longer.out, longer.out
+    assert longer.code == 0 and "beginning again with steps 5 (was 4)" in longer.out, longer.out
     with pytest.raises(AssertionError):
         assert_same_run(whole, other)
     anew = tmp_path / "anew"

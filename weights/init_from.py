@@ -70,6 +70,17 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
                     "left_over": sorted(found["model_config"].keys() - ours)}
 
 
+def nearest_size(sizes: dict[str, dict], record: dict) -> str:
+    """The size that the record of weights names, or the first of those that differ from it in the fewest
+    fields.
+    """
+    config = record["model_config"]
+    size = record["settings"].get("size")
+    unlike = {name: sum(row.get(key, config[key]) != config[key] for key in config)
+              for name, row in sizes.items()}
+    return size if size in sizes else min(unlike, key=unlike.get)
+
+
 def assert_context(model_class: type, weights: dict, seq_len: int):
     """Raises UserError if weights cannot read rows of seq_len tokens."""
     with torch.device("meta"):
