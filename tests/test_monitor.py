@@ -1127,3 +1127,9 @@ def test_tensorboard_shows_the_curves_in_a_browser(tmp_path, shards):
     finally:
         browser.process.kill()
         kill(board)
+
+
+def test_a_step_with_a_criterion_is_no_evaluation():
+    """Which other ranks than the first, that has all records, would not know of."""
+    records = [{"step": 1, "loss": 2.0, "criterion": 1.0}, {"step": 2, "val_loss": 2.0}]
+    assert monitor.evaluations_of(records) == {2: 2.0}

@@ -9,24 +9,28 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import time
 from argparse import Namespace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, finish, start
 from processes import Group, fork
 from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
 
 import data
 import ddp_utils
+import model
 import train_gpt2
 import train_hrm
 import train_mlm
-from data import flag_group
+from data import UserError, flag_group
 from ddp_utils import list_checkpoints, read_checkpoint
+from model import GPT2Config
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
 ENDLESS = {"steps": 1_000_000, "save_every": 20, "eval_every": 1_000_000, "log_every": 20}
@@ -579,6 +583,63 @@ def test_the_table_says_of_each_flag_what_it_is_to_a_run(module):
 def test_what_wins():
     layers = [dict.fromkeys("abcde"[:n], n) for n in (5, 4, 3, 2, 1)]
     assert ddp_utils.settled(*reversed(layers)) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+
+
+def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
+    """A copy of GPT-2 may have a --window that is no shape, and a model a top_k that is one."""
+    said, now = [], {"model_config": {}, "tokenizer": "bytes",
+                     "settings": {"window": 5, "ema": 0.0, "init_from": None}}
+    before = now | {"path": "run", "step": 1, "settings": now["settings"] | {"window": 3}}
+    ddp_utils.check_resumable(before, now, False, said.append)
+    assert said == ["resuming with window 5 (was 3)"]
+
+    @dataclass
+    class Experts(GPT2Config):
+        top_k: int = model.flag(2, "experts")
+
+    command = Namespace(config_class=Experts, given={"top_k": 3})
+    record = {"path": "run", "step": 1, "model_config": asdict(Experts())}
+    with pytest.raises(UserError, match="run was trained with top_k 2, but the flags say top_k 3: leave out"):
+        ddp_utils.shape_of(command, record, True)
+    command.given = {"dropout": 0.5}  # the control
+    assert "dropout" not in ddp_utils.shape_of(command, record, True)
+
+
+def test_defaults_of_a_parser_are_not_given():
+    parser = ddp_utils.make_parser("", GPT2Config, train_gpt2.SIZES)
+    parser.add_argument("--every", type=data.parse_count, default="2k")
+    parser.set_defaults(lr=1.0)
+    command = ddp_utils.parse_flags(parser, GPT2Config, train_gpt2.SIZES, [])
+    args = ddp_utils.settle(command).args
+    assert command.given == {} and args.every == 2000 and args.lr == train_gpt2.SIZES["tiny"]["lr"]
+
+
+@pytest.mark.parametrize("flags, warmup", [([], 30), (["--warmup", "7"], 7)])
+def test_a_run_that_begins_again_plans_its_warm_up_anew(flags, warmup):
+    """Its first start had few steps, and so a short one."""
+    first = ddp_utils.settle(train_gpt2.parse_args(["--steps", "4"]))
+    settings = vars(first.args) | {"global_batch": 16, "batch": 8, "warmup": 0,
+                                   "usual_steps": first.usual_steps, "usual_warmup": first.usual_warmup}
+    begun = {"path": "run", "settings": settings, "model_config": {}, "seq_len": 256, "tokenizer_flag": None}
+    again = ddp_utils.settle(train_gpt2.parse_args(["--steps", "60", *flags]), begun)
+    assert again.args.warmup == warmup and again.usual_steps == (None if flags else 300)
+    resumed = ddp_utils.settle(train_gpt2.parse_args(["--steps", "60"]), begun | {"step": 2})
+    assert resumed.args.warmup == 0
+
+
+@pytest.mark.full
+def test_a_fine_tuned_run_resumes_without_the_folder_of_its_weights(tmp_path, shards):
+    program = tmp_path / "program"
+    program.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, program)
+    base, out = tmp_path / "base", tmp_path / "run"
+    assert GPT2.train(0, shards, base, steps=1, eval_every=1).code == 0
+    tuned = {"init_from": base, "seq_len": None, "size": "tiny"}
+    assert GPT2.train(0, shards, out, steps=2, **tuned).code == 0
+    flags = GPT2.flags(shards, out, steps=3, **tuned)
+    done = finish(start([sys.executable, program / "train_gpt2.py", *map(str, flags)], cwd=tmp_path))
+    assert done.code == 0 and "resuming after step 2" in done.out, done.out
 
 
 def test_a_command_line_is_parsed_once(tmp_path, shards, monkeypatch):
