@@ -823,7 +823,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     of_size = {"usual_steps": recipe.get("steps"), "usual_warmup": flags["warmup"]}
     before = saved["settings"] if saved else of_size
     usual_steps = None if "warmup" in given else before.get("usual_steps")
-    if saved and "step" not in saved and usual_steps:  # the run begins again, perhaps with other steps
+    if saved and saved.get("begun") and usual_steps:  # the run begins again, perhaps with other steps
         flags["warmup"] = before["usual_warmup"]
     return Settled(Namespace(**flags), row, wanted, recipe.get("largest_batch", recipe["batch"]),
                    recipe.get("eval_batch", usual_batch), usual_steps, before.get("usual_warmup"))
@@ -868,7 +868,7 @@ def shape_of(command: Command, record: dict, resumed: bool) -> dict:
         asked = command.given.get(name)
         if asked is None or replace(known, **{name: asked}) == known:
             continue
-        if resumed and "step" not in record:
+        if record.get("begun"):
             raise UserError(f"{record['path']}, {BEGUN} {name} {value}, but the flags say {name} {asked}: "
                             f"leave out --{name.replace('_', '-')}, {ANOTHER_OUT}.")
         raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
@@ -1021,7 +1021,7 @@ def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
             config[name]
         for name in ("size", "data", "global_batch", "batch"):
             config["settings"][name]
-        return config | {"path": str(out)} | tokenizer_of_run(out, config["settings"])
+        return config | {"path": str(out), "begun": True} | tokenizer_of_run(out, config["settings"])
     return None
 
 
@@ -1249,7 +1249,7 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
             continue
         if before.get(what, after[what]) == after[what]:
             continue
-        if "step" not in saved:
+        if saved.get("begun"):
             raise UserError(f"{path}, {BEGUN} {what} {before[what]}, now {after[what]}: leave it as it was, "
                             f"{ANOTHER_OUT}.")
         way = f"; --resume {path} branches off" if what == "trainer" else ""
@@ -1261,7 +1261,7 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
             "bits differ")
     for flag, value in now["settings"].items():
         if (was := saved["settings"].get(flag, value)) != value and FLAGS.get(flag) != ANEW:
-            say(f"{'resuming' if 'step' in saved else 'beginning again'} with {flag} {value} (was {was})")
+            say(f"{'beginning again' if saved.get('begun') else 'resuming'} with {flag} {value} (was {was})")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1375,7 +1375,7 @@ def config_of(config_class: type, saved: dict, where):
 
 
 def assert_family(saved: dict, model_class: type):
-    if saved["family"] != model_class.__name__ and "settings" in saved and "step" not in saved:
+    if saved["family"] != model_class.__name__ and saved.get("begun"):
         raise UserError(f"{saved['path']}, {BEGUN} a model of the family {saved['family']}, not "
                         f"{model_class.__name__}: use its own trainer, {ANOTHER_OUT}.")
     if saved["family"] != model_class.__name__:

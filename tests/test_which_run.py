@@ -620,10 +620,11 @@ def test_a_run_that_begins_again_plans_its_warm_up_anew(flags, warmup):
     first = ddp_utils.settle(train_gpt2.parse_args(["--steps", "4"]))
     settings = vars(first.args) | {"global_batch": 16, "batch": 8, "warmup": 0,
                                    "usual_steps": first.usual_steps, "usual_warmup": first.usual_warmup}
-    begun = {"path": "run", "settings": settings, "model_config": {}, "seq_len": 256, "tokenizer_flag": None}
+    begun = {"path": "run", "settings": settings, "model_config": {}, "seq_len": 256, "tokenizer_flag": None,
+             "begun": True}
     again = ddp_utils.settle(train_gpt2.parse_args(["--steps", "60", *flags]), begun)
     assert again.args.warmup == warmup and again.usual_steps == (None if flags else 300)
-    resumed = ddp_utils.settle(train_gpt2.parse_args(["--steps", "60"]), begun | {"step": 2})
+    resumed = ddp_utils.settle(train_gpt2.parse_args(["--steps", "60"]), begun | {"begun": False})
     assert resumed.args.warmup == 0
 
 
