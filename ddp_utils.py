@@ -546,9 +546,10 @@ KINDS = {
            "global_every",
     MUST_NOT: "seq_len data loss_on seed size optimizer trainer",
 }
+FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
+# of a run that was killed before its first checkpoint
 BEGUN = "which has no checkpoint yet, was begun with"
 ANOTHER_OUT = "give another --out, or begin anew there with --resume none"
-FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 
 def number(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
@@ -1009,20 +1010,23 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
 
 def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
     """What config.json says of a run that was killed before its first checkpoint, as a checkpoint would. None
-    if there is none, or something else of it that should stay.
+    if there is none, or something else of it that should stay. Raises UserError if it branched off.
     """
     kept = [out / name for name in ("checkpoints/best.pt", "hf", "model.gguf")]
     if args.resume != "auto" or any(path.exists() for path in kept):
         return None
-    missing = FileNotFoundError, NotADirectoryError
-    with suppress(*missing, ValueError, KeyError, TypeError, AttributeError), access(out / "config.json"):
+    config = {}
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError), access(out / "config.json"):
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        for name in ("family", "model_config", "seq_len", "tokenizer"):
-            config[name]
-        for name in ("size", "data", "global_batch", "batch"):
-            config["settings"][name]
-        return config | {"path": str(out), "begun": True} | tokenizer_of_run(out, config["settings"])
-    return None
+    settings = config.get("settings") if isinstance(config, dict) else None
+    if not isinstance(settings, dict) or not {"size", "data", "global_batch", "batch"} <= settings.keys():
+        return None
+    if not {"family", "model_config", "seq_len", "tokenizer"} <= config.keys():
+        return None
+    if (branch := settings.get("resume", "auto")) not in ("auto", "none"):
+        raise UserError(f"{out} branches off from {branch}, and has no checkpoint yet: give --resume "
+                        f"{branch} again, or begin anew there with --resume none.")
+    return config | {"path": str(out), "begun": True} | tokenizer_of_run(out, settings)
 
 
 def refuse_gloo(args: Namespace, world: World):

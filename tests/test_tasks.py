@@ -127,8 +127,7 @@ OLD_PUZZLE = train_hrm.TINY | {
     "n_head": 4, "n_layer": 1, "lr": 1e-2, "steps": 600, "eval_every": 200, "save_every": 200,
     "data": "task:addition", "optimizer": "muon", "sample_every": 1, "temperature": 0.0, "max_new_tokens": 48,
     "h_cycles": "4:8", "l_cycles": 1, "bp_cycles": 2, "inject_input": True}
-AS_BEFORE = ("--steps 600 --global-batch 16 --warmup 30 --eval-every 200 --save-every 200 --max-tokens "
-             "2500000").split()
+AS_BEFORE = "--eval-every 200 --save-every 200 --max-tokens 2500000".split()
 
 
 def plan_of(*flags: str) -> dict:
@@ -143,10 +142,8 @@ def test_flags_give_puzzle_as_it_was(monkeypatch):
     monkeypatch.setitem(train_hrm.SIZES, "puzzle", OLD_PUZZLE)
     monkeypatch.setattr(sources, "TASK_TOKENS", 2_500_000)
     before = plan_of("--size", "puzzle")
-    # what --global-batch would be, of which --eval-batches 0 is independent; now they are flags
-    unlike = {"wanted_batch", "eval_batch", "global_batch", "max_tokens", "usual_steps"}
-    assert {key for key in now if now[key] != before[key]} == unlike and before["eval_batches"] == 0
-    assert now["global_batch"] == before["wanted_batch"] == 16 and now["max_tokens"] == sources.TASK_TOKENS
+    assert {key for key in now if now[key] != before[key]} == {"max_tokens"}  # which was no flag
+    assert now["max_tokens"] == sources.TASK_TOKENS and before["eval_batches"] == 0
 
 
 def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):

@@ -564,6 +564,10 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path):
         found = ddp_utils.run_without_checkpoint(tmp_path, args)
         assert bool(found) == (text == json.dumps(config)), text
     assert ddp_utils.run_without_checkpoint(tmp_path, Namespace(resume="none")) is None
+    branch = config | {"settings": config["settings"] | {"resume": "runs/base"}}
+    (tmp_path / "config.json").write_text(json.dumps(branch))
+    with pytest.raises(UserError, match="branches off from runs/base, and has no checkpoint yet: give"):
+        ddp_utils.run_without_checkpoint(tmp_path, args)
     (tmp_path / "hf").mkdir()
     assert ddp_utils.run_without_checkpoint(tmp_path, args) is None
 
