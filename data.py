@@ -157,6 +157,10 @@ OTHER_NAMES = {
 }
 
 
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """The parser of all commands. A mistake raises UserError; one process per node prints the help."""
 
@@ -187,11 +191,34 @@ class ArgumentParser(argparse.ArgumentParser):
         near = difflib.get_close_matches(name, ours, 1, 0.65)
         return f"--{near[0]}" if near and word.startswith("--") else ""
 
+    def check_row(self, name: str, row: dict):
+        """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag
+        refuses.
+        """
+        for key in row.keys() - {"vocab_size"}:
+            flag, value = f"--{key.replace('_', '-')}", row[key]
+            sets = f"the row {name!r} of the sizes sets {key}={value!r}"
+            action = self._option_string_actions.get(flag)
+            if not action:
+                near = self.nearest_flag(flag)
+                raise UserError(f"{sets}: unrecognized{near and f', the nearest flag is {near}'}; --help "
+                                "lists all flags.")
+            switch = action.nargs == 0
+            if switch != isinstance(value, bool):
+                raise UserError(f"{sets}: argument {flag} takes {'True or False' if switch else 'a value'}.")
+            try:
+                read = value if switch else self._get_value(action, str(value))
+                self._check_value(action, read)
+            except argparse.ArgumentError as error:
+                raise UserError(f"{sets}: {error}.") from None
+            if read != value or key != action.dest:
+                raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
+
     def error(self, message):
         raise UserError(f"{message}; --help lists all flags.")
 
     def print_help(self, file=None):
-        if int(os.environ.get("LOCAL_RANK") or 0) == 0:
+        if local_rank() == 0:
             super().print_help(file)
 
 
@@ -219,6 +246,37 @@ def flag_group(parser: ArgumentParser, title: str):
         group.add_argument(name, help=text, **kind)
 
     return flag
+
+
+def number(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
+    """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
+    def parse(text: str):
+        value = number_type(text)
+        if not math.isfinite(value) or not low <= value <= high or open_end and value == high:
+            limit = f"in [{low:g}, {high:g}{')' if open_end else ']'}"
+            limit = limit if high < math.inf else f"at least {low:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not {limit}")
+        return value
+    parse.__name__ = "whole number" if number_type is int else "number"
+    return parse
+
+
+positive_int = number(1, number_type=int)
+nonnegative_int = number(0, number_type=int)
+fraction = number(0, 1, open_end=True)
+
+
+def utf8_path(text: str) -> Path:
+    """A type for argparse. ValueError if a path is not UTF-8, which torch needs."""
+    return Path(text.encode().decode())
+
+
+def steps_or_fraction(text: str) -> int | float:
+    """A type for argparse: a number of steps, or below 1 a fraction of the run."""
+    value = number(0)(text)
+    if value > 1 and value % 1:
+        raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor below 1")
+    return int(value) if value >= 1 else value
 
 
 say = functools.partial(print, flush=True)  # in a pipe, too, at once

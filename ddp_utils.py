@@ -6,7 +6,7 @@
     which run           find_run: what is asked for (Asked); load_data, open_run: what is trained (Run)
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
-    checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
+    checkpoints         Checkpoints writes and restores them; monitor.RunLock keeps a directory to one run
     around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
 
 The trainers call them in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call
@@ -14,7 +14,6 @@ the same collectives in the same order.
 """
 
 import contextlib
-import errno
 import functools
 import gc
 import inspect
@@ -30,11 +29,10 @@ import shutil
 import signal
 import statistics
 import sys
-import threading
 import time
 import warnings
 import zipfile
-from argparse import SUPPRESS, ArgumentError, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
@@ -77,12 +75,16 @@ from data import (
     directory_of,
     first_line,
     flag_group,
+    fraction,
     fsync_directory,
     listed,
-    lock_file,
+    local_rank,
     names_in,
+    nonnegative_int,
+    number,
     parse_count,
     plan_batch,
+    positive_int,
     read_manifest,
     refuse_moved,
     refuse_without,
@@ -92,20 +94,23 @@ from data import (
     row_of,
     say,
     sources_of,
+    steps_or_fraction,
     tokenizer_id,
     unigram_entropy,
+    utf8_path,
     validation_batches,
-    why_not_made,
     without_surrogates,
 )
 from model import (
     CausalConfig,
     ModelConfig,
     blocks_of,
+    choose_device,
     compute_dtype,
     copied_buffers,
     flag_fields,
     flags_of_model,
+    hardware,
     num_params,
     pad_vocab,
     use_device,
@@ -119,7 +124,7 @@ SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each sav
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # what a run does without where a folder is not there; without prepare/ nothing, once its data can be read
 WITHOUT = {"cluster": "a process that is lost is not named",
-           "loggers": "no plan is printed, and the curves are in metrics.jsonl alone",
+           "loggers": "no plan is printed, trainer.py is not kept, and the curves are in metrics.jsonl alone",
            "ops": "loss and attention take longer, and their last bits are others",
            "weights": "no samples are written"}
 # it warns against in-place operations in selectively checkpointed code; blocks have none
@@ -128,10 +133,6 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def ending_of(error: BaseException, explain=None) -> tuple[int, str, str]:
@@ -179,8 +180,8 @@ def launch(main):
         code, text, reason = ending_of(error, explain)
     at_end.exit_code = code
     unwritten = one_has_failed() and Checkpoints.unwritten
-    for number in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
-        signal.signal(number, signal.SIG_IGN if unwritten else signal.SIG_DFL)
+    for signum in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
+        signal.signal(signum, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # meanwhile torchrun stops this process if local rank 0 failed
         print(text, file=sys.stderr, flush=True)
@@ -203,7 +204,7 @@ def with_cleanup(main):
     def run(argv: list[str] | None = None):
         if launched is run:  # `launch` winds up
             return main(argv)
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         if not dist.is_initialized():  # by the caller, who then keeps the group
             at_end.callback(leave_group, sys.excepthook)
         at_end.exit_code = 0
@@ -214,8 +215,8 @@ def with_cleanup(main):
             raise
         finally:
             if not one_has_failed():
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
+                for signum, handler in handlers.items():
+                    signal.signal(signum, handler)
             at_end.close()
 
     return run
@@ -374,44 +375,6 @@ def connect(backend: str, function):
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {advice}") from None
 
 
-def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
-    """This process's device and the backend. UserError if the machine lacks either."""
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise UserError(f"no GPU is visible on {HOST}: leave --device out, or use --device cpu.")
-    device = device if device != "auto" else "cuda" if gpus else "cpu"
-    if device == "cuda" and local_world_size > gpus:
-        raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
-                        f"--nproc_per_node={gpus}, or use --device cpu.")
-    if device == "cuda":
-        try:  # the first use of a GPU
-            major, minor = torch.cuda.get_device_capability(local_rank())
-        except Exception as error:  # torch has several for a driver
-            raise UserError(
-                f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
-                "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
-                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
-                "--index-url https://download.pytorch.org/whl/cu126` (docs/clusters.md has a table of "
-                "drivers); or use --device cpu.") from None
-        built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
-        if built_for and 10 * major + minor < min(map(int, built_for)):
-            raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {HOST} is too old for this build "
-                            "of torch: install the one that the table of drivers in docs/clusters.md names, "
-                            "or use --device cpu.")
-    has_nccl = device == "cuda" and dist.is_nccl_available()
-    if backend == "nccl" and not has_nccl:
-        raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
-        backend = "nccl" if has_nccl else "gloo"
-    # the local rank, because each node numbers its own GPUs
-    return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend
-
-
-def hardware(device: torch.device) -> str:
-    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
-    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Agreement
 
@@ -550,37 +513,6 @@ FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 # of a run that was killed before its first checkpoint
 BEGUN = "which has no checkpoint yet, was begun with"
 ANOTHER_OUT = "give another --out, or begin anew there with --resume none"
-
-
-def number(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
-    """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
-    def parse(text: str):
-        value = number_type(text)
-        if not math.isfinite(value) or not low <= value <= high or open_end and value == high:
-            limit = f"in [{low:g}, {high:g}{')' if open_end else ']'}"
-            limit = limit if high < math.inf else f"at least {low:g}"
-            raise ArgumentTypeError(f"{text} is not {limit}")
-        return value
-    parse.__name__ = "whole number" if number_type is int else "number"
-    return parse
-
-
-positive_int = number(1, number_type=int)
-nonnegative_int = number(0, number_type=int)
-fraction = number(0, 1, open_end=True)
-
-
-def utf8_path(text: str) -> Path:
-    """A type for argparse. ValueError if a path is not UTF-8, which torch needs."""
-    return Path(text.encode().decode())
-
-
-def steps_or_fraction(text: str) -> int | float:
-    """A type for argparse: a number of steps, or below 1 a fraction of the run."""
-    value = number(0)(text)
-    if value > 1 and value % 1:
-        raise ArgumentTypeError(f"{text} is neither a whole number nor below 1")
-    return int(value) if value >= 1 else value
 
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
@@ -748,28 +680,6 @@ def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dic
     return Command(parser, config_class, sizes, argv, given, defaults)
 
 
-def check_row(parser: ArgumentParser, name: str, row: dict):
-    """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag refuses."""
-    for key in row.keys() - {"vocab_size"}:
-        flag, value = f"--{key.replace('_', '-')}", row[key]
-        sets = f"the row {name!r} of the sizes sets {key}={value!r}"
-        action = parser._option_string_actions.get(flag)
-        if not action:
-            near = parser.nearest_flag(flag)
-            raise UserError(f"{sets}: unrecognized{near and f', the nearest flag is {near}'}; --help lists "
-                            "all flags.")
-        switch = action.nargs == 0
-        if switch != isinstance(value, bool):
-            raise UserError(f"{sets}: argument {flag} takes {'True or False' if switch else 'a value'}.")
-        try:
-            read = value if switch else parser._get_value(action, str(value))
-            parser._check_value(action, read)
-        except ArgumentError as error:
-            raise UserError(f"{sets}: {error}.") from None
-        if read != value or key != action.dest:
-            raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Which run: its flags, directory, data, batches and model, and whether it may resume
 
@@ -803,7 +713,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     record = saved or weights or {"model_config": {}, "settings": {}}
     size = saved["settings"]["size"] if saved else given.get("size") or record.get("size") or next(iter(rows))
     row = rows.get(size, {})  # a run goes on where its size is gone
-    check_row(command.parser, size, row)
+    command.parser.check_row(size, row)
     shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
     kept = flags_of_run(saved, command) | shape if saved else {}
     tuned = gentler(row) | shape if "init_from" in given and not saved else {}
@@ -1125,7 +1035,8 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
     written before the directory was locked, that is taken. Raises UserError on all ranks.
     """
     args, world, out, flags = Namespace(**vars(asked.args)), asked.world, asked.out, asked.settled
-    lock = RunLock(out)
+    lock = monitor.RunLock(out)
+    on_rank0(lock.acquire)
     text = monitor.TrainLog(out / "train.log", world.prefix, world.is_rank0)
     checkpoints = Checkpoints(out, world, args.keep_last, text.say, lock.lost)
     saved = checkpoints.load(args.resume, asked.saved)
@@ -1958,7 +1869,7 @@ class Checkpoints:
     every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks.
     """
 
-    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, for RunLock to wait for
+    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: ""):
         self.lost = lost  # a RunLock's
@@ -1969,6 +1880,7 @@ class Checkpoints:
         self.say = say
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
+        at_end.callback(wait_for_writing)  # and only then the RunLock's end
         self._best = math.inf  # the criterion of best.pt
         self._own_criterion = False  # whether a trainer has set that
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
@@ -2135,72 +2047,10 @@ class Checkpoints:
         fsync_directory(self.directory)
 
 
-class RunLock:
-    """Creates a run directory and locks it until the run ends, or rank 0, which holds it, in any way. Raises
-    UserError on all ranks.
-    """
-
-    def __init__(self, out: Path):
-        self.out = out
-        self._file = None
-        self._mutex = threading.Lock()  # the thread that writes checkpoints also calls `lost`
-        on_rank0(self._acquire)
-
-    def _acquire(self):
-        path = self.out / ".lock"  # never a link, because its content gets replaced
-        try:
-            (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise (NotNow if error.errno == errno.ENOSPC else UserError)(
-                f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
-        file = os.fdopen(descriptor, "r+")
-
-        def refuse():
-            with file:
-                raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
-
-        if why_not := lock_file(file, refuse):
-            say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
-                "run writes there")
-        self._file = file
-        at_end.callback(self.release)
-        self._owner = f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}"
-        with suppress(OSError):  # on a full disk the lock holds without its owner's name
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, self._owner.encode())
-        for leftover in (self.out / "checkpoints").glob(".tmp-*"):
-            leftover.unlink()
-
-    def lost(self) -> str:
-        """Why this run may no longer write into its directory, or ""."""
-        if not self._file:  # rank 0 has it
-            return ""
-        with self._mutex:
-            path = self.out / ".lock"
-            try:
-                held = os.fstat(self._file.fileno())
-                owner, same = path.read_text(), os.path.samestat(held, path.stat())
-            except FileNotFoundError:
-                if not held.st_nlink:  # it was removed, and each save says that it fails
-                    return ""
-                now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
-                return f"{self.out} was moved to {now}: the same command with --out {now} resumes the run."
-            except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
-                return ""  # fails as well, and is tried again
-            # some file systems number a file anew; on a full disk the owner was not written
-            if owner == self._owner or same and not owner:
-                return ""
-            return (f"{self.out} was taken by another run ({owner}), so this one ends without a checkpoint: "
-                    "give each run its own --out.")
-
-    def release(self):
-        """Gives the directory back, once what the lock guards is written. A checkpoint from before a failure
-        is worth waiting for, too, but torchrun kills after 30 s.
-        """
-        waiting_is_short = one_has_failed() or launched and at_end.exit_code
-        futures.wait(Checkpoints.unwritten, timeout=15 if waiting_is_short else None)
-        self._file.close()
+def wait_for_writing():
+    """A checkpoint from before a failure is worth waiting for, too, but torchrun kills after 30 s."""
+    waiting_is_short = one_has_failed() or launched and at_end.exit_code
+    futures.wait(Checkpoints.unwritten, timeout=15 if waiting_is_short else None)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -2208,8 +2058,8 @@ class RunLock:
 
 
 def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor.RunLog:
-    """Opens the log after `step` steps, writes config.json, tokenizer.json and trainer.py, and prints the
-    plan. Raises UserError where the run began otherwise.
+    """Opens the log after `step` steps, writes the files of the run directory and prints the plan. Raises
+    UserError where the run began otherwise.
     """
     world, dataset, model = run.world, run.dataset, state.model
     settings = identity["settings"]
@@ -2228,16 +2078,20 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     log = monitor.RunLog(run.out, run.text, facts, records if world.is_rank0 else evaluated, run.sinks,
                          run.lost)
-    begin_curves = say_plan = None
+    begin_curves = say_plan = source_files = None
     with room("loggers"):
         from loggers.machine import begin_curves
         from loggers.mfu import MFU
+        from loggers.source import source_files
         from loggers.start import say_plan
         facts.mfu = MFU(run, model, settings)
 
     def begin():
-        log.begin(step, run_files(run, identity) if world.is_rank0 else {})
-        if begin_curves and world.is_rank0:
+        if not world.is_rank0:
+            return
+        source = source_files(run) if source_files else {}
+        log.begin(step, run_files(run, identity) | source)
+        if begin_curves:
             begin_curves(log.say)
 
     with_barrier(begin)
@@ -2256,7 +2110,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
 
 
 def warn_of_changes(run: Run, model: nn.Module):
-    """Says where a model's shards have changed since new_model, and where it has no blocks. All ranks."""
+    """Says where a model's shards have changed since new_model. All ranks."""
     changed = []
     if run.args.strategy in SHARDED and not run.saved:
         changed = [name for name, p in model.named_parameters()
@@ -2265,9 +2119,6 @@ def warn_of_changes(run: Run, model: nn.Module):
     if changed:
         run.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
                 "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
-    if not blocks_of(model):
-        run.say(f"WARNING: no layer of {run.model_class.__name__} inherits Block of model.py, so none is "
-                "compiled, recomputed by --checkpoint-activations or sharded by itself")
 
 
 def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
@@ -2281,9 +2132,8 @@ def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
 
 
 def run_files(run: Run, identity: dict) -> dict[str, str]:
-    """What rank 0 writes into the run directory: config.json, with the commands of all starts so far,
-    tokenizer.json, and trainer.py, the text of the trainer that began the run, or that of today if there is
-    none yet. Says where the trainer has changed since.
+    """What rank 0 writes into the run directory: config.json, with the commands of all starts so far, and
+    tokenizer.json.
     """
     commands = []
     with suppress(FileNotFoundError, ValueError), access(run.out / "config.json"):
@@ -2295,24 +2145,7 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
         run.say(f"WARNING: there is no checkpoint here, so the run starts from scratch, {how}: "
                 f"{commands[-2]}")
     config = json.dumps(identity | {"commands": commands}, indent=2, ensure_ascii=False)
-    files = {"config.json": without_surrogates(config),
-             "tokenizer.json": run.dataset.tokenizer.to_json()}
-    path = run.out / "trainer.py"
-    try:
-        now = run.trainer.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # a notebook has no such file
-        return files
-    files[path.name] = now
-    if run.saved and path.exists():
-        with access(path):
-            began = files[path.name] = path.read_text(encoding="utf-8", errors="replace")
-        pairs = itertools.zip_longest(began.splitlines(), now.splitlines())
-        for number, (before, after) in enumerate(pairs, 1):
-            if before != after:
-                run.say(f"{run.trainer.name} has changed since it began this run, first in line {number} "
-                        f"(see {path})")
-                break
-    return files
+    return {"config.json": without_surrogates(config), "tokenizer.json": run.dataset.tokenizer.to_json()}
 
 
 @dataclass
@@ -2367,9 +2200,9 @@ class StopVote:
         self._vote = torch.zeros((), device=world.device)  # the newest
         self._under_way = None  # waits for it, until it is read
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
-                signal.signal(number, self._on_signal)
+        for signum in STOP_SIGNALS:
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as nohup sets it
+                signal.signal(signum, self._on_signal)
 
     def _on_signal(self, number, frame):
         # Ctrl-C comes twice at once, from the terminal and from torchrun; a second press comes later
@@ -2550,27 +2383,11 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
             totals.update(sums)
             if name:
-                of_names |= {f"{key}/{name}": value for key, value in results_of(sums).items()}
+                of_names |= {f"{key}/{name}": value for key, value in monitor.results_of(sums).items()}
             if stop.agreed:
                 break
     model.train()
-    return None if stop.agreed else results_of(totals) | of_names
-
-
-def results_of(sums: dict[str, float]) -> dict[str, float]:
-    """The means to report, from the sums over a validation set."""
-    found = {}
-    for name, total in sums.items():
-        count = sums.get(f"{name} (count)", max(sums["labels"], 1))
-        if name not in ("samples", "exact", "labels", "bytes") and not name.endswith(" (count)"):
-            found[f"val_{name}"] = total / count if count else math.nan
-    if "correct" in sums:
-        found["val_accuracy"] = found.pop("val_correct")
-    if "exact" in sums:
-        found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
-    else:  # so that tokenizers can be compared
-        found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
-    return found
+    return None if stop.agreed else monitor.results_of(totals) | of_names
 
 
 def sample(state: TrainState, run: Run, step: int):

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from data import UserError, documents, refuse_moved, room
+from data import HOST, UserError, documents, first_line, local_rank, refuse_moved, room
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -222,6 +222,44 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 # -----------------------------------------------------------------------------------------------------------
 # How a model computes on a device
+
+
+def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
+    """This process's device and the backend. UserError if the machine lacks either."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise UserError(f"no GPU is visible on {HOST}: leave --device out, or use --device cpu.")
+    device = device if device != "auto" else "cuda" if gpus else "cpu"
+    if device == "cuda" and local_world_size > gpus:
+        raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
+                        f"--nproc_per_node={gpus}, or use --device cpu.")
+    if device == "cuda":
+        try:  # the first use of a GPU
+            major, minor = torch.cuda.get_device_capability(local_rank())
+        except Exception as error:  # torch has several for a driver
+            raise UserError(
+                f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
+                "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
+                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
+                "--index-url https://download.pytorch.org/whl/cu126` (docs/clusters.md has a table of "
+                "drivers); or use --device cpu.") from None
+        built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
+        if built_for and 10 * major + minor < min(map(int, built_for)):
+            raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {HOST} is too old for this build "
+                            "of torch: install the one that the table of drivers in docs/clusters.md names, "
+                            "or use --device cpu.")
+    has_nccl = device == "cuda" and dist.is_nccl_available()
+    if backend == "nccl" and not has_nccl:
+        raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
+    if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
+        backend = "nccl" if has_nccl else "gloo"
+    # the local rank, because each node numbers its own GPUs
+    return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend
+
+
+def hardware(device: torch.device) -> str:
+    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -12,6 +12,7 @@ at once. In this file, and who calls it:
     the log                  RunLog: the trainers, through ddp_utils
 """
 
+import errno
 import json
 import math
 import os
@@ -26,14 +27,26 @@ from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
 
-from data import UserError, access, first_line, refuse_moved, room, say, write_atomically
+from data import (
+    HOST,
+    NotNow,
+    UserError,
+    access,
+    first_line,
+    lock_file,
+    refuse_moved,
+    room,
+    say,
+    why_not_made,
+    write_atomically,
+)
 
 GB = 2**30
 MB = 2**20
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
 
 # -----------------------------------------------------------------------------------------------------------
-# The end and the device
+# The run's directory, its end, and the device
 
 
 class AtEnd(ExitStack):
@@ -45,6 +58,68 @@ class AtEnd(ExitStack):
 
 
 at_end = AtEnd()
+
+
+class RunLock:
+    """Keeps a run directory to one run, until that ends or rank 0, which holds the lock, in any way."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self._file = None
+        self._mutex = threading.Lock()  # the thread that writes checkpoints also calls `lost`
+
+    def acquire(self):
+        """Creates the directory and locks it. Raises UserError."""
+        path = self.out / ".lock"  # never a link, because its content gets replaced
+        try:
+            (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise (NotNow if error.errno == errno.ENOSPC else UserError)(
+                f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
+        file = os.fdopen(descriptor, "r+")
+
+        def refuse():
+            with file:
+                raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
+
+        if why_not := lock_file(file, refuse):
+            say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
+                "run writes there")
+        self._file = file
+        at_end.callback(self.release)
+        self._owner = f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}"
+        with suppress(OSError):  # on a full disk the lock holds without its owner's name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, self._owner.encode())
+        for leftover in (self.out / "checkpoints").glob(".tmp-*"):
+            leftover.unlink()
+
+    def lost(self) -> str:
+        """Why this run may no longer write into its directory, or ""."""
+        if not self._file:  # rank 0 has it
+            return ""
+        with self._mutex:
+            path = self.out / ".lock"
+            try:
+                held = os.fstat(self._file.fileno())
+                owner, same = path.read_text(), os.path.samestat(held, path.stat())
+            except FileNotFoundError:
+                if not held.st_nlink:  # it was removed, and each save says that it fails
+                    return ""
+                now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
+                return f"{self.out} was moved to {now}: the same command with --out {now} resumes the run."
+            except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
+                return ""  # fails as well, and is tried again
+            # some file systems number a file anew; on a full disk the owner was not written
+            if owner == self._owner or same and not owner:
+                return ""
+            return (f"{self.out} was taken by another run ({owner}), so this one ends without a checkpoint: "
+                    "give each run its own --out.")
+
+    def release(self):
+        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
+        self._file.close()
 
 
 def memory_gb(device) -> float:
@@ -162,6 +237,22 @@ def results(found: dict) -> list[str]:
             if key.startswith(prefix)]
     own = [f"{key} {found[key]:.4g}" for key in own_keys(found) if "/" not in key]
     return format_known(found, EVALUATION) + own + [", ".join(sets)] * bool(sets)
+
+
+def results_of(sums: dict[str, float]) -> dict[str, float]:
+    """The means to report, from the sums over a validation set."""
+    found = {}
+    for name, total in sums.items():
+        count = sums.get(f"{name} (count)", max(sums["labels"], 1))
+        if name not in ("samples", "exact", "labels", "bytes") and not name.endswith(" (count)"):
+            found[f"val_{name}"] = total / count if count else math.nan
+    if "correct" in sums:
+        found["val_accuracy"] = found.pop("val_correct")
+    if "exact" in sums:
+        found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
+    else:  # so that tokenizers can be compared
+        found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
+    return found
 
 
 def records_until(run_directory: Path, step: int, say) -> list[dict]:
@@ -284,7 +375,7 @@ class RunLog:
     def __init__(self, out: Path, text: TrainLog, facts: Facts, records: list[dict], sinks: list,
                  lost=lambda: ""):
         """`records` are those so far, on all ranks; `lost()` says why nothing may be written any more, see
-        ddp_utils.RunLock.
+        RunLock.
         """
         self.out = Path(out)
         self.facts = facts

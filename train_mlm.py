@@ -50,22 +50,6 @@ EVAL_RATE = 0.15
 BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
 
 
-def list_presets():
-    print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
-          "use case")
-    commands = []
-    for name, (gpus, use, size, _) in PRESETS.items():
-        row = RECIPES[name]
-        length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
-        print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
-              f"{length:>9} {row['lr']:6g}  {use}")
-        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: FineWeb-Edu
-        commands.append(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
-    print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
-          "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
-    print(*commands, sep="\n")
-
-
 def parse_args(argv: list[str] | None = None) -> ddp.Command:
     parser = ddp.make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     flag = data.flag_group(parser, "masked language model")
@@ -78,8 +62,12 @@ def parse_args(argv: list[str] | None = None) -> ddp.Command:
 @ddp.with_cleanup
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
+    if "list_presets" in command.given and data.local_rank() > 0:
+        return
     if "list_presets" in command.given:
-        return list_presets() if ddp.local_rank() == 0 else None
+        with data.room("cluster", "--list-presets"):
+            from cluster.presets import list_presets
+        return list_presets(PRESETS, RECIPES)
     if "dry_run" in command.given:
         with data.room("cluster", "--dry-run"):
             from cluster.memory import dry_run

@@ -31,6 +31,9 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
         trained.append(f"{type(inner).__name__} trains {count:,}")
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     run.say(f"of these parameters {', '.join(trained)}, and {frozen:,} are frozen")
+    if not blocks:
+        run.say(f"WARNING: no layer of {type(model).__name__} inherits Block of model.py, so none is "
+                "compiled, recomputed by --checkpoint-activations or sharded by itself")
 
     hosts = ", ".join(f"{count} x {name}" for name, count in machines.items())
     processes = (f"processes {world.world_size}, nodes {world.nodes}, backend {world.backend} "

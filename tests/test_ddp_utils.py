@@ -232,7 +232,8 @@ def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monk
 
     @ddp_utils.with_cleanup
     def main(argv):
-        locks.append(ddp_utils.RunLock(tmp_path))
+        locks.append(monitor.RunLock(tmp_path))
+        locks[0].acquire()
         checkpoints = Checkpoints(tmp_path, world, 3, said.append, locks[0].lost)
         checkpoints.save(1, make_state(world), META)
         checkpoints.mark_best(1, {"val_loss": 2.5})

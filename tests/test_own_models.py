@@ -20,6 +20,7 @@ import ddp_utils
 import model as model_module
 from data import UserError
 from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint, read_checkpoint
+from loggers.source import source_files
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
 from prepare.pipeline import prepare
 from weights.use import load_run
@@ -492,6 +493,7 @@ def test_a_trainer_without_a_file_has_no_text(tmp_path):
     run = SimpleNamespace(out=tmp_path, saved=None, command="python",
                           trainer=tmp_path / "gone.py", dataset=SimpleNamespace(tokenizer=tokenizer))
     assert ddp_utils.run_files(run, {}).keys() == {"config.json", "tokenizer.json"}
+    assert source_files(run) == {}
 
 
 def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):

@@ -25,6 +25,7 @@ from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, ev
 import data
 import ddp_utils
 import model
+import monitor
 import train_gpt2
 import train_hrm
 import train_mlm
@@ -191,7 +192,8 @@ def test_a_lock_that_is_held_is_never_taken(tmp_path):
 
 def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch):
     """On a full disk, where nothing names the owner; where a file is numbered anew; while a disk is away."""
-    lock = ddp_utils.RunLock(tmp_path / "run")
+    lock = monitor.RunLock(tmp_path / "run")
+    lock.acquire()
     assert lock.lost() == ""
     owner = (tmp_path / "run" / ".lock").read_text()
     os.truncate(tmp_path / "run" / ".lock", 0)
