@@ -25,7 +25,6 @@ In this file, and who calls it:
 
 import argparse
 import contextlib
-import difflib
 import errno
 import fcntl
 import functools
@@ -143,20 +142,6 @@ def names_in(directory: Path) -> list[str]:
     return []
 
 
-# flags of other programs, by ours; those that difflib finds by itself are not here
-OTHER_NAMES = {
-    "--lr": "learning-rate", "--steps": "max-steps max-iters iters", "--epochs": "num-train-epochs",
-    "--schedule": "lr-scheduler-type", "--warmup": "warmup-steps",
-    "--batch": "micro-batch-size per-device-train-batch-size", "--global-batch": "train-batch-size",
-    "--grad-accum": "gradient-accumulation-steps accumulate-grad-batches", "--grad-clip": "max-grad-norm",
-    "--weight-decay": "wd", "--seq-len": "block-size context-length max-length",
-    "--d-model": "n-embd hidden-size", "--precision": "dtype fp16 bf16", "--init-from": "model-name-or-path",
-    "--out": "out-dir output-dir", "--resume": "resume-from-checkpoint",
-    "--log-every": "log-interval logging-steps", "--eval-every": "eval-interval eval-steps",
-    "--checkpoint-activations": "gradient-checkpointing",
-}
-
-
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK") or 0)
 
@@ -183,13 +168,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def nearest_flag(self, word: str) -> str:
         """The flag that somebody may have meant who typed `word`, or ""."""
-        name = word.partition("=")[0].replace("_", "-").lstrip("-")
-        for flag, others in OTHER_NAMES.items():
-            if name in others.split() and flag in self._option_string_actions:
-                return flag
-        ours = [flag.removeprefix("--") for flag in self._option_string_actions]
-        near = difflib.get_close_matches(name, ours, 1, 0.65)
-        return f"--{near[0]}" if near and word.startswith("--") else ""
+        with room("loggers"):
+            from loggers.hints import nearest_flag
+            return nearest_flag(word, self._option_string_actions)
+        return ""
 
     def check_row(self, name: str, row: dict):
         """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag

@@ -1795,13 +1795,6 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def family_of(run_directory: Path) -> str:
-    """The class of a run's model, "" if config.json does not say."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((run_directory / "config.json").read_text(encoding="utf-8"))["family"]
-    return ""
-
-
 def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "") -> dict:
     """Loads a checkpoint file, or the newest intact one of a run directory. Adds its path, the paths of newer
     ones that are damaged, and the tokenizer.json of its run.
@@ -1817,9 +1810,10 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
         candidates = [there] if there.is_file() else list_checkpoints(there)
         if not candidates:
             fault = "holds no checkpoint" if there.exists() else "does not exist"
-            checkpoints = there.parent.glob("*/checkpoints/step_*.pt")
-            runs = sorted({path.parents[1] for path in checkpoints})
-            runs = [str(run) for run in runs if not family or family_of(run) in ("", family)]
+            runs = []
+            with room("loggers"):
+                from loggers.hints import runs_beside
+                runs = runs_beside(there, family)
             such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
                             f"a model of Hugging Face is --init-from hf:{where}.")

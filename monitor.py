@@ -7,9 +7,9 @@ A logged step has one line and one point in each curve, even after a kill. GB an
 as in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start
 at once. In this file, and who calls it:
 
-    the end and the device   at_end, memory_gb: ddp_utils and loggers/
-    what a trainer reports   read_metrics and the names of numbers: ddp_utils, the log and loggers/
-    the log                  RunLog: the trainers, through ddp_utils
+    a run's directory and its end   RunLock, at_end: ddp_utils
+    what a trainer reports          read_metrics and the names of numbers: ddp_utils, the log and loggers/
+    the log                         RunLog: the trainers, through ddp_utils
 """
 
 import errno
@@ -46,7 +46,7 @@ MB = 2**20
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
 
 # -----------------------------------------------------------------------------------------------------------
-# The run's directory, its end, and the device
+# A run's directory and its end
 
 
 class AtEnd(ExitStack):
