@@ -897,6 +897,8 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
         flags = settle(command, record)
     elif missing:
         raise missing
+    elif command.given.keys() == {"out"} and world.is_rank0 and out.is_dir():  # killed as it began
+        say(f"WARNING: {out} does not say how its run was begun, so this one has the default flags")
     if flags.args.resume != "auto":  # the checkpoint says what it is of
         out = run_directory(flags.args, trainer.stem)
         if saved and (later := later_of_branch(out, saved, flags.args)):

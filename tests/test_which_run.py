@@ -554,6 +554,14 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ran
     assert json.loads((anew / "config.json").read_text())["settings"]["seed"] == 1
 
 
+def test_a_run_that_was_killed_as_it_began_is_said_to_be_forgotten(tmp_path, world, capsys):
+    """With --out alone. Other flags say themselves what begins."""
+    for flags, said in (([], True), (["--steps", "5"], False)):
+        command = train_gpt2.parse_args(["--out", str(tmp_path), *flags])
+        ddp_utils.find_run(train_gpt2.GPT2, command, world, vars(train_gpt2))
+        assert ("does not say how its run was begun" in capsys.readouterr().out) == said
+
+
 def test_what_is_no_record_of_a_run_is_none(tmp_path):
     """A best.pt or an export that is left is a later matter; a damaged config.json names no run."""
     args = Namespace(resume="auto")
