@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Finished, at_end
 
+from data import ROOMS
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
     "processes", "torch", "torch._dynamo", "torch.utils.tensorboard", "ddp_utils", "monitor", "tokenizers",
@@ -33,6 +35,15 @@ def start_server() -> None:
         patch.setenv("PYTHONPATH", path)
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
+
+
+def _import_from(directory: str) -> None:
+    """Forgets the program's modules, which the server has imported, for those of a copy in a directory."""
+    for name, module in [*sys.modules.items()]:
+        folder = Path(getattr(module, "__file__", None) or "/").parent
+        if folder == ROOT or folder.parent == ROOT and folder.name in ROOMS:
+            del sys.modules[name]
+    sys.path[:] = [directory, *(path for path in sys.path if path != str(ROOT))]
 
 
 def _run(script: str, arguments: list[str], output: str, cwd: str | None, env: dict, fault) -> None:
@@ -52,6 +63,8 @@ def _run(script: str, arguments: list[str], output: str, cwd: str | None, env: d
         fault()
     import torch
     torch.set_num_threads(1)
+    if (ROOT / script).parent != ROOT and (ROOT / script).with_name("ddp_utils.py").exists():
+        _import_from(str((ROOT / script).parent))
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
@@ -83,7 +96,7 @@ class KillAtOperation:
 class Group:
     """One run on `ranks` processes (0: one, without the variables of torchrun), forked from the server."""
 
-    def __init__(self, script: str, *arguments, ranks: int = 0, cwd=None, fault=None, fault_rank: int = 0,
+    def __init__(self, script, *arguments, ranks: int = 0, cwd=None, fault=None, fault_rank: int = 0,
                  **env):
         self.output = tempfile.NamedTemporaryFile("r", prefix="faults-")
         self.mark = uuid.uuid4().hex
@@ -101,7 +114,7 @@ class Group:
             env = common | ({"RANK": rank, "LOCAL_RANK": rank} if ranks else {})
             env = {k: str(v) for k, v in env.items()}
             process = CONTEXT.Process(target=_run, args=(
-                script, [str(a) for a in arguments], self.output.name, cwd and str(cwd), env,
+                str(script), [str(a) for a in arguments], self.output.name, cwd and str(cwd), env,
                 fault if rank == fault_rank else None))
             process.start()
             self.processes.append(process)

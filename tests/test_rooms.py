@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, finish, run, start
+from processes import Group, fork
 from runs import Trainer, log_of, steps_of
 
 import data
@@ -172,8 +173,9 @@ def test_folders_can_be_deleted(name, processes, gone, tmp_path, shards):
     (tmp_path / "program").mkdir()
     copy_without(gone, tmp_path / "program")
     flags = trainer.flags(shards, tmp_path / "without", **short)
-    done = run(processes, tmp_path / "program" / trainer.script, *flags, PYTHONPATH=None)
+    done = fork(processes, tmp_path / "program" / trainer.script, *flags, PYTHONPATH="")
     assert done.code == 0 and "Traceback" not in done.out, done.out
+    assert all(f"there is no folder {room}/ beside" in done.out for room in {*gone} - {"prepare"}), done.out
     assert trainer.fork(processes, shards, tmp_path / "with", **short).code == 0
     found, usual = losses(tmp_path / "without"), losses(tmp_path / "with")
     assert len(found) == len(usual) == 4
@@ -188,12 +190,10 @@ def test_ranks_with_unlike_folders_are_refused(tmp_path, shards):
         port = free.getsockname()[1]
     flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", steps=1, timeout=60)
     common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-              "PYTHONPATH": None}
-    processes = []
-    for rank, program in enumerate((ROOT, tmp_path)):
-        command = [sys.executable, program / "train_gpt2.py", *flags]
-        processes.append(start(command, RANK=rank, LOCAL_RANK=rank, **common))
-    for done in map(finish, processes):
+              "PYTHONPATH": ""}
+    processes = [Group(program / "train_gpt2.py", *flags, RANK=rank, LOCAL_RANK=rank, **common)
+                 for rank, program in enumerate((ROOT, tmp_path))]
+    for done in map(Group.finish, processes):
         assert done.code == 2 and "error: which of the folders beside data.py are there on rank 1" in done.out
     assert not (tmp_path / "run").exists()
 
