@@ -17,7 +17,7 @@ In this file, and who calls it:
 
     what all commands share   room opens a folder that can be deleted; UserError, NotNow and RunError end a
                               command with one sentence; ArgumentParser, flag_group, say: all files
-    tokenizers                load_tokenizer: ddp_utils, prepare/, weights/
+    tokenizers                Vocabulary, the ids of a tokenizer; what encodes is in prepare/: Dataset, Masker
     shards                    write_atomically, open_shard, read_manifest: prepare/ and what reads
     order                     shuffled, Masker: the Loader, train_mlm
     reading                   Dataset, Loader, validation_batches: the trainers and ddp_utils
@@ -270,7 +270,7 @@ def cpu_count() -> int:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Tokenizers. tiktoken runs our byte-level BPEs; on disk each tokenizer is a Hugging Face tokenizer.json.
+# Tokenizers, as a run on shards needs them: their ids. On disk each is a Hugging Face tokenizer.json.
 
 EOT = "<|endoftext|>"
 MASK = "[MASK]"
@@ -278,22 +278,11 @@ RESPONSE = "<|response|>"
 # HRM-Text's tokens for the start of a sample, the start of its response and its end. Other tokenizers use
 # <|endoftext|>, <|response|> and the start of the next sample.
 HRM_TEXT_ROLES = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
-TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
-TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
-# The published patterns. tiktoken's patterns use possessive quantifiers and "$", which the regex engine of
-# `tokenizers` reads differently. The tests show that the published patterns cut the same pieces in both.
-PATTERNS = {
-    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-GPT2_DIGEST = "ce2c7b368254)"  # with which tokenizer_id ends
-LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
+# The first of each that a tokenizer has is its end of text and its mask.
+ENDS = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
+MASKS = (MASK, "<mask>")
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
-BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
-BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
-CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
 
 
 def without_surrogates(text: str) -> str:
@@ -301,26 +290,26 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def spelled(token: bytes) -> str:
-    """The token in the characters that stand for bytes in a tokenizer.json."""
-    return "".join(BYTE_TO_CHAR[b] for b in token)
-
-
 class Vocabulary:
-    """The tokens of a tokenizer, as its tokenizer.json spells them. `takes_blank`: whether tokens hold the
-    blank before their word, so that a mask replaces that, too. `num_ids` counts all ids. `vocab_size`
-    excludes [MASK] if it is the last id, because only masked language models need it. `roles` has the ids
-    that mark a sample's `start`, `response` and `end` (−1: the next start), or is None.
+    """The tokens of a tokenizer, as its tokenizer.json spells them: `spec` is its content, `text` its text.
+    `takes_blank`: whether tokens hold the blank before their word, so that a mask replaces that, too.
+    `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last id, because only masked language
+    models need it. `roles` has the ids that mark a sample's `start`, `response` and `end` (−1: the next
+    start), or is None. Those in prepare/ also encode and decode.
     """
 
-    def __init__(self, name: str, vocab: dict[str, int], specials: dict[str, int], eot: str, mask: str,
-                 byte_level: bool):
+    def __init__(self, name: str, spec: dict, text: str = ""):
+        words = spec["model"]["vocab"]
+        if isinstance(words, list):  # of a Unigram, with scores
+            words = {word: i for i, (word, _) in enumerate(words)}
+        added = spec["added_tokens"]
+        specials = {token["content"]: token["id"] for token in added if token["special"]}
         self.name = name
-        self.vocab = vocab | specials
+        self.vocab = words | {token["content"]: token["id"] for token in added}
         self.specials = specials
-        self.eot = specials[eot]
-        self.mask = specials[mask]
-        self.mask_token = mask
+        self.eot = next(specials[end] for end in ENDS if end in specials)
+        self.mask_token = next(mask for mask in MASKS if mask in specials)
+        self.mask = specials[self.mask_token]
         self.num_ids = max(self.vocab.values()) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
         self.roles = None
@@ -328,15 +317,20 @@ class Vocabulary:
             self.roles = dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
         elif RESPONSE in specials:
             self.roles = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
-        self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in vocab)
-        self._byte_level = byte_level
+        self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in self.vocab)
+        self._byte_level = "ByteLevel" in str(spec["decoder"])
+        self._text = text
+
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._text
 
     def lengths(self) -> dict[int, int]:
         """The number of bytes of each ordinary id, with a leading space where a word begins."""
         word_piece = any(word.startswith("##") for word in self.vocab)  # it marks the continuation of a word
 
         def length(word: str) -> int:
-            if self._byte_level and all(c in CHAR_TO_BYTE for c in word):
+            if self._byte_level and all(c in BYTE_CHARS for c in word):
                 return len(word)
             if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
                 return 1
@@ -346,183 +340,17 @@ class Vocabulary:
         return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
 
 
-class Tokenizer(Vocabulary):
-    """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
-    never encodes to a special id.
-    """
-
-    def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
-        self.ranks = ranks
-        self.pattern = pattern
-        specials = {MASK: max(*ranks.values(), *specials.values()) + 1} | specials
-        words = {spelled(token): i for token, i in ranks.items()}
-        super().__init__(name, words, specials, EOT, MASK, byte_level=True)
-        self._bytes = {i: token for token, i in ranks.items()}
-        self._bytes |= {i: special.encode() for special, i in specials.items()}
-        self._encoding = None
-        if pattern is not None:  # without a pattern there are no merges: plain bytes
-            import tiktoken
-            self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
-                                               special_tokens=specials)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids (n,) of ordinary text; `<|endoftext|>` inside it is text like any other."""
-        if self._encoding is None:
-            return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # a lone surrogate is replaced, a very long run of white space is cut
-            text = without_surrogates(text)
-            cuts = [cut for run in re.finditer(r"\s+", text)
-                    for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)]
-            parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-            return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
-
-    def lost_in(self, text: str, ids: np.ndarray) -> Counter:
-        """No characters: all bytes have tokens."""
-        return Counter()
-
-    def encode_masked(self, text: str) -> list[int]:
-        """The ids of a text in which each [MASK] is the mask, and takes one blank before it."""
-        *before, last = text.split(MASK)
-        found = []
-        for part in before:
-            part = part.removesuffix(" " * self.takes_blank)
-            found += [*self.encode(part).tolist(), self.mask]
-        return found + self.encode(last).tolist()
-
-    def decode(self, ids) -> str:
-        """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
-        return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
-
-    def to_json(self) -> str:
-        """A Hugging Face `tokenizer.json` that encodes and decodes like this tokenizer."""
-        tokens = sorted(self.ranks, key=self.ranks.get)
-        merges = [[*map(spelled, last_merge(t, self.ranks))] for t in tokens if len(t) > 1]
-        model = {"type": "BPE", "vocab": {spelled(t): self.ranks[t] for t in tokens}, "merges": merges}
-        added = []
-        for text in sorted(self.specials, key=self.specials.get):
-            added.append({"id": self.specials[text], "content": text, "single_word": False,
-                          "lstrip": text == MASK, "rstrip": False, "normalized": False, "special": True})
-        stage = BYTE_LEVEL
-        if self.pattern is not None:
-            cut = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated",
-                   "invert": False}
-            stage = {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL]}
-        return json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-                           "normalizer": None, "pre_tokenizer": stage, "post_processor": None,
-                           "decoder": BYTE_LEVEL, "model": model}, ensure_ascii=False)
-
-
 def tokenizer_id(tokenizer) -> str:
     """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
     return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
 
 
-def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two parts that merge into `token`: those left after merging its bytes by all earlier ranks."""
-    parts = [token[i:i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
-        i = pairs.index(min(pairs))
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return parts
-
-
-def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
-    """What Tokenizer.to_json wrote, or GPT-2's as others write it, as a Tokenizer; None for any other."""
-    model = spec["model"]
-    stage = spec["pre_tokenizer"]
-    others = model.keys() - {"type", "vocab", "merges"}
-    ours = not others
-    pattern = None
-    if ours and stage["type"] == "Sequence":
-        pattern = stage["pretokenizers"][0]["pattern"]["Regex"]
-        stage = stage["pretokenizers"][-1]
-    elif stage.get("use_regex", True):
-        ours = False
-        pattern = PATTERNS["gpt2"]
-        stage = stage | {"use_regex": False}
-    if stage != BYTE_LEVEL or spec.get("normalizer") or any(model[key] for key in others):
-        return None
-    specials = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    words = sorted(model["vocab"].keys() - specials.keys(), key=model["vocab"].get)
-    merged = ["".join(parts).replace(" ", "") for parts in model["merges"]]
-    if [word for word in words if len(word) > 1] != merged:
-        return None
-    ranks = {bytes(CHAR_TO_BYTE[c] for c in word): model["vocab"][word] for word in words}
-    found = Tokenizer(name, ranks, pattern, specials)
-    return found if ours or tokenizer_id(found).endswith(GPT2_DIGEST) else None
-
-
-def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
-    """Reads a tokenizer.json. If it is not a `byte_level_bpe`, the package `tokenizers` runs it."""
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-        if found := byte_level_bpe(name, json.loads(text)):
-            return found
-    with room("prepare", f"the tokenizer {name}"):
-        from prepare.tokenizer_json import HuggingFaceTokenizer
-    try:
-        return HuggingFaceTokenizer(name, text)
-    except ImportError:
-        raise UserError(f"the tokenizer {name} needs the tokenizers package: pip install tokenizers.")
-    except UserError:
-        raise
-    except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. Of "
-                        "a vocab.json with merges.txt, name the directory.")
-
-
-def load_tokenizer(name: str) -> Vocabulary:
-    """Loads a tokenizer by name, or from a tokenizer.json or its directory. (bpe:N is in prepare/bpe.py.)"""
-    if name == "bytes":
-        return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
-    if name in TIKTOKEN_IDS:
-        import tiktoken
-        try:
-            encoding = tiktoken.get_encoding(name)
-        except OSError as error:  # requests raises subclasses of OSError
-            raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
-                            "TIKTOKEN_CACHE_DIR to a cache that has it, or use --tokenizer bytes or "
-                            "bpe:16384.")
-        return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
-                         encoding._special_tokens)
-    with access(name):
-        path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-        if path.is_file():
-            return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
-    if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
-        with room("prepare", f"the tokenizer {name}"):
-            from prepare.tokenizer_json import from_merges
-        return from_merges(name)
-    if re.fullmatch(r"bpe:\d+", name):
-        raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
-    raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
-
-
-def with_roles(tokenizer: Vocabulary) -> Vocabulary:
-    """The tokenizer with ids that mark a response: its own, or otherwise an additional <|response|>."""
-    if tokenizer.roles:
-        return tokenizer
-    spec = json.loads(tokenizer.to_json())
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    spec["added_tokens"].append({"id": tokenizer.num_ids, "content": RESPONSE, "special": True} | plain)
-    return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
-
-
-def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
-    """Ids (n,) of a sample through the marker of its response. The condition is the name of a special token,
-    or text that is one with the prompt, as a chat template puts a system message before a question. Raises
-    UserError if it is a marker itself or looks like a special token that is missing.
-    """
-    roles = tokenizer.roles
-    ids = tokenizer.specials.get(condition)
-    if ids in roles.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
-        known = ", ".join(name for name, i in tokenizer.specials.items() if i not in roles.values())
-        raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
-    text = condition + prompt if ids is None else prompt
-    before = [] if ids is None else [ids]
-    return np.concatenate([[roles["start"], *before], tokenizer.encode(text), [roles["response"]]])
+def tokenizer_of(name: str, text: str) -> Vocabulary:
+    """The tokenizer of a tokenizer.json that `prepare` wrote. It encodes and decodes if prepare/ is there."""
+    with room("prepare"):
+        from prepare.tokenizer import parse_tokenizer_json
+        return parse_tokenizer_json(name, text)
+    return Vocabulary(name, json.loads(text), text)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -691,9 +519,12 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     text = path.read_text(encoding="utf-8")
     if name is None or name == recorded["name"] and not Path(name).exists():
         return text
-    named = None if name.startswith("bpe:") else load_tokenizer(name)
-    named = with_roles(named) if named and "roles" in manifest else named
-    if not named or named.to_json() != parse_tokenizer_json(name, text).to_json():
+    # more than the name and the bytes of a file cannot be compared without prepare/
+    same = name == recorded["name"] or Path(name).is_file() and sha256_of(Path(name)) == digest
+    with room("prepare", "" if same else f"--tokenizer {name}"):
+        from prepare.tokenizer import is_tokenizer
+        same = is_tokenizer(name, text, "roles" in manifest)
+    if not same:
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
                         "is now: name that directory without --tokenizer, or prepare the data in another.")
     return text
@@ -1011,22 +842,6 @@ class Dataset:
         lengths = self.tokenizer.lengths()
         return torch.tensor([lengths.get(i, 0) for i in range(self.tokenizer.num_ids)])
 
-    def first_pair(self) -> tuple[str, str]:
-        """Prompt (with its condition) and response of the first held-out sample. Both are "" if there is
-        none, or if the text of the prompt encodes to other tokens.
-        """
-        roles = self.roles
-        row = []
-        for shards in [*self.val.values()][:1]:
-            row = shards.tokens[0][1:shards.seq_len].tolist()
-        middle = row.index(roles["response"]) if roles["response"] in row else 0
-        ends = roles["start"], roles["end"]
-        prompt = self.tokenizer.decode(row[:middle])
-        response = self.tokenizer.decode(
-            itertools.takewhile(lambda token: token not in ends, row[middle + 1:]))
-        same = middle and prompt_ids(self.tokenizer, prompt).tolist()[1:-1] == row[:middle]
-        return (prompt, response) if same else ("", "")
-
 
 def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = None,
                    plain=None) -> tuple[dict, Vocabulary]:
@@ -1042,7 +857,7 @@ def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = N
         if not manifest["complete"]:
             raise UserError(f"{directory} is not complete: run its prepare command again.")
         text = read_tokenizer_json(directory, manifest, tokenizer_name)
-        tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"], text)
+        tokenizer = tokenizer_of(manifest["tokenizer"]["name"], text)
     elif plain:
         manifest, tokenizer = plain(directory, tokenizer_name)
     else:
@@ -1248,7 +1063,10 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
 
 
 MOVED = {"prepare.sources": "Source SOURCES", "prepare.bpe": "train_bpe", "prepare.packing": "write_shard",
-         "prepare.pipeline": "prepare locate"}
+         "prepare.pipeline": "prepare locate",
+         "prepare.tokenizer": "Tokenizer load_tokenizer parse_tokenizer_json byte_level_bpe last_merge "
+                              "with_roles prompt_ids spelled PATTERNS TIKTOKEN_IDS TOKENIZERS "
+                              "GPT2_DIGEST BYTE_TO_CHAR CHAR_TO_BYTE BYTE_LEVEL LONGEST_SPACE"}
 
 
 def __getattr__(name: str):

@@ -126,6 +126,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 WITHOUT = {"cluster": "a process that is lost is not named",
            "loggers": "no plan is printed, trainer.py is not kept, and the curves are in metrics.jsonl alone",
            "ops": "loss and attention take longer, and their last bits are others",
+           "prepare": "only prepared data are read, and no samples are written",
            "weights": "no samples are written"}
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -18,8 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import data  # noqa: E402
 from model import GPT2, HRM, MLM, num_params, pad_vocab  # noqa: E402
+from prepare.tokenizer import load_tokenizer  # noqa: E402
 from weights.huggingface import from_hf, to_hf  # noqa: E402
 from weights.llama_cpp import to_gguf  # noqa: E402
 from weights.sampling import continue_text, fill_masks  # noqa: E402
@@ -90,7 +90,7 @@ def llama(model, tokenizer, path: Path) -> str:
 def row(name: str, directory: Path) -> list[str]:
     import transformers
     kind, changes = MODELS[name]
-    tokenizer = data.load_tokenizer("bytes")
+    tokenizer = load_tokenizer("bytes")
     model = made(kind, tokenizer, **changes)
     to_hf(model, directory / "hf", tokenizer)
     words = transformers.AutoTokenizer.from_pretrained(directory / "hf")
@@ -126,7 +126,7 @@ def row(name: str, directory: Path) -> list[str]:
 def cost(directory: Path):
     """Bytes and speed of a file for llama.cpp, 12 blocks of 768 channels, beside GPT-2's."""
     from test_gguf import GREEDY, ask
-    tokenizer = data.load_tokenizer("bytes")
+    tokenizer = load_tokenizer("bytes")
     request = {"prompt": [65] * 16, "max_tokens": 40, "ignore_eos": True} | GREEDY
     for name in ("GPT-2", "--modern"):
         model = made(GPT2, tokenizer, n_layer=12, n_head=12, d_model=768, **MODELS[name][1])

@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
+from prepare.tokenizer import load_tokenizer
 
 DATASETS = """
 import sys, datasets, numpy as np, tiktoken
@@ -52,7 +53,7 @@ def main() -> None:
     texts = [f.read_text(encoding="utf-8", errors="ignore") for f in files if "site-packages" not in f.parts]
     texts *= max(1, round(args.megabytes * 1e6 / sum(map(len, texts))))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    encoding = data.load_tokenizer(args.tokenizer)._encoding
+    encoding = load_tokenizer(args.tokenizer)._encoding
     with tempfile.TemporaryDirectory() as root:
         path = Path(root, "corpus.jsonl")
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -160,7 +160,7 @@ def class_of_transformers(args, row, device, **options):
 
     import transformers
 
-    from data import load_tokenizer
+    from prepare.tokenizer import load_tokenizer
     from weights.huggingface import to_hf
     made = make_model(args, row, device)
     names = {"gpt2": "GPT2LMHeadModel", "hrm": "HrmTextForCausalLM", "mlm": "ModernBertForMaskedLM"}

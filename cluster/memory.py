@@ -15,12 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data import (
-    TIKTOKEN_IDS,
     UserError,
     default_tokenizer,
     directory_of,
     first_line,
-    load_tokenizer,
     plan_batch,
     read_manifest,
     room,
@@ -37,6 +35,8 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
     name = tokenizer_name or default_tokenizer(data)
     if re.fullmatch(r"bpe:\d+", name):
         return int(name[4:])
+    with room("prepare", f"the tokenizer {name}"):
+        from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
     return TIKTOKEN_IDS.get(name) or load_tokenizer(name).num_ids
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from data import (
-    TOKENIZERS,
     WAY_BACK,
     ArgumentParser,
     Dataset,
@@ -31,6 +30,7 @@ from data import (
 from prepare.llm_c import manifest_of_plain_shards
 from prepare.pipeline import describe, prepare
 from prepare.sources import LARGEST_ROW, SOURCES, TASK_ROW
+from prepare.tokenizer import TOKENIZERS
 
 
 def parse_val_split(text: str) -> str:

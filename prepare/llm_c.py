@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-from data import UserError, load_tokenizer, names_in, open_shard
+from data import UserError, names_in, open_shard
 from prepare.sources import SOURCES, refuse_saved, sample_digest
+from prepare.tokenizer import load_tokenizer
 
 
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:

@@ -23,16 +23,12 @@ from data import (
     default_tokenizer,
     directory_of,
     in_order,
-    load_tokenizer,
     lock_file,
-    parse_tokenizer_json,
-    prompt_ids,
     read_manifest,
     read_tokenizer_json,
     say,
     sha256_of,
     why_not_made,
-    with_roles,
     would_split,
     write_atomically,
 )
@@ -50,6 +46,7 @@ from prepare.sources import (
     pieces,
     stdlib_files,
 )
+from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, prompt_ids, with_roles
 
 LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data import EOT, HRM_TEXT_ROLES, MASK, UserError, Vocabulary, parse_tokenizer_json, without_surrogates
+from data import ENDS, EOT, MASK, MASKS, UserError, Vocabulary, without_surrogates
 
 
 class HuggingFaceTokenizer(Vocabulary):
-    """Any tokenizer.json that data.py did not write, run by the `tokenizers` package."""
+    """Any tokenizer.json that tokenizer.py did not write, run by the `tokenizers` package."""
 
     def __init__(self, name: str, text: str):
         import tokenizers
@@ -21,19 +21,17 @@ class HuggingFaceTokenizer(Vocabulary):
         if hasattr(package.model, "dropout"):  # with which a text has other ids each time
             package.model.dropout = None
         vocab = package.get_vocab()
-        ends = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
-        eot = next((s for s in ends if s in vocab), EOT)
-        mask = next((s for s in (MASK, "<mask>") if s in vocab), MASK)
+        eot = next((s for s in ENDS if s in vocab), EOT)
+        mask = next((s for s in MASKS if s in vocab), MASK)
         package.add_special_tokens([eot, mask])
         vocab = package.get_vocab()
-        added = package.get_added_tokens_decoder()
-        specials = {token.content: i for i, token in added.items() if token.special}
-        super().__init__(name, vocab, specials, eot, mask, "ByteLevel" in str(package.decoder))
         spec = json.loads(text)
         declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
         if len({*vocab.values()}) < len(vocab) or vocab != vocab | declared:  # tokenizers fills gaps
             raise UserError(f"the ids of {name} have gaps, so that special tokens would get those of others: "
                             "number its tokens from 0 without gaps.")
+        ours = package.to_str()
+        super().__init__(name, json.loads(ours), ours)
         unknown = spec["model"].get("unk_id", vocab.get(spec["model"].get("unk_token")))
         for special in self.specials:
             if {*self.encode(f"{special} a{special}a").tolist()} & {*self.specials.values()} - {unknown}:
@@ -69,12 +67,9 @@ class HuggingFaceTokenizer(Vocabulary):
     def decode(self, ids) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def to_json(self) -> str:
-        return self._tokenizer.to_str()
 
-
-def from_merges(name: str) -> Vocabulary:
-    """GPT-2's older form, vocab.json and merges.txt, in the directory `name`."""
+def text_of_merges(name: str) -> str:
+    """The tokenizer.json of GPT-2's older form, vocab.json and merges.txt, in the directory `name`."""
     merges = Path(name, "merges.txt")
     try:
         from tokenizers import ByteLevelBPETokenizer
@@ -82,4 +77,4 @@ def from_merges(name: str) -> Vocabulary:
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{merges} and vocab.json beside it cannot be read by tokenizers: {error}.")
     old.add_special_tokens([EOT])
-    return parse_tokenizer_json(name, old.to_str())
+    return old.to_str()

@@ -19,7 +19,6 @@ import torch
 from states import flags_of, run_of, train_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import data
 import ddp_utils
 import train_hrm
 from cluster import memory
@@ -27,6 +26,7 @@ from data import NotNow, UserError
 from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
 from model import GPT2, HRM, GPT2Config, HRMConfig
 from ops.flash_attention_3 import take
+from prepare.tokenizer import load_tokenizer, with_roles
 from weights import sampling
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
@@ -392,14 +392,15 @@ def check_owners(world: World) -> None:
 
 def check_samples_have_one_prompt(world: World) -> None:
     """With zero3 they would write unlike many tokens, and one would be alone."""
-    args, tokenizer = flags_of(train_hrm, []), data.with_roles(data.load_tokenizer("bytes"))
-    dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.roles, first_pair=lambda: ("why", "so"))
-    assert sampling.sample_prompt(args, dataset) == ("why", "so")
+    args, tokenizer = flags_of(train_hrm, []), with_roles(load_tokenizer("bytes"))
+    dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.roles)
+    with mock.patch.object(sampling, "first_pair", lambda _: ("why", "so")):
+        assert sampling.sample_prompt(args, dataset) == ("why", "so")
 
 
 def check_who_writes_samples(world: World) -> None:
     """Rank 0 alone, for which the others wait; all of them, if each holds a shard."""
-    texts, tokenizer = [], data.load_tokenizer("bytes")
+    texts, tokenizer = [], load_tokenizer("bytes")
     dataset = argparse.Namespace(tokenizer=tokenizer, roles={"response": -1})
     state = argparse.Namespace(model=make(), world=world, averaged_weights=contextlib.nullcontext)
     for strategy, writers in (("ddp", {0}), ("zero1", {0}), ("zero3", {0, 1})):

@@ -14,6 +14,7 @@ from test_model_gpt2_mlm import export, tiny
 import data
 from model import GPT2, HRM
 from prepare.pipeline import prepare
+from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -60,8 +61,8 @@ def test_chats_and_batches_answer_as_prompt_does(chat):
     assert len(set(answers)) > 1
     turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
     ids = words.apply_chat_template(turns[0], add_generation_prompt=True)["input_ids"]
-    ours = data.load_tokenizer(str(chat[1]))
-    assert ids == data.prompt_ids(ours, QUESTIONS[0]).tolist()
+    ours = load_tokenizer(str(chat[1]))
+    assert ids == prompt_ids(ours, QUESTIONS[0]).tolist()
     batch = words.apply_chat_template(turns, add_generation_prompt=True, padding=True, return_tensors="pt",
                                       return_dict=True)
     assert not batch["attention_mask"].all()
@@ -73,7 +74,7 @@ def test_chats_and_batches_answer_as_prompt_does(chat):
 
 
 def test_all_turns_of_a_chat_are_kept(tmp_path):
-    ids = data.with_roles(data.load_tokenizer("bytes"))
+    ids = with_roles(load_tokenizer("bytes"))
     export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.roles), ids, tmp_path)
     words = transformers.AutoTokenizer.from_pretrained(tmp_path)
     turns = [{"role": "system", "content": "Be short. "}, {"role": "user", "content": "1 and 1?"},
@@ -84,7 +85,7 @@ def test_all_turns_of_a_chat_are_kept(tmp_path):
 
 
 def test_the_parts_of_a_message_are_text_and_the_answers_are_marked(tmp_path):
-    ids = data.with_roles(data.load_tokenizer("bytes"))
+    ids = with_roles(load_tokenizer("bytes"))
     export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.roles), ids, tmp_path)
     words = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert words.pad_token == "[MASK]" and words.pad_token_id == ids.mask != words.eos_token_id
@@ -112,16 +113,16 @@ def test_a_chat_has_the_ids_that_were_trained(condition, tmp_path):
     spec = json.loads(made.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
     (tmp_path / "llama.json").write_text(json.dumps(spec))
-    ids = data.with_roles(data.load_tokenizer(str(tmp_path / "llama.json")))
+    ids = with_roles(load_tokenizer(str(tmp_path / "llama.json")))
     export(tiny(GPT2, 0, vocab_size=ids.vocab_size, padded_vocab=512, **ids.roles), ids, tmp_path / "hf")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     turns = [{"role": "system", "content": condition}, {"role": "user", "content": "what is two?"}]
     found = words.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    assert found == data.prompt_ids(ids, "what is two?", condition).tolist()
+    assert found == prompt_ids(ids, "what is two?", condition).tolist()
     answered = [*turns, {"role": "assistant", "content": "it is three"}]
     whole = words.apply_chat_template(answered, return_dict=False)
     assert whole == [*found, *ids.encode("it is three").tolist(), words.eos_token_id]
-    assert words("what is two?")["input_ids"] == data.prompt_ids(ids, "what is two?").tolist()
+    assert words("what is two?")["input_ids"] == prompt_ids(ids, "what is two?").tolist()
 
 
 @pytest.mark.full
@@ -172,7 +173,7 @@ def losses_of_letters(family, directory, *, in_sight: bool = False, **changes) -
     answer have a loss of 12 / 13 x ln 8 = 1.92, unless it is in sight.
     """
     pytest.importorskip("accelerate", reason="pip install accelerate")
-    ids = data.with_roles(data.load_tokenizer("bytes"))
+    ids = with_roles(load_tokenizer("bytes"))
     torch.manual_seed(0)
     shape = {"seq_len": 64, "n_layer": 1, "n_head": 2, "d_model": 32, **ids.roles}
     if family is HRM:

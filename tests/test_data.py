@@ -37,6 +37,7 @@ import model
 from prepare import bpe, packing, pipeline, sources, tokenizer_json
 from prepare import command as data_py
 from prepare.llm_c import manifest_of_plain_shards
+from prepare.tokenizer import PATTERNS, Tokenizer, load_tokenizer, parse_tokenizer_json
 from weights import huggingface, sampling
 
 EOT = data.EOT
@@ -68,7 +69,7 @@ def read_split(directory: Path, split: str) -> list[int]:
 def read_documents(directory: Path, split: str) -> list[str]:
     """The documents of a split as text; each begins with end-of-text."""
     manifest = json.loads((directory / "manifest.json").read_text())
-    tokenizer = data.parse_tokenizer_json("recorded", (directory / "tokenizer.json").read_text())
+    tokenizer = parse_tokenizer_json("recorded", (directory / "tokenizer.json").read_text())
     ids = read_split(directory, split)
     begins = [n for n, i in enumerate(ids) if i == manifest["tokenizer"]["eot"]]
     assert begins[:1] == [0][:len(ids)], "the first document has no end-of-text in front"
@@ -158,7 +159,7 @@ def test_batches_come_back_in_order():
         ended.append(batch)
         return found
 
-    tokenizer, source = data.load_tokenizer("bytes"), argparse.Namespace(pairs=False)
+    tokenizer, source = load_tokenizer("bytes"), argparse.Namespace(pairs=False)
     one, three = ([(batch, [a.tolist() for a in arrays]) for batch, (arrays, _) in
                    data.in_order(batches, workers, encode, source, tokenizer)] for workers in (1, 3))
     assert [batch for batch, _ in three] == batches and three == one
@@ -199,7 +200,7 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
             raise Panic("not a boundary")
         return np.zeros(1, np.uint8)
 
-    monkeypatch.setattr(data.Tokenizer, "encode", encode)
+    monkeypatch.setattr(Tokenizer, "encode", encode)
     with pytest.raises(data.UserError, match=r"document 82, cannot be encoded: Panic\('not a boundary'\)\.$"):
         prepare("panic", "bytes")
 
@@ -703,12 +704,12 @@ ATOMS = [*" \n\r\t'!.7aZñ中한½²", "  ", "\r\n", "'s", "'LL", "2024", "e\u03
 
 
 @pytest.fixture(scope="module", params=["gpt2", "bpe:700", "bytes"])
-def tokenizer(request, corpus) -> data.Tokenizer:
+def tokenizer(request, corpus) -> Tokenizer:
     if request.param == "gpt2" and not (SHARED / "tiktoken").is_dir():
         pytest.skip("the vocabulary of gpt2 is not in the cache")
     if request.param == "bpe:700":
         return bpe.train_bpe([corpus.read_text(encoding="utf-8"), *TRICKY], 700)
-    return data.load_tokenizer(request.param)
+    return load_tokenizer(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -759,7 +760,7 @@ def test_another_pattern_or_special_tokens_give_another_encoding(tokenizer, expo
     """Shows that the texts above tell such differences."""
     spec = json.loads(exported)
     if tokenizer.pattern:
-        other = data.PATTERNS["cl100k_base" if tokenizer.name == "gpt2" else "gpt2"]
+        other = PATTERNS["cl100k_base" if tokenizer.name == "gpt2" else "gpt2"]
         spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = other
         wrong = run_by_the_package(json.dumps(spec))
         assert any(tokenizer.encode(text).tolist() != ids(wrong, text) for text in TRICKY)
@@ -769,15 +770,15 @@ def test_another_pattern_or_special_tokens_give_another_encoding(tokenizer, expo
 
 
 def test_tokenizer_json_round_trip(tokenizer, exported):
-    again = data.parse_tokenizer_json(tokenizer.name, exported)
-    assert type(again) is data.Tokenizer and again.to_json() == exported
+    again = parse_tokenizer_json(tokenizer.name, exported)
+    assert type(again) is Tokenizer and again.to_json() == exported
     for field in ("ranks", "pattern", "specials", "eot", "mask", "vocab_size", "num_ids"):
         assert getattr(again, field) == getattr(tokenizer, field)
     assert all(again.encode(t).tolist() == tokenizer.encode(t).tolist() for t in TRICKY)
     assert tokenizer.vocab_size == tokenizer.mask == tokenizer.eot + 1 == tokenizer.num_ids - 1
     spec = json.loads(exported)
     spec["added_tokens"].pop()  # [MASK], the last id
-    bare = data.parse_tokenizer_json("without mask", json.dumps(spec))
+    bare = parse_tokenizer_json("without mask", json.dumps(spec))
     assert (bare.vocab_size, bare.mask) == (tokenizer.vocab_size, tokenizer.mask)
 
 
@@ -786,12 +787,12 @@ def test_a_changed_tokenizer_json_does_not_pass_for_ours(exported):
     spec = json.loads(exported)
     for change in ({"normalizer": {"type": "Lowercase"}},
                    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}):
-        other = data.parse_tokenizer_json("other", json.dumps(spec | change))
+        other = parse_tokenizer_json("other", json.dumps(spec | change))
         assert type(other) is tokenizer_json.HuggingFaceTokenizer
         wrong = run_by_the_package(json.dumps(spec | change))
         assert all(other.encode(text).tolist() == ids(wrong, text) for text in TRICKY)
     empty = json.dumps(spec | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}})
-    assert type(data.parse_tokenizer_json("empty", empty)) is tokenizer_json.HuggingFaceTokenizer
+    assert type(parse_tokenizer_json("empty", empty)) is tokenizer_json.HuggingFaceTokenizer
 
 
 def test_the_older_form_of_gpt2s_tokenizer_json(tokenizer, exported):
@@ -801,8 +802,8 @@ def test_the_older_form_of_gpt2s_tokenizer_json(tokenizer, exported):
     spec = json.loads(exported)
     spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
-    older = data.parse_tokenizer_json("older", json.dumps(spec))
-    assert type(older) is data.Tokenizer and older.to_json() == tokenizer.to_json()
+    older = parse_tokenizer_json("older", json.dumps(spec))
+    assert type(older) is Tokenizer and older.to_json() == tokenizer.to_json()
     theirs = run_by_the_package(json.dumps(spec))
     assert all(older.encode(text).tolist() == ids(theirs, text) for text in TRICKY)
     assert (older.eot, older.mask, older.num_ids) == (tokenizer.eot, tokenizer.mask, tokenizer.num_ids)
@@ -813,7 +814,7 @@ def test_merges_that_do_not_follow_the_ids_are_run_by_the_package(exported, toke
     spec = json.loads(exported)
     if len(merges := spec["model"]["merges"]) > 1:
         merges[0], merges[1] = merges[1], merges[0]
-        odd = data.parse_tokenizer_json("odd", json.dumps(spec))
+        odd = parse_tokenizer_json("odd", json.dumps(spec))
         assert type(odd) is tokenizer_json.HuggingFaceTokenizer
         package = run_by_the_package(json.dumps(spec))
         assert all(odd.encode(text).tolist() == ids(package, text) for text in TRICKY)
@@ -825,13 +826,13 @@ def test_a_malformed_model_in_a_tokenizer_json_is_one_sentence(exported, change)
     spec = json.loads(exported)
     spec["model"] |= change
     with pytest.raises(data.UserError, match="broken (is not a Hugging Face|cannot be read)"):
-        data.parse_tokenizer_json("broken", json.dumps(spec))
+        parse_tokenizer_json("broken", json.dumps(spec))
 
 
 def test_an_id_without_a_token_is_empty_text():
     """cl100k_base has such gaps, and an untrained model samples them."""
     specials = {EOT: 256, data.MASK: 300}
-    tokenizer = data.Tokenizer("gaps", {bytes([i]): i for i in range(256)}, r"\s+|\S+", specials)
+    tokenizer = Tokenizer("gaps", {bytes([i]): i for i in range(256)}, r"\s+|\S+", specials)
     assert tokenizer.num_ids == 301 and tokenizer.decode([97, 280, 98]) == "ab"
 
 

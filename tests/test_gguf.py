@@ -11,10 +11,10 @@ import torch
 from conftest import ROOT
 from runs import Trainer
 
-import data
 from data import UserError
 from model import GPT2, HRM, MLM, flag, num_params
 from prepare.pipeline import prepare
+from prepare.tokenizer import load_tokenizer, prompt_ids
 from weights.huggingface import HF_FAMILIES, to_hf
 from weights.llama_cpp import to_gguf
 from weights.sampling import continue_text, generate
@@ -117,7 +117,7 @@ def test_llama_cpp_answers_a_chat(name, tmp_path):
     to_gguf(model, tmp_path / "model.gguf", words)
     question = "7 and 1?"
     chat = {"messages": [{"role": "user", "content": question}], "max_tokens": 9} | GREEDY
-    ids = data.prompt_ids(words, question).tolist()
+    ids = prompt_ids(words, question).tolist()
     chatted, by_ids = ask(tmp_path / "model.gguf", ("chat_completions", chat),
                           ("completions", {"prompt": ids, "max_tokens": 8, "logprobs": 1} | GREEDY))
     compare(by_ids, *expected(model, ids, 8))
@@ -148,7 +148,7 @@ def test_a_modern_model_of_any_shape_fits_into_qwen35(n_head, head_dim, n_layer,
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     model.head.weight.data[127:] = 0  # the server joins the bytes of a character
-    words = data.load_tokenizer("bytes")
+    words = load_tokenizer("bytes")
     to_gguf(model, tmp_path / "model.gguf", words)
     ids = [words.eot, *words.encode("hello wor").tolist()]
     answer, = ask(tmp_path / "model.gguf",
@@ -161,7 +161,7 @@ def test_a_modern_model_of_any_shape_fits_into_qwen35(n_head, head_dim, n_layer,
 def test_what_llama_cpp_lacks_is_refused_in_one_sentence(tmp_path, monkeypatch):
     """By both exports, also for a subclass that stands in HF_FAMILIES."""
     monkeypatch.setitem(HF_FAMILIES, Silu, HF_FAMILIES[GPT2])
-    words = data.load_tokenizer("bytes")
+    words = load_tokenizer("bytes")
     shape = {"vocab_size": 257, "padded_vocab": 320, "seq_len": 16, "n_layer": 1, "n_head": 2, "d_model": 16}
     for model, sentence in ((GPT2(SiluConfig(**shape, silu=True)), "a model with --silu has no counterpart"),
                             (GPT2(SiluConfig(**shape, modern=True, silu=True)), "a model with --silu has no"),

@@ -9,7 +9,7 @@ import torch
 from test_model import hrm, transformers  # noqa: F401 (a fixture)
 from test_model_gpt2_mlm import gpt2
 
-import data
+from prepare.tokenizer import load_tokenizer
 from weights.huggingface import to_hf
 
 TEXTS = ["def main():\n    return 1\n", "import sys\nprint(sys.argv)\n", "über alles, sat on 12 mats"]
@@ -19,7 +19,7 @@ each_family = pytest.mark.parametrize("make", [gpt2, hrm])
 
 @pytest.fixture
 def exported(make, tmp_path):
-    tokenizer = data.load_tokenizer("bytes")
+    tokenizer = load_tokenizer("bytes")
     model = make(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=64).eval()
     to_hf(model, tmp_path / "hf", tokenizer)
     return model, tokenizer, tmp_path / "hf"

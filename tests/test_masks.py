@@ -9,6 +9,7 @@ from conftest import SHARED, place
 import data
 from cluster import memory
 from prepare import bpe, tokenizer_json
+from prepare.tokenizer import load_tokenizer, parse_tokenizer_json
 
 T = 96
 
@@ -114,7 +115,7 @@ def test_word_pieces_continue_a_word(tmp_path):
     built = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
     built.add_special_tokens(["[UNK]", "[SEP]", "[MASK]"])
     built.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = data.load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.lengths()[4] == len("ning") and tokenizer.lengths()[5] == len(" dog")
     assert set(tokenizer.specials.values()) >= {0, 1, 2}
 
@@ -125,7 +126,7 @@ def test_bytes_of_tokens_that_another_program_wrote(tmp_path):
     ours = bpe.train_bpe(["Niño: ¡eh!\n\tИван 你好 " * 9], 300)
     spec = json.loads(ours.to_json())
     spec["model"]["dropout"] = None
-    theirs = data.parse_tokenizer_json("other", json.dumps(spec))
+    theirs = parse_tokenizer_json("other", json.dumps(spec))
     assert isinstance(theirs, tokenizer_json.HuggingFaceTokenizer)
     assert not isinstance(ours, tokenizer_json.HuggingFaceTokenizer)
     assert theirs.lengths() == ours.lengths()
@@ -134,7 +135,7 @@ def test_bytes_of_tokens_that_another_program_wrote(tmp_path):
             "post_processor": None, "decoder": {"type": "ByteFallback"},
             "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True,
                       "unk_token": "<unk>"}}
-    spelled = data.parse_tokenizer_json("other", json.dumps(spec)).lengths()
+    spelled = parse_tokenizer_json("other", json.dumps(spec)).lengths()
     assert spelled[2] == 1 and spelled[3] == len(" é".encode())
 
 
@@ -142,6 +143,6 @@ def test_gpt2_has_room_for_the_mask(monkeypatch):
     if not (SHARED / "tiktoken").exists():
         pytest.skip("the vocabulary of gpt2 is not on this machine")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
-    tokenizer = data.load_tokenizer("gpt2")
+    tokenizer = load_tokenizer("gpt2")
     assert (tokenizer.vocab_size, tokenizer.mask) == (50257, 50257)
     assert tokenizer.num_ids == memory.expected_ids("text:x", "gpt2") == 50258

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import data
 import model as model_module
 import train_gpt2
 import train_hrm
@@ -46,6 +45,7 @@ from model import (
 from ops.adam_atan2 import AdamAtan2
 from ops.ema import EMA
 from prepare import bpe
+from prepare.tokenizer import load_tokenizer, parse_tokenizer_json
 from weights.huggingface import from_hf, to_hf
 from weights.sampling import continue_text, generate, sample_ids
 
@@ -597,7 +597,7 @@ def transformers():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return data.load_tokenizer("bytes")  # 257 ids, in a table of 320 rows
+    return load_tokenizer("bytes")  # 257 ids, in a table of 320 rows
 
 
 def random_shape(seed: int) -> dict:
@@ -684,7 +684,7 @@ def test_we_read_what_transformers_writes(seed, transformers, tmp_path):
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_the_exported_directory_generates_the_same_text(name, transformers, tmp_path):
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
-    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else bpe.train_bpe([text] * 20, 290)
+    tokenizer = load_tokenizer("bytes") if name == "bytes" else bpe.train_bpe([text] * 20, 290)
     ours = hrm(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
     with torch.no_grad():
         ours.head.weight[tokenizer.eot] = 0.0  # else chance, not the same in each torch, ends the text early
@@ -735,14 +735,14 @@ def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, t
         built.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         built.post_processor = tokenizers.processors.TemplateProcessing(
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
-        tokenizer = data.parse_tokenizer_json(kind, built.to_str())
+        tokenizer = parse_tokenizer_json(kind, built.to_str())
     else:
-        tokenizer = bpe.train_bpe([text] * 20, 290) if kind == "bpe" else data.load_tokenizer(kind)
+        tokenizer = bpe.train_bpe([text] * 20, 290) if kind == "bpe" else load_tokenizer(kind)
     before = tokenizer.to_json()
     export(hrm(vocab_size=tokenizer.vocab_size, padded_vocab=pad_vocab(tokenizer.vocab_size)), tokenizer,
            tmp_path)
     ids = tokenizer.encode(text).tolist()
-    again = data.load_tokenizer(str(tmp_path))
+    again = load_tokenizer(str(tmp_path))
     assert type(again) is type(tokenizer) and again.encode(text).tolist() == ids
     assert tokenizer.to_json() == before
     if kind != "other":

@@ -31,7 +31,6 @@ from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import data
 import model
 import train_gpt2
 import train_mlm
@@ -58,6 +57,7 @@ from model import (
 )
 from ops import attention
 from prepare import bpe
+from prepare.tokenizer import load_tokenizer
 from weights.huggingface import from_hf, to_hf
 from weights.sampling import generate
 
@@ -82,7 +82,7 @@ def transformers():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return data.load_tokenizer("bytes")  # 257 ids and [MASK], in a table of 320 rows
+    return load_tokenizer("bytes")  # 257 ids and [MASK], in a table of 320 rows
 
 
 def gpt2(checkpointing: str = "none", dtype=torch.float32, **config) -> GPT2:
@@ -734,7 +734,7 @@ def test_the_old_form_of_their_files_is_read(transformers, tokenizer, tmp_path):
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_gpt2_in_transformers_generates_the_same_text(name, transformers, tmp_path):
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
-    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else bpe.train_bpe([text] * 20, 290)
+    tokenizer = load_tokenizer("bytes") if name == "bytes" else bpe.train_bpe([text] * 20, 290)
     ours = gpt2(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
     export(ours, tokenizer, tmp_path)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -754,7 +754,7 @@ def test_gpt2_in_transformers_generates_the_same_text(name, transformers, tmp_pa
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_transformers_fills_masks_as_we_do(name, transformers, tmp_path):
     text = "the cat sat on the mat, and the cat — über alles — sat on 12 mats."
-    tokenizer = data.load_tokenizer("bytes") if name == "bytes" else bpe.train_bpe([text] * 20, 290)
+    tokenizer = load_tokenizer("bytes") if name == "bytes" else bpe.train_bpe([text] * 20, 290)
     vocab_size = max(tokenizer.vocab_size, tokenizer.mask + 1)
     ours = mlm(vocab_size=vocab_size, padded_vocab=320, seq_len=64, eot=tokenizer.eot)
     export(ours, tokenizer, tmp_path)

@@ -20,8 +20,9 @@ import data
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache
 from ops.attention import cpu_attention
 from prepare import packing, pipeline
+from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
 from weights import sampling
-from weights.sampling import generate
+from weights.sampling import first_pair, generate
 
 START, RESPONSE, END = 256, 258, 259
 ROLES = {"start": START, "response": RESPONSE, "end": -1}
@@ -115,7 +116,7 @@ def test_a_condition_is_text_or_a_special_token(tmp_path):
     source = write(tmp_path / "m.jsonl", [rows[1] | {"q": f"{i}"} for i in range(30)])
     out = prepare(source, tmp_path / "m", condition_field="kind", val_split="hash:0.5")
     marked = data.Dataset([out], 128)
-    assert marked.val and marked.first_pair() == ("", "")  # as text, the condition would be other tokens
+    assert marked.val and first_pair(marked) == ("", "")  # as text, the condition would be other tokens
 
 
 def test_long_responses_are_dropped_and_empty_ones_too(tmp_path):
@@ -138,7 +139,7 @@ def test_pairs_with_the_same_prompt_are_on_one_side(tmp_path):
 
 def own_roles(tmp_path):
     """A tokenizer that has, like that of HRM-Text, ids of its own for start, response and end."""
-    spec = json.loads(data.load_tokenizer("bytes").to_json())
+    spec = json.loads(load_tokenizer("bytes").to_json())
     for i, name in enumerate((*data.HRM_TEXT_ROLES, "<|quick|>"), 258):
         spec["added_tokens"].append(spec["added_tokens"][0] | {"id": i, "content": name})
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
@@ -161,7 +162,7 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     source = write(tmp_path / "n.jsonl", [{"q": f"{i}", "a": "c"} for i in range(30)])
     plain = pipeline.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6,
                              workers=1, val_split="hash:0.5")
-    prompt, response = data.Dataset([plain], 6).first_pair()
+    prompt, response = first_pair(data.Dataset([plain], 6))
     assert prompt.isdigit() and response == "c"  # without the end token
 
 
@@ -261,15 +262,15 @@ def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monk
 
 
 def test_roles_are_no_conditions():
-    tokenizer = data.with_roles(data.load_tokenizer("bytes"))
+    tokenizer = with_roles(load_tokenizer("bytes"))
     for name in (data.EOT, data.RESPONSE):
         with pytest.raises(data.UserError, match="has no condition"):
-            data.prompt_ids(tokenizer, "a", name)
-    assert data.prompt_ids(tokenizer, "a", data.MASK).tolist() == [START, 257, 97, RESPONSE]
+            prompt_ids(tokenizer, "a", name)
+    assert prompt_ids(tokenizer, "a", data.MASK).tolist() == [START, 257, 97, RESPONSE]
 
 
 def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(data.load_tokenizer("bytes").to_json())
+    (tmp_path / "tokenizer.json").write_text(load_tokenizer("bytes").to_json())
     assert data.Dataset([pairs], 128, str(tmp_path / "tokenizer.json")).roles == ROLES
     source = write(tmp_path / "o.jsonl", samples(100))
     other = pipeline.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a",
@@ -478,7 +479,7 @@ def test_while_training_all_ranks_write_equally_many_tokens(monkeypatch, stop):
     monkeypatch.setattr(
         sampling, "sample_ids", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
     flags = argparse.Namespace(max_new_tokens=7, temperature=0, top_k=0, seed=0, condition="")
-    tokenizer = data.with_roles(data.load_tokenizer("bytes"))
+    tokenizer = with_roles(load_tokenizer("bytes"))
     text = "".join(sampling.continue_text(gpt2(), tokenizer, "cpu", "why", flags, stop))
     assert text == "AA" and len(count) == (3 if stop else 7)
 
@@ -734,7 +735,7 @@ def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     """Weights that know the 257 ids of plain bytes learn to answer: [MASK] and <|response|> are new."""
     from weights.huggingface import to_hf
     model = build(vocab_size=257, response=-1)
-    to_hf(model, tmp_path / "hf", data.load_tokenizer("bytes"))
+    to_hf(model, tmp_path / "hf", load_tokenizer("bytes"))
     out = prepare(write(tmp_path / "p.jsonl", samples(300)), tmp_path / "p", row=T)
     trainer = Trainer(script, seq_len=T, steps=1, lr=0, max_new_tokens=3, n_layer=None, size="tiny",
                       init_from=f"hf:{tmp_path / 'hf'}")
@@ -787,7 +788,7 @@ def test_weights_with_a_prefix_learn_plain_text(pairs, shards, tmp_path):
 
 def test_an_answer_goes_on_to_the_end_of_the_context_and_a_cut_is_said(capsys, monkeypatch):
     monkeypatch.setattr(sampling, "sample_ids", lambda logits, *_: torch.tensor([65]))  # it never ends
-    tokenizer = data.with_roles(data.load_tokenizer("bytes"))
+    tokenizer = with_roles(load_tokenizer("bytes"))
     flags = argparse.Namespace(max_new_tokens=None, temperature=0, top_k=0, seed=0, condition="")
     answering = gpt2(seq_len=300)
     written = "".join(sampling.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))
@@ -834,7 +835,7 @@ def test_a_run_on_plain_text_learns_to_answer(shards, pairs, tmp_path):
 def test_logits_and_tokens_of_transformers_with_a_prefix(tmp_path):
     transformers = pytest.importorskip("transformers")
     from weights.huggingface import from_hf, to_hf
-    ours, tokenizer = hrm(), data.with_roles(data.load_tokenizer("bytes"))
+    ours, tokenizer = hrm(), with_roles(load_tokenizer("bytes"))
     ours.config.vocab_size = tokenizer.vocab_size
     to_hf(ours, tmp_path / "hf", tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()

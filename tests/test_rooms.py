@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, finish, run, start
 from processes import Group, fork
-from runs import Trainer, log_of, steps_of
+from runs import Trainer, assert_same_run, log_of, steps_of
 
 import data
 import ddp_utils
@@ -20,13 +20,14 @@ import model
 import monitor
 from data import ROOMS
 from ddp_utils import list_checkpoints
+from prepare.bpe import train_bpe
 from prepare.pipeline import prepare
 
 # Arrows that run up, from a file to a door's room that imports this file again. This list may only shrink.
 UPWARDS = {
     ("data", "prepare.command"): "python data.py forwards to its command",
     ("monitor", "loggers.command"): "python monitor.py forwards to its command",
-    ("data", "prepare.tokenizer_json"): "a tokenizer of another program, named in prepared data or by a flag",
+    ("data", "prepare.tokenizer"): "prepared data have a tokenizer that encodes, where prepare/ is there",
     ("ddp_utils", "weights.init_from"): "find_run and new_model; to be redesigned"}
 # What runs in each step. Doors open once, at a start.
 IN_A_STEP = {"forward", "backward", "block", "attend", "attention", "step", "optimizer_step", "update",
@@ -214,7 +215,7 @@ def test_a_run_goes_on_after_folders_were_deleted(tmp_path, shards):
             continue
         assert done.code == 0 and [r["step"] for r in steps_of(tmp_path / name)] == [*range(1, 13)], done.out
         for room in ROOMS:
-            assert done.out.count(f"there is no folder {room}/") == (room != "prepare"), done.out
+            assert done.out.count(f"there is no folder {room}/") == 1, done.out
 
 
 @pytest.mark.parametrize("flags, sentence", [
@@ -254,6 +255,38 @@ def test_prepared_data_go_on_without_prepare_with_the_limits_that_they_have(tmp_
     args.max_tokens = 1000
     with pytest.raises(data.UserError, match="needs the folder prepare/"):
         ddp_utils.located(source, args, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full)])
+def test_a_run_goes_on_without_prepare(name, tmp_path, corpus):
+    """With the same numbers, bits per byte among them, and weights, but without samples and prompts."""
+    words = tmp_path / "words.json"
+    words.write_text(train_bpe([corpus.read_text(encoding="utf-8")], 400).to_json())
+    shards = prepare(f"text:{corpus}", tmp_path / "shards", str(words), val_split="tail:0.1")
+    (tmp_path / "program").mkdir()
+    copy_without(["prepare"], tmp_path / "program")
+    trainer, flags = TRAINERS[name], {"steps": 8, "eval_every": 4, "sample_every": 1, "tokenizer": words}
+
+    def begun(out: str, steps: int = 4):
+        done = trainer.train(0, shards, tmp_path / out, **flags | {"steps": steps, "schedule": "constant"})
+        assert done.code == 0 and f"a sample after step {steps}" in done.out, done.out
+
+    for out in "with", "without":
+        begun(out)
+    begun("with", 8)
+    script = tmp_path / "program" / trainer.script
+    again = trainer.flags(shards, tmp_path / "without", **flags | {"schedule": "constant"})
+    done = run(0, script, *again, PYTHONPATH=None)
+    assert done.code == 0 and "Traceback" not in done.out, done.out
+    assert "there is no folder prepare/" in done.out and "a sample after" not in done.out, done.out
+    assert_same_run(tmp_path / "without", tmp_path / "with")
+    assert [record for record in log_of(tmp_path / "without") if record.get("val_bits_per_byte")]
+    for asked in ["--prompt", "x"], ["--export", "hf"]:
+        done = run(0, script, *again, *asked, PYTHONPATH=None)
+        assert done.code == 2 and "the like) needs the folder prepare/, which is not" in done.out, done.out
+        assert "Traceback" not in done.out
+    done = run(0, script, *again, "--eval-only", PYTHONPATH=None)
+    assert done.code == 0 and "step 8 from" in done.out, done.out
 
 
 @pytest.mark.full

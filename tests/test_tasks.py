@@ -20,6 +20,7 @@ from loggers import levels
 from prepare import pipeline, sources
 from prepare.pipeline import prepare
 from weights import sampling
+from weights.sampling import first_pair
 
 
 def level_of(prompt: str) -> int:
@@ -78,7 +79,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     monkeypatch.chdir(tmp_path)
     shards = prepare("task:addition", tmp_path / "shards", max_samples=200, workers=1)
     dataset = data.Dataset([shards], 256)
-    question, answer = dataset.first_pair()
+    question, answer = first_pair(dataset)
     check_sum(question, answer)
     first = dataset.tokenizer.decode(next(iter(dataset.val.values())).grids[0][1][0])
     assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
@@ -92,7 +93,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     short = prepare(f"jsonl:{tmp_path}/lines.jsonl", tmp_path / "short", "bytes", prompt_field="q",
                     response_field="a", row=90, val_split="hash:0.2", workers=1)
-    question, _ = data.Dataset([short], 90).first_pair()
+    question, _ = first_pair(data.Dataset([short], 90))
     done = puzzles.train(0, short, tmp_path / "short-run")
     assert done.code == 0 and "rows of 90" in done.out and "\n" in question, done.out
     assert f"--prompt '{question}'\n" in done.out  # quoted where a shell needs it

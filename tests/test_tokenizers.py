@@ -4,6 +4,7 @@ blanks before a mask; and the files of weights of other people.
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -12,17 +13,18 @@ from runs import Trainer
 from test_model_gpt2_mlm import export, tiny
 
 import data
-from data import GPT2_DIGEST, UserError, tokenizer_id
+from data import UserError, tokenizer_id
 from model import GPT2, MLM
 from prepare import bpe as prepare_bpe
 from prepare import tokenizer_json
 from prepare.pipeline import prepare
+from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_roles
 from weights.huggingface import from_hf
 
 
 @pytest.fixture
 def tokenizer():
-    return data.load_tokenizer("bytes")
+    return load_tokenizer("bytes")
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def gpt2(monkeypatch):
     if not (SHARED / "tiktoken").exists():
         pytest.skip("the vocabulary of gpt2 is not in the cache")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
-    return data.load_tokenizer("gpt2")
+    return load_tokenizer("gpt2")
 
 
 def word_level(vocab: dict, **changes) -> str:
@@ -47,7 +49,7 @@ def test_stored_truncation_and_padding_are_switched_off():
     pad = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
            "pad_type_id": 0, "pad_token": "[UNK]"}
     for changes in {"truncation": cut}, {"padding": pad}, {"truncation": cut, "padding": pad}:
-        tokenizer = data.parse_tokenizer_json("stored", word_level(vocab, **changes))
+        tokenizer = parse_tokenizer_json("stored", word_level(vocab, **changes))
         assert tokenizer.encode("a b a b a").tolist() == [1, 2, 1, 2, 1]
         exported = json.loads(tokenizer.to_json())
         assert exported["truncation"] is None and exported["padding"] is None
@@ -55,8 +57,8 @@ def test_stored_truncation_and_padding_are_switched_off():
 
 def test_gaps_in_the_ids_give_no_id_two_tokens():
     with pytest.raises(UserError, match="gaps.*without gaps"):
-        data.parse_tokenizer_json("gaps", word_level({"[UNK]": 0, "a": 1, "b": 4, "c": 3, "d": 5}))
-    tokenizer = data.with_roles(data.parse_tokenizer_json("dense", word_level({"[UNK]": 0, "a": 1, "b": 2})))
+        parse_tokenizer_json("gaps", word_level({"[UNK]": 0, "a": 1, "b": 4, "c": 3, "d": 5}))
+    tokenizer = with_roles(parse_tokenizer_json("dense", word_level({"[UNK]": 0, "a": 1, "b": 2})))
     ids = [tokenizer.eot, tokenizer.mask, tokenizer.roles["response"]]
     assert len({0, 1, 2, *ids}) == 6
 
@@ -74,18 +76,18 @@ def test_a_tokenizer_that_reads_text_as_special_ids_is_refused():
     words.add_special_tokens(["[UNK]", "[MASK]"])
     for built, special in (unigram, "</s>"), (words, r"\[MASK\]"):
         with pytest.raises(UserError, match=f"the text {special} to a special id"):
-            data.parse_tokenizer_json("forged", built.to_str())
+            parse_tokenizer_json("forged", built.to_str())
     plain = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     plain.add_special_tokens(["[UNK]"])
-    tokenizer = data.with_roles(data.parse_tokenizer_json("plain", plain.to_str()))
+    tokenizer = with_roles(parse_tokenizer_json("plain", plain.to_str()))
     assert tokenizer.encode("a </s> [UNK]").tolist() == [1, 0, 0]
 
 
 def test_stored_dropout_is_switched_off():
     from tokenizers import Tokenizer, models
     stored = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")], dropout=0.9)).to_str()
-    tokenizer = data.parse_tokenizer_json("stored", stored)
+    tokenizer = parse_tokenizer_json("stored", stored)
     assert tokenizer.encode("ab" * 50).tolist() == [2] * 50
 
 
@@ -146,7 +148,7 @@ def test_lowercasing_and_nfkc_are_no_loss(tmp_path, capsys):
 @pytest.mark.parametrize("name, lstrip", [("bytes", False), ("bpe", True)])
 def test_a_mask_takes_one_blank_only_where_a_token_would(tmp_path, name, lstrip):
     trained = lstrip and prepare_bpe.train_bpe(["the cat sat on the mat"] * 30, 300)
-    tokenizer = trained or data.load_tokenizer(name)
+    tokenizer = trained or load_tokenizer(name)
     export(tiny(MLM, 0, vocab_size=tokenizer.num_ids), tokenizer, tmp_path)
     added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     assert {token["content"]: token["lstrip"] for token in added} == {data.EOT: False, "[MASK]": lstrip}
@@ -160,7 +162,7 @@ def test_a_mask_takes_one_blank_only_where_a_token_would(tmp_path, name, lstrip)
 def test_fill_asks_about_the_position_of_the_mask(name, text, before):
     from weights.sampling import fill_masks
     bpe = prepare_bpe.train_bpe(["the cat sat on the mat"] * 30, 300)
-    tokenizer = bpe if name == "bpe" else data.load_tokenizer("bytes")
+    tokenizer = bpe if name == "bpe" else load_tokenizer("bytes")
     seen = []
 
     class Spy(MLM):
@@ -223,17 +225,17 @@ def test_gpt2_from_the_hub_is_that_of_tiktoken(gpt2, tmp_path, corpus):
     lines = ["#version: 0.2", *hub["model"]["merges"], ""]
     (tmp_path / "old" / "merges.txt").write_text("\n".join(lines))
     for name in "new", "old":
-        tokenizer = data.load_tokenizer(str(tmp_path / name))
+        tokenizer = load_tokenizer(str(tmp_path / name))
         assert tokenizer.to_json() == gpt2.to_json() and tokenizer_id(tokenizer).endswith(GPT2_DIGEST)
         shards = prepare(f"text:{corpus}", tmp_path / f"shards-{name}", str(tmp_path / name))
         assert data.Dataset([shards], 32, "gpt2").tokenizer.to_json() == gpt2.to_json()
     one, *others = hub["model"]["merges"]
     for changes in {"dropout": 0.1}, {"merges": [*others, one]}, {"merges": others}:
-        parsed = data.parse_tokenizer_json("odd", json.dumps(as_on_the_hub(gpt2, **changes)))
+        parsed = parse_tokenizer_json("odd", json.dumps(as_on_the_hub(gpt2, **changes)))
         assert isinstance(parsed, tokenizer_json.HuggingFaceTokenizer), changes
     for key, odd in {"normalizer": {"type": "Lowercase"},
                      "pre_tokenizer": hub["pre_tokenizer"] | {"add_prefix_space": True}}.items():
-        parsed = data.parse_tokenizer_json("odd", json.dumps(hub | {key: odd}))
+        parsed = parse_tokenizer_json("odd", json.dumps(hub | {key: odd}))
         assert isinstance(parsed, tokenizer_json.HuggingFaceTokenizer), key
 
 
@@ -251,7 +253,7 @@ def test_other_byte_level_tokenizers_are_run_by_the_package(kind, corpus):
         spec["model"]["vocab"] = {word: i for word, i in spec["model"]["vocab"].items() if word != "\u00c3"}
         free = set(range(400)) - {*spec["model"]["vocab"].values()}
         spec["model"]["vocab"]["unused"] = free.pop()
-    found = data.parse_tokenizer_json(kind, json.dumps(spec))
+    found = parse_tokenizer_json(kind, json.dumps(spec))
     package = Tokenizer.from_str(json.dumps(spec))
     assert isinstance(found, tokenizer_json.HuggingFaceTokenizer)
     for text in "x        y", "    def f():", "caf\u00e9":
@@ -264,7 +266,7 @@ def test_damaged_files_of_the_older_form_are_one_sentence(gpt2, tmp_path, damage
     if damage != "no vocab":
         (tmp_path / "vocab.json").write_text("{" if damage == "no json" else '{"a": 0}')
     with pytest.raises(UserError, match="merges.txt and vocab.json beside it cannot be read by tokenizers"):
-        data.load_tokenizer(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.full
@@ -369,7 +371,7 @@ def test_weights_of_torch_save_are_named_with_the_way_to_convert_them(tokenizer,
 def test_ids_decide_whether_data_fit_the_weights(tmp_path, shards):
     """A tokenizer.json that transformers has written again fits; one with two ids exchanged does not."""
     transformers = pytest.importorskip("transformers")
-    words = data.load_tokenizer("bytes")
+    words = load_tokenizer("bytes")
     export(tiny(GPT2, 0, vocab_size=257, seq_len=32), words, tmp_path / "hf")
     file = tmp_path / "hf" / "tokenizer.json"
     before = json.loads(file.read_text())
@@ -432,7 +434,7 @@ def test_fill_and_the_pipeline_see_the_same_ids(kind, tmp_path):
     """And a causal export of that tokenizer holds no id beyond its table."""
     transformers = pytest.importorskip("transformers")
     (tmp_path / "theirs.json").write_text(foreign(kind))
-    ours = data.load_tokenizer(str(tmp_path / "theirs.json"))
+    ours = load_tokenizer(str(tmp_path / "theirs.json"))
     assert isinstance(ours, tokenizer_json.HuggingFaceTokenizer)
     rows = -(-ours.num_ids // 64) * 64
     export(tiny(MLM, 0, vocab_size=ours.num_ids, padded_vocab=rows, eot=ours.eot), ours, tmp_path / "mlm")
@@ -446,3 +448,84 @@ def test_fill_and_the_pipeline_see_the_same_ids(kind, tmp_path):
     ids = words(f"fill {ours.mask_token} in", return_tensors="pt")["input_ids"]
     assert int(ids.max()) < ours.vocab_size == words.vocab_size or ours.mask < ours.vocab_size
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")(ids)
+
+
+# ------------------------------------------------------------------------------ what is read without prepare/
+
+
+def of_kind(kind: str):
+    if kind in ("bytes", "gpt2"):
+        return load_tokenizer(kind)
+    if kind == "bpe:300":
+        return prepare_bpe.train_bpe(TEXT, 300)
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+    if kind == "word-piece":
+        words = {"[UNK]": 0, "[SEP]": 1, "run": 2, "##ning": 3, "é": 4}
+        built = tokenizers.Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+        built.add_special_tokens(["[UNK]", "[SEP]"])
+    elif kind == "unigram":
+        pieces = [("<unk>", 0.0), ("\u2581", -2.0), ("a", -3.0), ("\u2581é", -3.0)]
+        built = tokenizers.Tokenizer(models.Unigram(pieces, 0))
+        built.pre_tokenizer = pre_tokenizers.Metaspace()
+        built.add_tokens(["<not special>"])
+    else:
+        return parse_tokenizer_json(kind, foreign(kind))
+    return parse_tokenizer_json(kind, built.to_str())
+
+
+def facts_of(tokenizer) -> dict:
+    """What a run needs of a tokenizer."""
+    names = ("name", "vocab", "specials", "eot", "mask", "mask_token", "num_ids", "vocab_size", "roles",
+             "takes_blank")
+    facts = {name: getattr(tokenizer, name) for name in names}
+    facts["lengths"], facts["text"] = tokenizer.lengths(), tokenizer.to_json()
+    return facts | {"id": tokenizer_id(tokenizer)}
+
+
+def without_prepare(monkeypatch):
+    monkeypatch.setattr(data, "rooms_here", list)
+    monkeypatch.setitem(sys.modules, "prepare.tokenizer", None)  # its import fails
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("kind", ["bytes", "bpe:300", "gpt2", "byte-level", "roberta", "llama", "word-piece",
+                                  "unigram"])
+def test_a_run_knows_the_same_of_a_tokenizer_without_prepare(kind, pairs, monkeypatch):
+    """Ids, roles, bytes of tokens and identity. A text with a longer token has others."""
+    if kind == "gpt2" and not (SHARED / "tiktoken").exists():
+        pytest.skip("the vocabulary of gpt2 is not in the cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
+    full = with_roles(of_kind(kind)) if pairs else of_kind(kind)
+    text = full.to_json()
+    assert isinstance(data.tokenizer_of(full.name, text), type(full))
+    without_prepare(monkeypatch)
+    plain = data.tokenizer_of(full.name, text)
+    assert type(plain) is data.Vocabulary and not hasattr(plain, "encode")
+    usual = facts_of(full)
+    assert facts_of(plain) == usual and bool(usual["roles"]) == pairs
+    word = next(word for word in full.vocab if word not in full.specials and word.isalpha())
+    longer = text.replace(json.dumps(word, ensure_ascii=False), json.dumps(word + "xy"))
+    found = facts_of(data.tokenizer_of(full.name, longer))
+    assert found["lengths"] != usual["lengths"] and found["id"] != usual["id"]
+
+
+def test_a_tokenizer_that_is_named_is_compared_without_prepare(tmp_path, monkeypatch, corpus):
+    """By its name and the bytes of its file, as the flags of a resumed run need it. Others are refused."""
+    (tmp_path / "theirs.json").write_text(foreign("roberta"))
+    name = str(tmp_path / "theirs.json")
+    made = prepare(f"text:{corpus}", tmp_path / "made", name, max_tokens=20_000)
+    of_run = made / "tokenizer.json"
+    for known in None, name, str(of_run):
+        assert type(data.Dataset([made], 32, known).tokenizer) is tokenizer_json.HuggingFaceTokenizer
+    fingerprint = data.Dataset([made], 32, name).fingerprint
+    (tmp_path / "moved.json").write_text(foreign("roberta") + " ")
+    moved = str(tmp_path / "moved.json")
+    assert data.Dataset([made], 32, moved).fingerprint == fingerprint  # it is the same tokenizer
+    without_prepare(monkeypatch)
+    for known in None, name, str(of_run):
+        dataset = data.Dataset([made], 32, known)
+        assert type(dataset.tokenizer) is data.Vocabulary and dataset.fingerprint == fingerprint
+    for other in "bytes", moved:
+        with pytest.raises(UserError, match=f"--tokenizer {other} needs the folder prepare/"):
+            data.Dataset([made], 32, other)

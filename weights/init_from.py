@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 import torch
 from torch import nn
 
-from data import GPT2_DIGEST, UserError, listed, load_tokenizer, tokenizer_id
+from data import UserError, listed, room, tokenizer_id
 from ddp_utils import (
     Run,
     apply_modes,
@@ -40,6 +40,8 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
     weights = {}
 
     def read_hf() -> dict:
+        with room("prepare", f"--init-from {source}"):
+            from prepare.tokenizer import GPT2_DIGEST, load_tokenizer
         theirs = next((base for base in model_class.__mro__ if base in HF_FAMILIES), model_class)
         config, files = config_from_hf(theirs, source[3:])
         if complete:
@@ -110,6 +112,8 @@ def has_new_ids(found: dict, tokenizer, vocab_size: int, pairs: bool, say) -> bo
 
 def has_same_ids(found: dict, tokenizer) -> bool:
     """Whether each id that the weights know is that of the same token in the data."""
+    with room("prepare", f"--init-from {found['path']}"):
+        from prepare.tokenizer import load_tokenizer
     known_by = load_tokenizer(found["tokenizer_file"])
     assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
     most, theirs = found["model_config"]["vocab_size"], known_by.vocab

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import EOT, PATTERNS, NotNow, Tokenizer, UserError
+from data import EOT, NotNow, UserError, room
 from model import GPT2, HRM, MODERN_THETA
 from weights.huggingface import ends_of, hf_family, query_and_gate, refuse_export
 
@@ -19,7 +19,7 @@ GGUF_NAMES = {
     "attn_out": "attn_output", "up": "ffn_up", "down": "ffn_down",
     "gqkv": "attn_gate attn_q attn_k attn_v", "gate_up": "ffn_gate ffn_up"}
 # the names that llama.cpp has for the patterns by which words are cut; without merges any will do
-GGUF_CUTS = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx"}
+GGUF_CUTS = {"gpt2": "gpt-2", "cl100k_base": "dbrx"}
 GGUF_STATE, GGUF_CONV = 16, 4  # of the recurrent layers that llama.cpp wants between those of a modern GPT-2
 GGUF_PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
 
@@ -62,7 +62,17 @@ def _gguf_shape(writer, model, architecture: str):
     writer.add_bool("hrm_text.hrm.prefix_lm", False)
 
 
-def _gguf_tokenizer(writer, tokenizer: Tokenizer, c, TokenType):
+def _gguf_cut(tokenizer) -> str | None:
+    """The name that llama.cpp has for how the tokenizer cuts words, if it has one."""
+    with room("prepare", "--export gguf"):
+        from prepare.tokenizer import PATTERNS, Tokenizer
+    if not isinstance(tokenizer, Tokenizer):
+        return None
+    names = {PATTERNS[name]: theirs for name, theirs in GGUF_CUTS.items()}
+    return ({None: "gpt-2"} | names).get(tokenizer.pattern)
+
+
+def _gguf_tokenizer(writer, tokenizer, c, TokenType):
     """Tokens in the order of their ids; those that the table has beyond them are unused."""
     model = json.loads(tokenizer.to_json())["model"]
     tokens = [f"[PAD{i}]" for i in range(c.vocab_size)]
@@ -73,7 +83,7 @@ def _gguf_tokenizer(writer, tokenizer: Tokenizer, c, TokenType):
                 tokens[i], types[i] = token, kind
     first, last, template = ends_of(c, tokenizer)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(GGUF_CUTS[tokenizer.pattern])
+    writer.add_tokenizer_pre(_gguf_cut(tokenizer))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     # llama.cpp wants a merge; this one never applies
@@ -110,7 +120,7 @@ def to_gguf(model, path: Path, tokenizer):
     if type(model) not in (GPT2, HRM):
         raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
     refuse_export(model.config, hf_family(type(model), model.config))
-    if not isinstance(tokenizer, Tokenizer) or tokenizer.pattern not in GGUF_CUTS:
+    if not _gguf_cut(tokenizer):
         raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
                         "bytes or bpe:N.")
     c = model.config

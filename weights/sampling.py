@@ -1,12 +1,13 @@
 """Text that a model writes, and masks that it fills."""
 
+import itertools
 import shlex
 import sys
 
 import torch
 from torch import Tensor
 
-from data import UserError, prompt_ids
+from data import UserError, room, rooms_here
 from model import MLM, KVCache
 
 
@@ -59,6 +60,8 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
     answers = c.response >= 0
     most = sampling.max_new_tokens or (c.seq_len if stop and answers else 200)
     if answers:
+        with room("prepare", "a prompt"):
+            from prepare.tokenizer import prompt_ids
         end = c.end if c.end >= 0 else c.start
         ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
         if len(ids) >= c.seq_len:
@@ -117,15 +120,39 @@ def stream_text(tokenizer, ids):
     yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)):]
 
 
+def first_pair(dataset) -> tuple[str, str]:
+    """Prompt (with its condition) and response of the first held-out sample. Both are "" if there is
+    none, or if the text of the prompt encodes to other tokens.
+    """
+    with room("prepare", "a prompt"):
+        from prepare.tokenizer import prompt_ids
+    roles = dataset.roles
+    row = []
+    for shards in [*dataset.val.values()][:1]:
+        row = shards.tokens[0][1:shards.seq_len].tolist()
+    middle = row.index(roles["response"]) if roles["response"] in row else 0
+    ends = roles["start"], roles["end"]
+    prompt = dataset.tokenizer.decode(row[:middle])
+    response = dataset.tokenizer.decode(
+        itertools.takewhile(lambda token: token not in ends, row[middle + 1:]))
+    same = middle and prompt_ids(dataset.tokenizer, prompt).tolist()[1:-1] == row[:middle]
+    return (prompt, response) if same else ("", "")
+
+
 def sample_prompt(args, dataset) -> tuple[str, str]:
     """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
-    the response is empty. Raises UserError if the prompt of a pair fills a row.
+    the response is empty. Raises UserError if the prompt of a pair fills a row. Without prepare/, which
+    encodes, no sample is written, and both are empty.
     """
+    if "prepare" not in rooms_here():
+        return "", ""
+    with room("prepare", "a prompt"):
+        from prepare.tokenizer import prompt_ids
     prompt = args.sample_prompt
     expected = ""
     if dataset.roles["response"] >= 0:
         if not prompt and not args.condition:
-            prompt, expected = dataset.first_pair()
+            prompt, expected = first_pair(dataset)
         tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
         if tokens >= args.seq_len:
             raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
@@ -136,6 +163,8 @@ def write_sample(model, run, step: int, with_barrier):
     """Logs the sample of a run after `step` steps. Rank 0 writes it alone, for as long as that takes, unless
     each rank holds a shard. All ranks call this; `with_barrier` is that of ddp_utils.
     """
+    if "prepare" not in rooms_here():
+        return
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)
     sharded = args.strategy.startswith(("zero2", "zero3"))

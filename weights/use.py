@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import monitor
-from data import Masker, RunError, UserError, load_tokenizer, say
+from data import Masker, RunError, UserError, room, say
 from ddp_utils import (
     Asked,
     StopVote,
@@ -50,6 +50,8 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
     use in a script of one's own: with averaged weights if there are any, on a device, in a --precision
     (default: that of the run), without a World. Raises RunError.
     """
+    with room("prepare", "load_run"):
+        from prepare.tokenizer import load_tokenizer
     path = next(iter(list_checkpoints(run)), Path(run))
     if path.is_dir():
         raise RunError(f"{run} holds no checkpoint: name another run directory, or train first.")
@@ -67,6 +69,9 @@ def use_model(run: Asked):
     --resume.
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
+    if not args.eval_only:
+        with room("prepare", "using a run (--prompt, --export and the like)"):
+            from prepare.tokenizer import load_tokenizer
     if args.export == "gguf" and not importlib.util.find_spec("gguf"):
         raise UserError("--export gguf needs the package gguf: pip install gguf.")
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}

@@ -20,6 +20,7 @@ from ddp_utils import RunError, list_checkpoints, load_checkpoint, read_checkpoi
 from prepare import packing, pipeline
 from prepare.command import verify
 from prepare.pipeline import prepare
+from prepare.tokenizer import load_tokenizer
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 
@@ -220,4 +221,4 @@ def test_a_trainer_names_its_own_flag_and_the_form_of_bpe(tmp_path, monkeypatch)
     with pytest.raises(data.UserError, match="in training --seq-len, must be 4 or more"):
         pipeline.locate("task:addition", "bytes", 0, 0, row=3)
     with pytest.raises(data.UserError, match="unknown tokenizer 'bpe:32k', .* bpe:N .trained on the data"):
-        data.load_tokenizer("bpe:32k")
+        load_tokenizer("bpe:32k")

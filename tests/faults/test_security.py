@@ -22,6 +22,7 @@ from model import GPT2
 from prepare import packing
 from prepare.command import verify
 from prepare.pipeline import prepare
+from prepare.tokenizer import load_tokenizer
 from weights.huggingface import from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)
@@ -133,13 +134,13 @@ def test_tokenizers(tmp_path, planted):
     (directory / "tokenization.py").write_text(f"import os; os.mkdir({str(planted)!r})")
     (directory / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": ["tokenization.Evil", null]}}')
-    good = json.loads(data.load_tokenizer("bytes").to_json())
+    good = json.loads(load_tokenizer("bytes").to_json())
     for content in (pickle.dumps(Planted(planted)), b"!!python/object/apply:os.mkdir [planted]",
                     json.dumps(good | {"pre_tokenizer": {"type": "tokenization.Evil"}}).encode(),
                     json.dumps(good | {"model": {"type": "tokenization.Evil", "vocab": {}}}).encode()):
         (directory / "tokenizer.json").write_bytes(content)
         with pytest.raises(data.UserError):
-            data.load_tokenizer(str(directory))
+            load_tokenizer(str(directory))
 
 
 def test_data_sets_with_code(tmp_path, planted, monkeypatch):

@@ -1,0 +1,224 @@
+"""Tokenizers that encode and decode: tiktoken runs our byte-level BPEs, and tokenizer_json.py those of other
+programs. On disk each is a Hugging Face tokenizer.json.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from data import EOT, MASK, RESPONSE, UserError, Vocabulary, access, tokenizer_id, without_surrogates
+
+TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
+TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
+# The published patterns. tiktoken's patterns use possessive quantifiers and "$", which the regex engine of
+# `tokenizers` reads differently. The tests show that the published patterns cut the same pieces in both.
+PATTERNS = {
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+GPT2_DIGEST = "ce2c7b368254)"  # with which tokenizer_id ends
+LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
+# in the order of GPT-2's encoder
+BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
+CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def spelled(token: bytes) -> str:
+    """The token in the characters that stand for bytes in a tokenizer.json."""
+    return "".join(BYTE_TO_CHAR[b] for b in token)
+
+
+class Tokenizer(Vocabulary):
+    """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
+    never encodes to a special id.
+    """
+
+    def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
+        self.ranks = ranks
+        self.pattern = pattern
+        specials = {MASK: max(*ranks.values(), *specials.values()) + 1} | specials
+        super().__init__(name, spec_of(ranks, pattern, specials))
+        self._bytes = {i: token for token, i in ranks.items()}
+        self._bytes |= {i: special.encode() for special, i in specials.items()}
+        self._encoding = None
+        if pattern is not None:  # without a pattern there are no merges: plain bytes
+            import tiktoken
+            self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
+                                               special_tokens=specials)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids (n,) of ordinary text; `<|endoftext|>` inside it is text like any other."""
+        if self._encoding is None:
+            return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a lone surrogate is replaced, a very long run of white space is cut
+            text = without_surrogates(text)
+            cuts = [cut for run in re.finditer(r"\s+", text)
+                    for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)]
+            parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+            return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
+
+    def lost_in(self, text: str, ids: np.ndarray) -> Counter:
+        """No characters: all bytes have tokens."""
+        return Counter()
+
+    def encode_masked(self, text: str) -> list[int]:
+        """The ids of a text in which each [MASK] is the mask, and takes one blank before it."""
+        *before, last = text.split(MASK)
+        found = []
+        for part in before:
+            part = part.removesuffix(" " * self.takes_blank)
+            found += [*self.encode(part).tolist(), self.mask]
+        return found + self.encode(last).tolist()
+
+    def decode(self, ids) -> str:
+        """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
+        return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
+
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that encodes and decodes like this tokenizer."""
+        tokens = sorted(self.ranks, key=self.ranks.get)
+        merges = [[*map(spelled, last_merge(t, self.ranks))] for t in tokens if len(t) > 1]
+        spec = spec_of(self.ranks, self.pattern, self.specials)
+        return json.dumps(spec | {"model": spec["model"] | {"merges": merges}}, ensure_ascii=False)
+
+
+def spec_of(ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]) -> dict:
+    """The content of a tokenizer.json without its merges, which take long."""
+    model = {"type": "BPE", "vocab": {spelled(token): ranks[token] for token in sorted(ranks, key=ranks.get)}}
+    added = []
+    for text in sorted(specials, key=specials.get):
+        added.append({"id": specials[text], "content": text, "single_word": False,
+                      "lstrip": text == MASK, "rstrip": False, "normalized": False, "special": True})
+    stage = BYTE_LEVEL
+    if pattern is not None:
+        cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        stage = {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL]}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "normalizer": None, "pre_tokenizer": stage, "post_processor": None, "decoder": BYTE_LEVEL,
+            "model": model}
+
+
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two parts that merge into `token`: those left after merging its bytes by all earlier ranks."""
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+        i = pairs.index(min(pairs))
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
+    """What Tokenizer.to_json wrote, or GPT-2's as others write it, as a Tokenizer; None for any other."""
+    model = spec["model"]
+    stage = spec["pre_tokenizer"]
+    others = model.keys() - {"type", "vocab", "merges"}
+    ours = not others
+    pattern = None
+    if ours and stage["type"] == "Sequence":
+        pattern = stage["pretokenizers"][0]["pattern"]["Regex"]
+        stage = stage["pretokenizers"][-1]
+    elif stage.get("use_regex", True):
+        ours = False
+        pattern = PATTERNS["gpt2"]
+        stage = stage | {"use_regex": False}
+    if stage != BYTE_LEVEL or spec.get("normalizer") or any(model[key] for key in others):
+        return None
+    specials = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    if EOT not in specials:
+        return None
+    words = sorted(model["vocab"].keys() - specials.keys(), key=model["vocab"].get)
+    merged = ["".join(parts).replace(" ", "") for parts in model["merges"]]
+    if [word for word in words if len(word) > 1] != merged:
+        return None
+    ranks = {bytes(CHAR_TO_BYTE[c] for c in word): model["vocab"][word] for word in words}
+    found = Tokenizer(name, ranks, pattern, specials)
+    return found if ours or tokenizer_id(found).endswith(GPT2_DIGEST) else None
+
+
+def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
+    """Reads a tokenizer.json. If it is not a `byte_level_bpe`, the package `tokenizers` runs it."""
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        if found := byte_level_bpe(name, json.loads(text)):
+            return found
+    from prepare.tokenizer_json import HuggingFaceTokenizer
+    try:
+        return HuggingFaceTokenizer(name, text)
+    except ImportError:
+        raise UserError(f"the tokenizer {name} needs the tokenizers package: pip install tokenizers.")
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. Of "
+                        "a vocab.json with merges.txt, name the directory.")
+
+
+def load_tokenizer(name: str) -> Vocabulary:
+    """Loads a tokenizer by name, or from a tokenizer.json or its directory. (bpe:N is in prepare/bpe.py.)"""
+    if name == "bytes":
+        return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
+    if name in TIKTOKEN_IDS:
+        import tiktoken
+        try:
+            encoding = tiktoken.get_encoding(name)
+        except OSError as error:  # requests raises subclasses of OSError
+            raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
+                            "TIKTOKEN_CACHE_DIR to a cache that has it, or use --tokenizer bytes or "
+                            "bpe:16384.")
+        return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
+                         encoding._special_tokens)
+    with access(name):
+        path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+        if path.is_file():
+            return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
+    if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
+        from prepare.tokenizer_json import text_of_merges
+        return parse_tokenizer_json(name, text_of_merges(name))
+    if re.fullmatch(r"bpe:\d+", name):
+        raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
+    raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
+
+
+def is_tokenizer(name: str, text: str, pairs: bool) -> bool:
+    """Whether the name of a tokenizer is that of a tokenizer.json, with ids that mark a response if it is of
+    pairs.
+    """
+    if name.startswith("bpe:"):
+        return False
+    named = with_roles(load_tokenizer(name)) if pairs else load_tokenizer(name)
+    return named.to_json() == parse_tokenizer_json(name, text).to_json()
+
+
+def with_roles(tokenizer: Vocabulary) -> Vocabulary:
+    """The tokenizer with ids that mark a response: its own, or otherwise an additional <|response|>."""
+    if tokenizer.roles:
+        return tokenizer
+    spec = json.loads(tokenizer.to_json())
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"].append({"id": tokenizer.num_ids, "content": RESPONSE, "special": True} | plain)
+    return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
+
+
+def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
+    """Ids (n,) of a sample through the marker of its response. The condition is the name of a special token,
+    or text that is one with the prompt, as a chat template puts a system message before a question. Raises
+    UserError if it is a marker itself or looks like a special token that is missing.
+    """
+    roles = tokenizer.roles
+    ids = tokenizer.specials.get(condition)
+    if ids in roles.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
+        known = ", ".join(name for name, i in tokenizer.specials.items() if i not in roles.values())
+        raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
+    text = condition + prompt if ids is None else prompt
+    before = [] if ids is None else [ids]
+    return np.concatenate([[roles["start"], *before], tokenizer.encode(text), [roles["response"]]])
