@@ -10,7 +10,7 @@ MLP, V rows of the embedding table. Two choices shape every layer:
 
 In this file, and who calls it:
 
-    layers                     Linear, rotary positions, KVCache, Block: the models
+    layers                     Linear, rotary positions, Block: the models
     how a model computes       compute_dtype, use_device: ddp_utils.set_modes, weights/use.py
     losses                     linear_cross_entropy, token_losses: forward of the models
     what a model must provide  LanguageModel, CausalLM, flag: the models; flags also ddp_utils
@@ -76,29 +76,6 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class KVCache:
-    """Keys and values of up to `seq_len` tokens: one slot (2, B, H, T, D) per attention call of a forward
-    pass. The calls come in a fixed order, so a slot's index is the number of calls before it. `length` counts
-    the tokens so far. A recurrent layer keeps its state in memory[slot] instead and adds 1 to `slot`; it has
-    no state while `length` is 0.
-    """
-
-    def __init__(self, seq_len: int):
-        self.memory: list[Tensor] = []
-        self.seq_len, self.length, self.slot = seq_len, 0, 0
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns the k, v of all tokens so far."""
-        # is_causal aligns queries with the first keys
-        assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
-        if self.slot == len(self.memory):
-            self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
-        stored, end = self.memory[self.slot], self.length + k.size(2)
-        stored[..., self.length:end, :] = torch.stack((k, v))
-        self.slot += 1
-        return stored[..., :end, :].unbind()
-
-
 @functools.cache
 def compiled_once(function):
     """Compiles a function only when it is first needed, because importing the compiler takes seconds. Each
@@ -161,7 +138,7 @@ class Block(nn.Module):
     flex_attention = None  # compiled when a GPU first needs it
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, mask=None,
-                  cache: KVCache | None = None) -> Tensor:
+                  cache=None) -> Tensor:  # a KVCache of weights/sampling.py
         """Attention of q, k, v (B, T, C) in heads, causal without a mask; returns (B, T, C)."""
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         if self.qk_norm:
@@ -484,8 +461,8 @@ class LanguageModel(nn.Module):
     * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient. On
       the meta device, --dry-run counts the memory of `forward`, and loggers/mfu.py its matrix products.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
-      states (B, T, C) that the head reads. The tokens idx follow those in the KVCache: T in the first call,
-      then one per call.
+      states (B, T, C) that the head reads. The tokens idx follow those in the KVCache of
+      weights/sampling.py: T in the first call, then one per call.
 
     A custom optimizer must create its whole state in its first step, even if the learning rate and the
     gradients are 0, because restoring a checkpoint relies on it. Its groups have `lr` and may have `scale`.
@@ -518,7 +495,7 @@ class CausalLM(LanguageModel):
         """The logits (…, vocab_size) of states (…, C), without those of padding."""
         return F.linear(hidden, self.head_weight.to(hidden.dtype))[..., :self.config.vocab_size]
 
-    def mask(self, idx: Tensor, cache: KVCache | None, flex: bool = True):
+    def mask(self, idx: Tensor, cache, flex: bool = True):
         """The mask for tokens idx (B, T) in Block.attend, or None. With `isolated`, a token sees itself and
         the earlier tokens of its document. With `prefix`, prompt tokens (from the start through <|response|>)
         also see the whole prompt.
@@ -560,7 +537,7 @@ class CausalLM(LanguageModel):
         """As `loss`, but the objective of each target (B, T), which is 0 where it does not count."""
         return token_losses(hidden, self.head_weight, targets, self.config.vocab_size, z_loss=self.z_loss)
 
-    def decode(self, idx: Tensor, cache: KVCache) -> Tensor:
+    def decode(self, idx: Tensor, cache) -> Tensor:
         """Adds the new tokens idx (B, T) to the cache; returns the logits (B, vocab_size) after the last."""
         x = self.hidden(idx, cache)[:, -1]
         cache.length, cache.slot = cache.length + idx.size(1), 0
@@ -671,7 +648,7 @@ class HRMBlock(Block):
             if zero_init and layer in (self.attn_out, self.down):  # which add to the residual stream
                 nn.init.zeros_(layer.weight)
 
-    def block(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
+    def block(self, x: Tensor, rope: Tensor, mask=None, cache=None) -> Tensor:
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
         y = self.attn_out(gate.sigmoid() * self.attention(q, k, v, rope, mask, cache))
         x = x + F.dropout(y, self.dropout, self.training)
@@ -687,7 +664,7 @@ class Stack(nn.Module):
         self.eps = c.norm_eps
         self.blocks = nn.ModuleList(HRMBlock(c, c.init == "identity") for _ in range(c.n_layer))
 
-    def forward(self, x: Tensor, rope: Tensor, mask=None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask=None, cache=None) -> Tensor:
         for block in self.blocks:
             x = block(x, rope, mask, cache)
         return rms_norm(x, self.eps)
@@ -751,8 +728,8 @@ class HRM(CausalLM):
             objective = objective + ponder_weight * (ponder if per_token else ponder.sum())
         return objective, sums
 
-    def think(self, idx: Tensor, bp_steps: int | None = None, cache: KVCache | None = None,
-              fixed_depth: bool = False, cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
+    def think(self, idx: Tensor, bp_steps: int | None = None, cache=None, fixed_depth: bool = False,
+              cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
         """Runs the recurrence on idx (B, T). Returns the state for the head (B, T, C), the ponder cost per
         token (B, T) and the number of cycles run. With `fixed_depth`, all run, without asking other ranks.
         """
@@ -770,7 +747,7 @@ class HRM(CausalLM):
                     break
         return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
 
-    def states(self, idx: Tensor, cycles: int, bp_steps: int | None = None, cache: KVCache | None = None):
+    def states(self, idx: Tensor, cycles: int, bp_steps: int | None = None, cache=None):
         """Yields z_H (B, T, C) of idx (B, T) after each of `cycles` cycles."""
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
@@ -806,7 +783,7 @@ class HRM(CausalLM):
             dist.all_reduce(left, op=dist.ReduceOp.MAX)
         return left.item() == 0
 
-    def hidden(self, idx: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, idx: Tensor, cache) -> Tensor:
         return self.think(idx, cache=cache, fixed_depth=True)[0]
 
     def example(self, batch: int, device, bp_steps: int = 5, cycles: int | None = None) -> dict[str, Any]:
@@ -857,7 +834,7 @@ class GPT2Block(Block):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
 
-    def block(self, x: Tensor, rope: None, mask=None, cache: KVCache | None = None) -> Tensor:
+    def block(self, x: Tensor, rope: None, mask=None, cache=None) -> Tensor:
         q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
         y = self.attn_out(self.attention(q, k, v, rope, mask, cache))
         x = x + F.dropout(y, self.dropout, self.training)
@@ -893,7 +870,7 @@ class GPT2(CausalLM):
     def head_weight(self) -> Tensor:  # (V, C)
         return self.head.weight if self.config.modern else self.embed.weight
 
-    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, cache=None) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
@@ -1101,7 +1078,8 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
 MOVED = {
     "ops.adam_atan2": "AdamAtan2",
     "weights.huggingface": "HFFamily HF_FAMILIES MODERN to_hf from_hf config_from_hf",
-    "weights.llama_cpp": "to_gguf", "weights.sampling": "sample_ids generate continue_text fill_masks",
+    "weights.llama_cpp": "to_gguf",
+    "weights.sampling": "KVCache sample_ids generate continue_text fill_masks",
     "loggers.mfu": "flops_per_token"}
 
 

@@ -18,7 +18,6 @@ from model import (
     Block,
     CausalConfig,
     CausalLM,
-    KVCache,
     Linear,
     flag,
     learning_rate,
@@ -26,6 +25,7 @@ from model import (
     rms_norm,
 )
 from weights import use
+from weights.sampling import KVCache
 
 
 @dataclass

@@ -32,7 +32,6 @@ from model import (
     Block,
     HRMBlock,
     HRMConfig,
-    KVCache,
     Linear,
     Stack,
     learning_rate,
@@ -47,7 +46,7 @@ from ops.ema import EMA
 from prepare import bpe
 from prepare.tokenizer import load_tokenizer, parse_tokenizer_json
 from weights.huggingface import from_hf, to_hf
-from weights.sampling import continue_text, generate, sample_ids
+from weights.sampling import KVCache, continue_text, generate, sample_ids
 
 VOCAB, PADDED, SEQ_LEN = 60, 64, 16  # padded, so that every test has ids that must not matter
 MODES = ("block", "selective")

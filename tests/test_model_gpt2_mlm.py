@@ -47,7 +47,6 @@ from model import (
     GPT2Config,
     HRMBlock,
     HRMConfig,
-    KVCache,
     MLMBlock,
     MLMConfig,
     linear_cross_entropy,
@@ -59,7 +58,7 @@ from ops import attention
 from prepare import bpe
 from prepare.tokenizer import load_tokenizer
 from weights.huggingface import from_hf, to_hf
-from weights.sampling import generate
+from weights.sampling import KVCache, generate
 
 EOT, WINDOW = 0, 6  # three tokens to either side
 KINDS = {"gpt2": {}, "modern": {"modern": True}}

@@ -23,6 +23,7 @@ from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_
 from loggers.source import source_files
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
 from prepare.pipeline import prepare
+from weights.sampling import KVCache
 from weights.use import load_run
 
 
@@ -179,7 +180,7 @@ def test_logits_have_a_column_for_each_id_and_none_for_padding(model_class):
         loss = model(idx, place, idx)[1]["loss"]
     else:
         loss = model(idx, idx)[1]["loss"]
-        assert model.decode(idx, model_module.KVCache(16)).shape == (2, 60)
+        assert model.decode(idx, KVCache(16)).shape == (2, 60)
     ours = nn.functional.cross_entropy(logits.flatten(0, 1), idx.flatten(), reduction="sum")
     assert abs(ours - loss) <= 1e-5 * loss
 

@@ -17,12 +17,12 @@ from processes import fork
 from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
-from model import GPT2, HRM, Block, GPT2Config, HRMConfig, KVCache
+from model import GPT2, HRM, Block, GPT2Config, HRMConfig
 from ops.attention import cpu_attention
 from prepare import packing, pipeline
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
 from weights import sampling
-from weights.sampling import first_pair, generate
+from weights.sampling import KVCache, first_pair, generate
 
 START, RESPONSE, END = 256, 258, 259
 ROLES = {"start": START, "response": RESPONSE, "end": -1}

@@ -18,7 +18,8 @@ from train_recurrent import Recurrent, RecurrentConfig
 import ddp_utils
 from data import UserError
 from ddp_utils import World, list_checkpoints
-from model import GPT2, CausalLM, GPT2Config, KVCache, Linear, make_optimizers
+from model import GPT2, CausalLM, GPT2Config, Linear, make_optimizers
+from weights.sampling import KVCache
 from weights.use import load_model
 
 RECURRENT = "examples/train_recurrent.py"

@@ -8,7 +8,30 @@ import torch
 from torch import Tensor
 
 from data import UserError, room, rooms_here
-from model import MLM, KVCache
+from model import MLM
+
+
+class KVCache:
+    """Keys and values of up to `seq_len` tokens: one slot (2, B, H, T, D) per attention call of a forward
+    pass. The calls come in a fixed order, so a slot's index is the number of calls before it. `length` counts
+    the tokens so far. A recurrent layer keeps its state in memory[slot] instead and adds 1 to `slot`; it has
+    no state while `length` is 0.
+    """
+
+    def __init__(self, seq_len: int):
+        self.memory: list[Tensor] = []
+        self.seq_len, self.length, self.slot = seq_len, 0, 0
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k, v (B, H, T, D) of new tokens in the next slot; returns the k, v of all tokens so far."""
+        # is_causal aligns queries with the first keys
+        assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
+        if self.slot == len(self.memory):
+            self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
+        stored, end = self.memory[self.slot], self.length + k.size(2)
+        stored[..., self.length:end, :] = torch.stack((k, v))
+        self.slot += 1
+        return stored[..., :end, :].unbind()
 
 
 def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
