@@ -122,9 +122,10 @@ TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# what a run does without where a folder is not there; without prepare/ nothing, once its data can be read
+# what a run does without where a folder is not there
 WITHOUT = {"cluster": "a process that is lost is not named",
-           "loggers": "no plan is printed, trainer.py is not kept, and the curves are in metrics.jsonl alone",
+           "loggers": "no plan and no warning of an edit is printed, trainer.py is not kept, and the curves "
+                      "are in metrics.jsonl alone",
            "ops": "loss and attention take longer, and their last bits are others",
            "prepare": "only prepared data are read, and no samples are written",
            "weights": "no samples are written"}
@@ -1293,12 +1294,13 @@ def config_of(config_class: type, saved: dict, where):
 
 
 def assert_family(saved: dict, model_class: type):
-    if saved["family"] != model_class.__name__ and saved.get("begun"):
+    if saved["family"] == model_class.__name__:
+        return
+    if saved.get("begun"):
         raise UserError(f"{saved['path']}, {BEGUN} a model of the family {saved['family']}, not "
                         f"{model_class.__name__}: use its own trainer, {ANOTHER_OUT}.")
-    if saved["family"] != model_class.__name__:
-        raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
-                        f"{model_class.__name__}: use its own trainer.")
+    raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
+                    f"{model_class.__name__}: use its own trainer.")
 
 
 def compiles(choice: bool | None, device: torch.device) -> bool:
@@ -2075,25 +2077,20 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     log = monitor.RunLog(run.out, run.text, facts, records if world.is_rank0 else evaluated, run.sinks,
                          run.lost)
-    begin_curves = say_plan = source_files = None
-    with room("loggers"):
-        from loggers.machine import begin_curves
-        from loggers.mfu import MFU
-        from loggers.source import source_files
-        from loggers.start import say_plan
-        facts.mfu = MFU(run, model, settings)
 
     def begin():
-        if not world.is_rank0:
-            return
-        source = source_files(run) if source_files else {}
-        log.begin(step, run_files(run, identity) | source)
-        if begin_curves:
-            begin_curves(log.say)
+        files = run_files(run, identity)
+        with room("loggers"):
+            from loggers.source import source_files
+            files |= source_files(run)
+        log.begin(step, files)
 
-    with_barrier(begin)
+    with_barrier(lambda: begin() if world.is_rank0 else None)
     machines = Counter(all_gather(hardware(world.device)))
-    if say_plan:
+    with room("loggers"):
+        from loggers.mfu import MFU
+        from loggers.start import say_plan
+        facts.mfu = MFU(run, model, settings)
         say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
     for folder, loss in WITHOUT.items():
         if folder not in rooms_here():
@@ -2261,23 +2258,13 @@ class Metrics:
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
-        # since this start: the labels that the model got on this rank, and those that counted on all ranks
-        self._given, self._counted = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self._got_labels = self._warned = False
-        self._signature = inspect.signature(model.forward)
-        model.register_forward_pre_hook(self._count_labels, with_kwargs=True)
+        self._label_count = None
         self._machine_curves = lambda suffix: {}
         with room("loggers"):
+            from loggers.labels import LabelCount
             from loggers.machine import machine_curves
+            self._label_count = LabelCount(model, world.device)
             self._machine_curves = machine_curves
-
-    def _count_labels(self, model: nn.Module, args: tuple, kwargs: dict):
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        labels = given.get("targets", given.get("labels"))
-        own = given.get("per_token")  # then the trainer makes the objective, and counts what it likes
-        if model.training and labels is not None and not own:
-            self._got_labels = True
-            self._given += (labels >= 0).sum()
 
     def add(self, sums: dict[str, Tensor]):
         """Adds the sums of a micro-batch."""
@@ -2287,7 +2274,8 @@ class Metrics:
     def end_step(self, samples: int, labels: Tensor):
         """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
         self.labels = labels
-        self._counted += labels
+        if self._label_count:
+            self._label_count.counted += labels
         before = self._samples
         self._samples = samples
         self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
@@ -2306,15 +2294,10 @@ class Metrics:
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
-        *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, self._given], self.world)
-        counted = self._counted.item()
-        # a model may be called several times in a step
-        unlike = given % max(counted, 1) or self._got_labels and given < counted
-        if unlike and not self._warned:
-            self._warned = True
-            self.log.say(f"WARNING: the model got {given:,.0f} labels, but its losses are divided "
-                         f"by {counted:,.0f}: if the trainer masks or cuts labels in its loop, let it count "
-                         "them anew, see the rules in docs/changing.md")
+        given = self._label_count.given if self._label_count else 0.0
+        *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, given], self.world)
+        if self._label_count:
+            self._label_count.compare(given, self.log.say)
         seconds = time.perf_counter() - self._begun
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from loggers.machine import begin_curves
 from model import blocks_of, flag_fields, flags_of_model, num_params
 
 
@@ -13,6 +14,8 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
     the processes by what ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
     """
     world, dataset = run.world, run.dataset
+    if world.is_rank0:
+        begin_curves(run.say)
     settings = facts.settings
     model = state.model
     c = model.config
