@@ -204,6 +204,17 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+def table_of_sizes(keys, config_class: type, sizes: dict[str, dict]) -> str:
+    """The rows of the sizes as columns, with the model's defaults where they are silent."""
+    table = [["--size", *sizes]]
+    for key in keys:
+        default = getattr(config_class, key, "")
+        table.append([key, *(str(row.get(key, default)) for row in sizes.values())])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return "\n".join(["defaults of each size:", *lines])
+
+
 def parse_count(text: str) -> int:
     """'500k' → 500000; k, M and B stand for a thousand, a million and a billion."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbB]?)", text.strip())
@@ -351,6 +362,20 @@ def tokenizer_of(name: str, text: str) -> Vocabulary:
         from prepare.tokenizer import parse_tokenizer_json
         return parse_tokenizer_json(name, text)
     return Vocabulary(name, json.loads(text), text)
+
+
+def tokenizer_of_run(directory: Path, settings: dict) -> dict[str, str | None]:
+    """The tokenizer.json of a run, and its --tokenizer, which may name a file that has been moved since."""
+    own = tokenizer_in(directory)
+    flag = settings.get("tokenizer")
+    gone = flag and flag.endswith(".json") and not Path(flag).exists()
+    return {"tokenizer_file": own, "tokenizer_flag": own if gone else flag}
+
+
+def tokenizer_in(directory: Path) -> str | None:
+    if (path := directory / "tokenizer.json").is_file():
+        return str(path)
+    return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
 
 
 # -----------------------------------------------------------------------------------------------------------

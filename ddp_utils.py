@@ -95,7 +95,9 @@ from data import (
     say,
     sources_of,
     steps_or_fraction,
+    table_of_sizes,
     tokenizer_id,
+    tokenizer_of_run,
     unigram_entropy,
     utf8_path,
     validation_batches,
@@ -106,6 +108,7 @@ from model import (
     ModelConfig,
     blocks_of,
     choose_device,
+    compiles,
     compute_dtype,
     copied_buffers,
     flag_fields,
@@ -520,14 +523,8 @@ ANOTHER_OUT = "give another --out, or begin anew there with --resume none"
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
     """The parser of a trainer: --size or --preset, its model's flags, and those that all trainers share."""
     keys = dict.fromkeys(itertools.chain(*sizes.values()))
-    table = [["--size", *sizes]]
-    for key in keys:
-        default = getattr(config_class, key, "")
-        table.append([key, *(str(row.get(key, default)) for row in sizes.values())])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]",
-                            epilog="\n".join(["defaults of each size:", *lines]))
+                            epilog=table_of_sizes(keys, config_class, sizes))
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:
@@ -1303,13 +1300,6 @@ def assert_family(saved: dict, model_class: type):
                     f"{model_class.__name__}: use its own trainer.")
 
 
-def compiles(choice: bool | None, device: torch.device) -> bool:
-    """Whether blocks are compiled, with --compile, --no-compile or neither."""
-    if choice is None:  # Triton and CUDA 13 need it
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
-    return choice
-
-
 def set_modes(model: nn.Module, run: Run) -> dict:
     """Applies --precision, --checkpoint-activations, --compile and --fast to the model in training. Returns
     what became of them, for identity_of.
@@ -1840,20 +1830,6 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
 
     answer = on_rank0(choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer
-
-
-def tokenizer_of_run(directory: Path, settings: dict) -> dict[str, str | None]:
-    """The tokenizer.json of a run, and its --tokenizer, which may name a file that has been moved since."""
-    own = tokenizer_in(directory)
-    flag = settings.get("tokenizer")
-    gone = flag and flag.endswith(".json") and not Path(flag).exists()
-    return {"tokenizer_file": own, "tokenizer_flag": own if gone else flag}
-
-
-def tokenizer_in(directory: Path) -> str | None:
-    if (path := directory / "tokenizer.json").is_file():
-        return str(path)
-    return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
 
 
 def is_in(saved: dict, run_directory: Path) -> bool:

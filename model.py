@@ -249,6 +249,13 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
 
 
+def compiles(choice: bool | None, device: torch.device) -> bool:
+    """Whether blocks are compiled, with --compile, --no-compile or neither."""
+    if choice is None:  # Triton and CUDA 13 need it
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
+    return choice
+
+
 def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
                **compiling):
     """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 import torch
 from torch import nn
 
-from data import UserError, listed, room, tokenizer_id
+from data import UserError, listed, room, tokenizer_id, tokenizer_in
 from ddp_utils import (
     Run,
     apply_modes,
@@ -17,7 +17,6 @@ from ddp_utils import (
     load_checkpoint,
     on_rank0,
     reading_of,
-    tokenizer_in,
     with_barrier,
 )
 from model import VOCAB_TENSORS, pad_vocab
