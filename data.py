@@ -577,15 +577,6 @@ def in_order(batches, workers: int, function, *arguments):
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def would_split(manifest: dict) -> str:
-    """A --val-split with which there would be a validation set, if there is none."""
-    if "lowest_hash" not in manifest:
-        return "hash:0.1 or a larger fraction"
-    if sum(shard["documents"] for shard in manifest["shards"]) == 1:
-        return "tail:0.1"
-    return f"hash:{max(100 * manifest['lowest_hash'] // 2**64 + 1, 10) / 100:g}"  # holds out that document
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Order: which rows make up which batch. A pure function of the seed and the number of samples consumed.
 
@@ -843,7 +834,7 @@ class Dataset:
         ids = self.tokenizer.to_json(), self.roles
         for shards in (self.train, *self.val.values()):
             shards.ids = ids
-        self.would_split = would_split([*manifests.values()][-1])
+        self.manifest = [*manifests.values()][-1]  # of the last directory
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 

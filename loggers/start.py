@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from data import room
 from loggers.machine import begin_curves
 from model import blocks_of, flag_fields, flags_of_model, num_params
 
@@ -78,5 +79,9 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
     if dataset.too_short:
         run.say(f"WARNING: {dataset.too_short}")
     elif not dataset.val:
+        split = "hash:0.1"
+        with room("prepare"):
+            from prepare.pipeline import would_split
+            split = would_split(dataset.manifest)
         run.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                f"them with --val-split {dataset.would_split} in another directory")
+                f"them with --val-split {split} in another directory")

@@ -29,7 +29,6 @@ from data import (
     say,
     sha256_of,
     why_not_made,
-    would_split,
     write_atomically,
 )
 from prepare.bpe import BPE_TRAIN_CHARS, train_bpe
@@ -366,6 +365,15 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
         arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
         lost.append(tokenizer.lost_in(whole(text), arrays[-1]))
     return arrays, lost
+
+
+def would_split(manifest: dict) -> str:
+    """A --val-split with which there would be a validation set, if there is none."""
+    if "lowest_hash" not in manifest:
+        return "hash:0.1 or a larger fraction"
+    if sum(shard["documents"] for shard in manifest["shards"]) == 1:
+        return "tail:0.1"
+    return f"hash:{max(100 * manifest['lowest_hash'] // 2**64 + 1, 10) / 100:g}"  # holds out that document
 
 
 def describe(manifest: dict) -> str:

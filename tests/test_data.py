@@ -360,7 +360,7 @@ def test_a_limited_set_has_a_validation_split_or_names_one(tmp_path, limits):
         if "val" not in tokens:
             without.add(i)
             named = re.search(r"--val-split (\S+) in", pipeline.describe(data.read_manifest(out)))[1]
-            assert data.Dataset([out], 8).would_split == named
+            assert pipeline.would_split(data.Dataset([out], 8).manifest) == named
             again = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{i}-again", "bytes", workers=1,
                                      val_split=data_py.parse_val_split(named), **limits)
             assert counts_of(again).keys() == {"train", "val"}, named

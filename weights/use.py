@@ -138,7 +138,11 @@ def evaluate_only(model: nn.Module, asked: Asked):
     dataset = load_data(asked)
     assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
     if not dataset.val:
-        lacks = f"{dataset.name} has no validation set: prepare it with --val-split {dataset.would_split}"
+        split = "hash:0.1"
+        with room("prepare"):
+            from prepare.pipeline import would_split
+            split = would_split(dataset.manifest)
+        lacks = f"{dataset.name} has no validation set: prepare it with --val-split {split}"
         raise UserError(f"{dataset.too_short or lacks}.")
     masker = None
     if isinstance(model, MLM):
