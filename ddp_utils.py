@@ -2057,16 +2057,16 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     def begin():
         files = run_files(run, identity)
         with room("loggers"):
+            from loggers.mfu import MFU
             from loggers.source import source_files
+            facts.mfu = MFU(run, model, settings)
             files |= source_files(run)
         log.begin(step, files)
 
     with_barrier(lambda: begin() if world.is_rank0 else None)
     machines = Counter(all_gather(hardware(world.device)))
     with room("loggers"):
-        from loggers.mfu import MFU
         from loggers.start import say_plan
-        facts.mfu = MFU(run, model, settings)
         say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
     for folder, loss in WITHOUT.items():
         if folder not in rooms_here():
