@@ -257,7 +257,8 @@ def test_prepared_data_go_on_without_prepare_with_the_limits_that_they_have(tmp_
         ddp_utils.located(source, args, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "hrm"])
 def test_a_run_goes_on_without_prepare(name, tmp_path, corpus):
     """With the same numbers, bits per byte among them, and weights, but without samples and prompts."""
     words = tmp_path / "words.json"
