@@ -2055,13 +2055,15 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
                          run.lost)
 
     def begin():
-        files = run_files(run, identity)
+        files = {}
+        more = {}
         with room("loggers"):
             from loggers.mfu import MFU
-            from loggers.source import source_files
+            from loggers.source import describe, source_files
             facts.mfu = MFU(run, model, settings)
-            files |= source_files(run)
-        log.begin(step, files)
+            files = source_files(run)
+            more = describe(run, facts.mfu)
+        log.begin(step, files | run_files(run, identity | more))
 
     with_barrier(lambda: begin() if world.is_rank0 else None)
     machines = Counter(all_gather(hardware(world.device)))

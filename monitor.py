@@ -401,6 +401,7 @@ class RunLog:
         if not self.active:
             return
         for name, text in files.items():
+            (self.out / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.out / name, text.encode())
         for sink in self.sinks:
             sink.open(self.records, self.settings)

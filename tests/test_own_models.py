@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import re
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,7 @@ import ddp_utils
 import model as model_module
 from data import UserError
 from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint, read_checkpoint
-from loggers.source import source_files
+from loggers import source
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
 from prepare.pipeline import prepare
 from weights.sampling import KVCache
@@ -488,13 +489,74 @@ def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
     assert (tmp_path / "branch" / "trainer.py").read_text() == path.read_text()  # which began that one
 
 
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_knows_its_model(ranks, shards, tmp_path):
+    """What a run keeps of its model's code is compared, without comments and docstrings, at each use."""
+    trainer, out = Trainer("train_gpt2.py", **FLAGS), tmp_path / "run"
+    assert trainer.fork(ranks, shards, out, steps=2).code == 0
+    kept = out / "model" / "model.py"
+    text = (ROOT / "model.py").read_text()
+    assert kept.read_text() == text and (out / "model" / "ops" / "cross_entropy.py").is_file()
+    assert not (out / "model" / "train_gpt2.py").exists()
+    kept.write_text("# a comment\n" + text.replace("Pre-norm block: attention", "Another docstring"))
+    silent = trainer.fork(ranks, shards, out, steps=3)
+    assert silent.code == 0 and "has changed" not in silent.out, silent.out
+    gelu = 'F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")'
+    kept.write_text(text.replace(gelu, "F.relu(self.up(self.mlp_norm(x))).square()"))
+    line = 1 + next(i for i, line in enumerate(text.splitlines()) if gelu in line)
+    said = f"model.py has changed since {out} began, first in line {line} (see {kept})"
+    uses = {"steps": 4}, {"eval_only": True}, {"export": True}, {"prompt": "To be", "max_new_tokens": 1}
+    for flags in uses:
+        found = trainer.fork(ranks, shards, out, **flags)
+        assert found.code == 0 and found.out.count(said) == 1, (flags, found.out)
+    kept.unlink()
+    older = trainer.fork(ranks, shards, out, steps=5)
+    assert older.code == 0 and "has changed" not in older.out, older.out
+    config = json.loads((out / "config.json").read_text())
+    assert len(config["commits"]) == len(config["commands"]) == 4
+    assert config["parameters"] == sum(p.numel() for p in load_run(GPT2, out)[0].parameters())
+    assert config["flops_per_token"] > 6 * config["parameters"] / 2
+    assert config["training_tokens"] == data.Dataset([shards], 32).train.num_tokens
+
+
+def test_the_line_of_a_difference():
+    def line(before: str, now: str) -> int:
+        return source.first_difference(source.code_of(before), source.code_of(now))
+
+    block = "class A:\n    def f(self):\n        x = 1\n        return x\n"
+    assert line(block, block) == line(block, "# why\n" + block) == 0
+    assert line(block, block.replace("    def f", '    """What."""\n\n    def f')) == 0
+    assert line(block, block.replace("x = 1", "x = (1)")) == 0
+    assert line(block, block.replace("x = 1", "x = 2")) == 3
+    assert line(block, block.replace("        return x\n", "")) == 3
+    assert line(block, block + "y = 3\n") == 5
+    assert line("if a:\n    x\nelse:\n    y\n", "if a:\n    x\nelse:\n    z\n") == 1
+
+
+def test_the_commit_of_a_start(tmp_path, monkeypatch):
+    def git(*words):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tmp_path, *author, *words], check=True, capture_output=True)
+
+    assert source.commit_of(tmp_path) is None
+    git("init")
+    (tmp_path / "a.py").write_text("")
+    git("add", "a.py")
+    git("commit", "-m", "a")
+    clean = source.commit_of(tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    assert re.fullmatch("[0-9a-f]{40}", clean) and source.commit_of(tmp_path) == f"{clean}-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert source.commit_of(tmp_path) is None
+
+
 def test_a_trainer_without_a_file_has_no_text(tmp_path):
     """As one that was typed into a notebook, or one whose file has been removed since."""
     tokenizer = SimpleNamespace(to_json=str)
-    run = SimpleNamespace(out=tmp_path, saved=None, command="python",
+    run = SimpleNamespace(out=tmp_path, saved=None, command="python", model_class=GPT2,
                           trainer=tmp_path / "gone.py", dataset=SimpleNamespace(tokenizer=tokenizer))
     assert ddp_utils.run_files(run, {}).keys() == {"config.json", "tokenizer.json"}
-    assert source_files(run) == {}
+    assert "trainer.py" not in source.source_files(run)
 
 
 def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):

@@ -79,6 +79,10 @@ def use_model(run: Asked):
     args.compile = False  # which takes longer than an answer
     apply_modes(model, args, world)
     model.eval()
+    if world.is_rank0:
+        with room("loggers"):
+            from loggers.source import model_files, say_changes
+            say_changes(run, model_files(run))
     if args.eval_only:
         return evaluate_only(model, run)
     if not world.is_rank0:
