@@ -796,11 +796,13 @@ def files_of_sets(manifests: dict[Path, dict]) -> dict[str, list[Path]]:
 class Dataset:
     """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice per epoch.
 
-    Has `train` (Shards), `val` (Shards by the name of the validation set), `tokenizer`,
+    Has `train` (Shards), `val` (Shards by the name of the validation set), `masker_class`, `tokenizer`,
     `roles`, `name`, and `fingerprint`, which is the same on two machines with the same data. Raises UserError
     for a directory that is damaged, unfinished or too small, or whose tokenizer is not that of the first.
     `plain` reads directories without a manifest, see read_directory.
     """
+
+    masker_class = Masker
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
                  loss: str | None = None, plain=None):
@@ -831,12 +833,22 @@ class Dataset:
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
         # the tokens of the longest file of each validation set that fills no row
         self.short = {name: max(map(len, shards.tokens)) for name, shards in sets.items() if not shards.rows}
-        ids = self.tokenizer.to_json(), self.roles
+        self.ids = self.tokenizer.to_json(), self.roles
         for shards in (self.train, *self.val.values()):
-            shards.ids = ids
+            shards.ids = self.ids
         self.manifest = [*manifests.values()][-1]  # of the last directory
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
+
+    def check_sets(self):
+        """Raises UserError if a trainer has put in a set without rows, or with ids of another tokenizer."""
+        for name, rows in self.val.items():
+            if getattr(rows, "ids", self.ids) != self.ids:
+                raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
+                                f"training data: prepare it with the tokenizer.json of {self.name}.")
+        if not all(rows.rows for rows in (self.train, *self.val.values())):
+            raise UserError("what this trainer makes of its data leaves a set without rows: let it keep "
+                            "some, or take that set out of dataset.val.")
 
     @property
     def too_short(self) -> str:
@@ -857,6 +869,7 @@ class Dataset:
         import torch
         lengths = self.tokenizer.lengths()
         return torch.tensor([lengths.get(i, 0) for i in range(self.tokenizer.num_ids)])
+
 
 
 def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = None,

@@ -834,6 +834,7 @@ class Asked:
     begun: dict | None  # what config.json says of a run that was killed before its first checkpoint
     began: str | None  # what a run and its branches are known by; older ones have none
     metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
+    change_data: Callable | None = None  # what a trainer changes in its Dataset, see load_data
 
 
 @dataclass
@@ -1005,7 +1006,8 @@ def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
 
 def load_data(asked: Asked) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
-    --max-tokens.
+    --max-tokens. `asked.change_data`, a trainer's own function, may then replace its `train`, `val` and
+    `masker_class`, for training and --eval-only alike.
     """
     with room("cluster"):
         from cluster.diagnosis import refuse_lone_tasks
@@ -1023,7 +1025,11 @@ def load_data(asked: Asked) -> Dataset:
             if not (directory / "manifest.json").is_file():
                 with room("prepare", f"{directory}, which has no manifest.json,"):
                     from prepare.llm_c import manifest_of_plain_shards as plain
-        return Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"), plain)
+        dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"), plain)
+        if asked.change_data:
+            asked.change_data(dataset)
+            dataset.check_sets()
+        return dataset
 
     dataset = with_barrier(read)
     assert_same("the data", dataset.fingerprint,
@@ -2040,10 +2046,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     settings = identity["settings"]
     if run.begun:
         check_resumable(run.begun, identity, False, run.say)
-    for name, shards in dataset.val.items():  # a trainer may have added some
-        if shards.ids != dataset.train.ids:
-            raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
-                            f"training data: prepare it with --tokenizer {run.out}/tokenizer.json.")
+    dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
     facts = monitor.Facts(
         settings, rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in val),

@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None):
         return
     state.warm_up(example)
     stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
-    masker = data.Masker(tokenizer, args.seq_len, args.mask_rate, args.seed)
-    eval_masker = data.Masker(tokenizer, args.seq_len, EVAL_RATE, 0)
+    masker = dataset.masker_class(tokenizer, args.seq_len, args.mask_rate, args.seed)
+    eval_masker = dataset.masker_class(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
     metrics = ddp.Metrics(run, model, log)  # after warm_up, whose labels do not count
     log.start_clock(step, samples)

@@ -4,10 +4,11 @@ import itertools
 import shlex
 import sys
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data import UserError, room, rooms_here
+from data import UserError, read_rows, room, rooms_here
 from model import MLM
 
 
@@ -152,7 +153,7 @@ def first_pair(dataset) -> tuple[str, str]:
     roles = dataset.roles
     row = []
     for shards in [*dataset.val.values()][:1]:
-        row = shards.tokens[0][1:shards.seq_len].tolist()
+        row = read_rows(shards, np.arange(1))[0][0, 1:].tolist()
     middle = row.index(roles["response"]) if roles["response"] in row else 0
     ends = roles["start"], roles["end"]
     prompt = dataset.tokenizer.decode(row[:middle])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import monitor
-from data import Masker, RunError, UserError, room, say
+from data import RunError, UserError, room, say
 from ddp_utils import (
     Asked,
     StopVote,
@@ -150,7 +150,8 @@ def evaluate_only(model: nn.Module, asked: Asked):
         raise UserError(f"{dataset.too_short or lacks}.")
     masker = None
     if isinstance(model, MLM):
-        masker = Masker(dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
+        rate = saved["settings"].get("EVAL_RATE", 0.15)
+        masker = dataset.masker_class(dataset.tokenizer, args.seq_len, rate, 0)
     state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
     batch = args.batch or saved["settings"]["batch"]
     run = SimpleNamespace(**vars(asked), dataset=dataset, batch=batch)
