@@ -1618,7 +1618,7 @@ class TrainState:
         `owner` has it, and the other ranks yield a meta tensor of its shape.
         """
         held = self.optimizer_tensors()
-        groups = {"model": self.model.state_dict(), "ema": self.ema.average if self.ema else {},
+        groups = {"model": self.model.state_dict(), **(self.ema.tensors() if self.ema else {}),
                   "late": self.late.tensors() if self.late else {}, "optimizer": {} if self.zero1 else held}
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
@@ -1694,9 +1694,10 @@ class TrainState:
                 "what it had saved there is not what it makes in a first step")
         for group, name, tensor, owner in self.tensors():
             source = tensors.get(group, {}).get(name)
-            if group == "ema" and source is None:
+            unlike = source is None or source.shape != tensor.shape
+            if group in ("ema", "kept") and unlike:
                 tensor.copy_(parameters[name])
-            elif group == "late" and (source is None or source.shape != tensor.shape):
+            elif group == "late" and unlike:
                 pass  # saved with another --comm, or with other parameters frozen: it begins anew
             elif name.rpartition("/")[0] in changed:
                 pass
@@ -1744,7 +1745,7 @@ class TrainState:
 
 
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
-GROUPS = ("model", "ema", "late", "optimizer")  # of tensors in a checkpoint, each a dict by name
+GROUPS = ("model", "ema", "kept", "late", "optimizer")  # of tensors in a checkpoint, each a dict by name
 
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:

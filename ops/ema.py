@@ -26,6 +26,12 @@ class EMA:
         self.params = dict(self.model.named_parameters())
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds, as groups of tensors by the names of the parameters. An average of one's
+        own may have a group `kept`, too.
+        """
+        return {"ema": self.average}
+
     @torch.no_grad()
     def update(self):
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
