@@ -136,7 +136,7 @@ KEPT = """import numpy as np
 class Kept:
     def __init__(self, rows, kept):
         self.set, self.kept = rows, kept
-        self.rows, self.seq_len, self.dtype, self.learned = len(kept), rows.seq_len, rows.dtype, rows.learned
+        self.rows, self.seq_len, self.dtype = len(kept), rows.seq_len, rows.dtype
         self.num_tokens = self.rows * self.seq_len
         self.learned = True
 
