@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,9 +231,20 @@ def test_filtered_pairs_have_a_sample(pairs, tmp_path):
 def test_processes_and_resumes_compare_the_fingerprint(shards, tmp_path):
     (tmp_path / "t.txt").write_text("Once upon a time there was a test. " * 400)
     other = prepare(f"text:{tmp_path}/t.txt", tmp_path / "other", "bytes", val_split="tail:0.2")
-    same = row_of_the_guide("a second validation set", shards, tmp_path)
+    line = "dataset.fingerprint += other.fingerprint"
+    assert f"`{line}`" in GUIDE
+
+    def compared(directory) -> Trainer:
+        trainer = row_of_the_guide("a second validation set", directory, tmp_path)
+        path = Path(trainer.script)
+        text = re.sub(r"^( +)dataset.val.update.*$", rf"\g<0>\n\1{line}", path.read_text(), flags=re.M)
+        path.write_text(text)
+        assert line in path.read_text()
+        return trainer
+
+    same = compared(shards)
     assert same.fork(1, shards, tmp_path / "run", steps=4).code == 0
-    assert row_of_the_guide("a second validation set", other, tmp_path).script == same.script
+    assert compared(other).script == same.script
     done = same.fork(1, shards, tmp_path / "run", steps=8)
     assert done.code == 2 and "cannot be resumed: data was" in done.out, done.out
 
