@@ -280,20 +280,21 @@ def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, check
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
                          bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
-                         compiled: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+                         compiled: bool = False, logits: Callable | None = None,
+                         ) -> tuple[Tensor, Tensor, Tensor | None]:
     """For the logits hidden (…, C) · weightᵀ (C, V) + bias (V) and targets (…), returns the objective, the
     loss and, with `hits`, whether each target has the largest logit, bool (…). The loss is the summed
     cross-entropy in nats. The objective, which is differentiated, adds z_loss · log² Z of each target (PaLM,
     arXiv 2204.02311, uses 1e-4). Both are float32 scalars. Targets below 0 are ignored. Rows of `weight` from
     `vocab_size` on are padding and have probability 0. `compiled` fuses the operations between the
-    matrix products of ops/.
+    matrix products of ops/. `logits` makes other logits (N, V) from rows of hidden (N, C).
     """
-    if fused := fused_loss():
+    if logits is None and (fused := fused_loss()):
         objective, loss, correct = fused.apply(
             hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), vocab_size, z_loss,
             torch.is_grad_enabled(), hits, compiled)
         return objective, loss, correct.view(targets.shape)
-    objective, loss, *correct = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, hits)
+    objective, loss, *correct = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, logits, hits)
     return objective.sum(), loss.sum(), correct[0] if hits else None
 
 
@@ -313,31 +314,34 @@ def fused_loss() -> type | None:
 
 
 def label_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None,
-                 z_loss: float, hits: bool = False) -> list[Tensor]:
+                 z_loss: float, logits: Callable | None = None, hits: bool = False) -> list[Tensor]:
     """The objective and the detached loss of each target (…), float32, 0 where that is below 0, and with
     `hits` whether it has the largest logit. The backward pass computes the logits again, so memory does not
     grow with N · V.
     """
+    def plain(h: Tensor) -> Tensor:
+        products = F.linear(h, weight.to(h.dtype)).float()
+        return products if bias is None else products + bias
+
     def of_rows(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        logits = F.linear(h, weight.to(h.dtype)).float()
-        logits = (logits if bias is None else logits + bias)[:, :vocab_size]
-        log_z = logits.logsumexp(-1)
-        loss = log_z - logits.gather(1, y.clamp(min=0)[:, None])[:, 0]
+        rows = (logits or plain)(h)[:, :vocab_size].float()
+        log_z = rows.logsumexp(-1)
+        loss = log_z - rows.gather(1, y.clamp(min=0)[:, None])[:, 0]
         found = (loss + z_loss * log_z.square()) * (y >= 0), loss.detach() * (y >= 0)
-        return (*found, logits.argmax(-1) == y) if hits else found
+        return (*found, rows.argmax(-1) == y) if hits else found
 
     rows = 4096 if hidden.is_cuda else 512
     chunks = zip(hidden.reshape(-1, hidden.size(-1)).split(rows), targets.reshape(-1).split(rows))
-    parts = [checkpoint(of_rows, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
+    parts = [checkpoint(of_rows, h, y, use_reentrant=False) for h, y in chunks]
     return [torch.cat(part).view(targets.shape) for part in zip(*parts)]
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None = None,
-                 z_loss: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+                 z_loss: float = 0.0, logits: Callable | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """As linear_cross_entropy, but the objective of each target (…), float32, 0 where that is below 0, and
     detached sums: `loss`. For objectives that are no plain sum: weighted, clipped, of preferences.
     """
-    objective, loss = label_losses(hidden, weight, targets, vocab_size, bias, z_loss)
+    objective, loss = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, logits)
     return objective, {"loss": loss.sum()}
 
 
@@ -499,8 +503,15 @@ class CausalLM(LanguageModel):
         return self.logits(x) if targets is None else self.loss(x, idx, targets)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits (…, vocab_size) of states (…, C), without those of padding."""
+        """The logits (…, vocab_size) of states (…, C), without those of padding. One of your own is called
+        for some rows (N, C) at a time, and again in the backward pass.
+        """
         return F.linear(hidden, self.head_weight.to(hidden.dtype))[..., :self.config.vocab_size]
+
+    @property
+    def own_logits(self) -> Callable | None:
+        """`logits` where it is not the one above, which the losses need not call."""
+        return None if getattr(self.logits, "__func__", None) is CausalLM.logits else self.logits
 
     def mask(self, idx: Tensor, cache, flex: bool = True):
         """The mask for tokens idx (B, T) in Block.attend, or None. With `isolated`, a token sees itself and
@@ -528,7 +539,7 @@ class CausalLM(LanguageModel):
         hits = c.response >= 0 and not self.training
         objective, loss, correct = linear_cross_entropy(
             hidden, self.head_weight, targets, c.vocab_size, z_loss=self.z_loss, hits=hits,
-            compiled=self.compile_loss)
+            compiled=self.compile_loss, logits=self.own_logits)
         sums = {"loss": loss}
         if hits:
             number, _, _ = documents(idx, c.start, c.response)
@@ -542,7 +553,8 @@ class CausalLM(LanguageModel):
 
     def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """As `loss`, but the objective of each target (B, T), which is 0 where it does not count."""
-        return token_losses(hidden, self.head_weight, targets, self.config.vocab_size, z_loss=self.z_loss)
+        return token_losses(hidden, self.head_weight, targets, self.config.vocab_size, z_loss=self.z_loss,
+                            logits=self.own_logits)
 
     def decode(self, idx: Tensor, cache) -> Tensor:
         """Adds the new tokens idx (B, T) to the cache; returns the logits (B, vocab_size) after the last."""

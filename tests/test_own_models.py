@@ -15,6 +15,7 @@ from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_o
 from states import run_of
 from test_monitor import curves
 from torch import nn
+from train_recurrent import Recurrent
 
 import data
 import ddp_utils
@@ -184,6 +185,99 @@ def test_logits_have_a_column_for_each_id_and_none_for_padding(model_class):
         assert model.decode(idx, KVCache(16)).shape == (2, 60)
     ours = nn.functional.cross_entropy(logits.flatten(0, 1), idx.flatten(), reduction="sum")
     assert abs(ours - loss) <= 1e-5 * loss
+
+
+# ------------------------------------------------------------------------------- logits of one's own
+
+def own_logits(model_class):
+    """Capped, with another best id, and with a parameter of their own, a power of two."""
+    class Own(model_class):
+        def __init__(self, config):
+            super().__init__(config)
+            self.gain = nn.Parameter(torch.tensor([2.0]))
+
+        def logits(self, hidden):
+            some = super().logits(hidden) * self.gain.to(hidden.dtype)
+            return 3 * torch.tanh((some + torch.arange(60) / 30) / 3)
+
+    return Own
+
+
+PAIRS = {"start": 57, "response": 58}
+OWN = {"gpt2": (GPT2, {"n_head": 2, "d_model": 16, **PAIRS}),
+       "hrm": (HRM, {"n_head": 2, "d_model": 16, "ff": 48, "halt": True, **PAIRS}),
+       "recurrent": (Recurrent, {"width": 16, **PAIRS})}
+
+
+def built(model_class, **config):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 60, "padded_vocab": 64, "seq_len": 16} | config
+    return model_class(model_class.Config(**shape))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("kind", OWN)
+def test_losses_are_of_the_logits_that_write(kind, z_loss, training):
+    """Value, gradients, losses of tokens and exact answers, in float32."""
+    model_class, config = OWN[kind]
+    model = built(own_logits(model_class), **config).train(training)
+    model.z_loss = z_loss
+    idx = torch.randint(57, (4, 16))
+    idx[:, 0], idx[:, 5] = 57, 58
+    logits = model(idx)
+    assert logits.shape == (4, 16, 60) and logits.abs().max() < 3
+    labels = logits.argmax(-1)  # of the first row: the others have a mistake in their response
+    labels[1:, 9] = 7
+    labels[:, :5] = -1
+    tokens = nn.functional.cross_entropy(logits.mT, labels, ignore_index=-1, reduction="none")
+    wanted = tokens + z_loss * logits.logsumexp(-1).square() * (labels >= 0)
+    objective, sums = model(idx, labels)
+    one_by_one, same = model(idx, labels, per_token=True)
+    torch.testing.assert_close(one_by_one, wanted)
+    torch.testing.assert_close(objective, wanted.sum())
+    assert sums["loss"] == pytest.approx(tokens.sum().item()) == same["loss"].item()
+    if not training:
+        assert (sums["samples"], sums["exact"]) == (4, 1)
+    expected = torch.autograd.grad(wanted.sum(), [*model.parameters()], allow_unused=True)
+    for found in (objective, one_by_one.sum()):
+        for a, b in zip(torch.autograd.grad(found, [*model.parameters()], allow_unused=True), expected):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_only_logits_of_ones_own_are_called_by_the_loss():
+    model = small(GPT2)
+    assert model.own_logits is None and built(HRM, n_head=2, d_model=16).own_logits is None
+    idx = torch.arange(32).view(2, 16)
+    plain = model(idx, idx)[1]["loss"]
+    model.logits = lambda hidden: GPT2.logits(model, hidden) / 2  # as a trainer may write
+    cooler = model(idx, idx)[1]["loss"]
+    assert cooler != plain
+    assert cooler == pytest.approx(nn.functional.cross_entropy(model(idx).mT, idx, reduction="sum").item())
+
+
+def test_logits_of_ones_own_take_no_memory_and_draw_the_same_again():
+    """As many rows as two chunks have; those that are dropped are the same in the backward pass."""
+    class Dropped(GPT2):
+        def logits(self, hidden):
+            return super().logits(nn.functional.dropout(hidden, 0.5, self.training))
+
+    model = built(Dropped, n_head=2, d_model=16, n_layer=1, seq_len=512)
+    idx = torch.randint(60, (2, 512))
+    x = model.hidden(idx).detach()
+    kept = []
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        objective, _ = model.loss(x, idx, idx)
+    assert max(kept, default=0) < 512 * 60
+    torch.manual_seed(1)
+    logits = torch.stack([model.logits(row) for row in x])
+    wanted = nn.functional.cross_entropy(logits.mT, idx, reduction="sum")
+    torch.testing.assert_close(objective, wanted)
+    a, b = (torch.autograd.grad(loss, model.head_weight)[0] for loss in (objective, wanted))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 class Schedule(torch.optim.Optimizer):
