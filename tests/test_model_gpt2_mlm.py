@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from train_recurrent import Recurrent, RecurrentConfig
 
 import model
 import train_gpt2
@@ -397,6 +398,43 @@ def test_control_attention_that_is_not_causal(config, monkeypatch):
     attention = F.scaled_dot_product_attention
     monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v))
     assert not torch.equal(*prefixes(gpt2(**config)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_a_cache_that_was_rewound_gives_the_same_bits(config):
+    """As for drafts, of which a part is not taken."""
+    model, idx = gpt2(**config).eval(), tokens(batch=2)
+    cache = KVCache(model.config.seq_len)
+
+    def greedy(new, steps: int) -> list:
+        found = []
+        for _ in range(steps):
+            found.append(model.decode(new, cache))
+            new = found[-1].argmax(-1, keepdim=True)
+        return found
+
+    first = greedy(idx[:, :4], 5)
+    cache.rewind(6)  # the prompt and two more
+    model.decode(idx[:, 5:6], cache)  # a draft
+    cache.rewind(6)
+    again = greedy(first[2].argmax(-1, keepdim=True), 2)
+    assert all(map(torch.equal, again, first[3:]))
+    cache.rewind(5)  # control: another place
+    assert not torch.equal(greedy(first[2].argmax(-1, keepdim=True), 1)[0], first[3])
+    cache.rewind(0)
+    assert all(map(torch.equal, greedy(idx[:, :4], 5), first))
+
+
+@torch.no_grad()
+def test_a_recurrent_state_is_not_rewound():
+    model = Recurrent(RecurrentConfig(vocab_size=VOCAB, padded_vocab=PADDED, seq_len=SEQ_LEN, width=16))
+    cache = KVCache(SEQ_LEN)
+    first = model.decode(tokens()[:, :4], cache)
+    with pytest.raises(AssertionError, match="recurrent"):
+        cache.rewind(3)
+    cache.rewind(0)
+    assert torch.equal(model.decode(tokens()[:, :4], cache), first)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ class KVCache:
     def __init__(self, seq_len: int):
         self.memory: list[Tensor] = []
         self.seq_len, self.length, self.slot = seq_len, 0, 0
+        self.of_attention = 0  # slots
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k, v (B, H, T, D) of new tokens in the next slot; returns the k, v of all tokens so far."""
@@ -29,10 +30,16 @@ class KVCache:
         assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
         if self.slot == len(self.memory):
             self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
+            self.of_attention += 1
         stored, end = self.memory[self.slot], self.length + k.size(2)
         stored[..., self.length:end, :] = torch.stack((k, v))
         self.slot += 1
         return stored[..., :end, :].unbind()
+
+    def rewind(self, n: int):
+        """Forgets all but the first n tokens. The state of a recurrent layer is that after its last token."""
+        assert n == 0 or self.of_attention == len(self.memory), "a recurrent state cannot be rewound"
+        self.length = n
 
 
 def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
@@ -62,7 +69,8 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
             if cache.length + new.size(1) > c.seq_len:
                 if c.response >= 0:
                     break
-                cache.length, new = 0, idx[:, -max(c.seq_len // 2, 1):]
+                cache.rewind(0)
+                new = idx[:, -max(c.seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
             new = sample_ids(logits, temperature, top_k, generator)[:, None]
