@@ -897,7 +897,7 @@ class GPT2(CausalLM):
         rope, x = None, self.embed(idx)  # (B, T, C)
         if c.modern:
             rope, x = self.rope[:, begin:begin + T], x * c.d_model ** 0.5
-        elif mask is None:
+        elif c.attention == "causal" or begin:
             x = x + self.positions.weight[begin:begin + T]
         else:  # positions restart in each document
             begins = documents(idx, c.start, c.response)[1]

@@ -25,7 +25,7 @@ from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_
 from loggers import source
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
 from prepare.pipeline import prepare
-from weights.sampling import KVCache
+from weights.sampling import KVCache, contradiction
 from weights.use import load_run
 
 
@@ -278,6 +278,188 @@ def test_logits_of_ones_own_take_no_memory_and_draw_the_same_again():
     torch.testing.assert_close(objective, wanted)
     a, b = (torch.autograd.grad(loss, model.head_weight)[0] for loss in (objective, wanted))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- models that write otherwise than they learn
+
+def windowed(model_class):
+    class Windowed(model_class):
+        def mask(self, idx, cache, flex=True):
+            return model_module.attention_mask(lambda b, h, i, j: (j <= i) & (i - j < 4), idx, False)
+
+    return Windowed
+
+
+class Cached(GPT2):
+    """A window that the cache heeds as well."""
+
+    def mask(self, idx, cache, flex=True):
+        i, j = (torch.arange(begin, cache.length + idx.size(1) if cache else idx.size(1))
+                for begin in (cache.length if cache else 0, 0))
+        return (j <= i[:, None]) & (i[:, None] - j < 4)
+
+
+class Content(GPT2):
+    """Only even tokens are seen."""
+
+    def mask(self, idx, cache, flex=True):
+        return model_module.attention_mask(
+            lambda b, h, i, j: (j <= i) & ((idx[b, j] % 2 == 0) | (i == j)), idx, False)
+
+
+class Ahead(GPT2):
+    """Half of the next token."""
+
+    def hidden(self, idx, cache=None):
+        x = super().hidden(idx, cache)
+        return x + 0.5 * nn.functional.pad(x[:, 1:], (0, 0, 0, 1))
+
+
+class Behind(GPT2):
+    def hidden(self, idx, cache=None):
+        x = super().hidden(idx, cache)
+        return x + 0.5 * nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+class Uncached(GPT2):
+    """Caps what it shows when asked for logits, but not what it writes."""
+
+    def forward(self, idx, targets=None, per_token=False):
+        found = super().forward(idx, targets, per_token)
+        return 0.1 * torch.tanh(10 * found) if targets is None else found
+
+
+class Alibi(model_module.GPT2Block):
+    """Which counts positions from the first token that is new."""
+
+    heeds_cache = False
+
+    def attend(self, q, k, v, mask=None):
+        new, old = (torch.arange(t.size(2)) for t in (q, k))
+        if self.heeds_cache:
+            new = new + k.size(2) - q.size(2)
+        ago = (new[:, None] - old).float()
+        bias = torch.where(ago >= 0, -0.5 * ago.abs(), -torch.inf) if self.heeds_cache else -0.5 * ago.abs()
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+class Noisy(GPT2):
+    def hidden(self, idx, cache=None):
+        x = super().hidden(idx, cache)
+        return x + 0.1 * torch.randn_like(x)
+
+
+class Mine(GPT2):
+    """A loss of its own."""
+
+    def loss(self, hidden, idx, targets):
+        return super().loss(0.5 * hidden, idx, targets)
+
+
+class AlsoMine(GPT2):
+    def forward(self, idx, targets=None, per_token=False):
+        found = super().forward(idx, targets, per_token)
+        return found if targets is None else (found[0], {"loss": 2 * found[1]["loss"]})
+
+
+def writes(model) -> str:
+    torch.manual_seed(1)
+    for p in model.parameters():  # as large as trained ones; --modern begins with zeros
+        p.data.add_(0.2 * torch.randn(p.shape))
+    return contradiction(model.train(), torch.device("cpu"))
+
+
+TEXT = {"n_head": 2, "d_model": 16, "n_layer": 2, "seq_len": 32}
+RIGHT = [(model_class, TEXT | more) for model_class, more in [
+    (GPT2, {}), (GPT2, {"modern": True}), (GPT2, {"dropout": 0.5}), (GPT2, {"seq_len": 1}),
+    *((GPT2, PAIRS | {"attention": attention, "modern": modern})
+      for attention in ("isolated", "prefix", "causal") for modern in (False, True)),
+    (GPT2, {"attention": "isolated", "start": 57}),
+    (HRM, {"n_layer": 1}), (HRM, PAIRS | {"n_layer": 1}), (HRM, PAIRS | {"halt": True}),
+    (HRM, {"h_cycles": "2:4"}), (HRM, {"halt": True, "dropout": 0.1, "inject_input": True}),
+    (own_logits(HRM), {"halt": True}), (own_logits(GPT2), {}), (Cached, {}), (Noisy, {}), (Counting, {}),
+    (Mine, {}), (AlsoMine, {})]] + [(Recurrent, {"width": 16, "seq_len": 32})]
+WRONG = [(model_class, TEXT | more) for model_class, more in [
+    (windowed(GPT2), {}), (windowed(GPT2), {"modern": True}), (windowed(GPT2), PAIRS), (windowed(HRM), {}),
+    (windowed(HRM), {"halt": True}), (Content, {}), (Ahead, {}), (Behind, {}), (Uncached, {})]]
+
+
+@pytest.mark.parametrize("model_class, config", RIGHT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_write_as_they_learn(model_class, config, dtype):
+    model = built(model_class, **config)
+    model_module.use_device(model, torch.device("cpu"), dtype)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(1)
+    random, attributes = torch.get_rng_state(), dict(vars(model))
+    assert contradiction(model, torch.device("cpu")) == ""
+    assert torch.equal(torch.get_rng_state(), random) and vars(model) == attributes and model.training
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert writes(model) == ""
+
+
+@pytest.mark.parametrize("model_class, config", WRONG)
+def test_models_that_write_otherwise_than_they_learn(model_class, config):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = built(model_class, **config)
+        model_module.use_device(model, torch.device("cpu"), dtype)
+        assert "read in two passes" in writes(model)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_positions_of_a_bias(monkeypatch, heeds):
+    """ALiBi."""
+    monkeypatch.setattr(model_module, "GPT2Block", Alibi)
+    monkeypatch.setattr(Alibi, "heeds_cache", heeds)
+    assert bool(writes(built(GPT2, **TEXT))) is not heeds
+
+
+@pytest.mark.parametrize("model_class", [GPT2, HRM])
+def test_an_edit_of_the_library_is_found_where_the_loss_does_not_see_it(monkeypatch, model_class):
+    plain = model_module.CausalLM.logits
+    monkeypatch.setattr(model_module.CausalLM, "logits", lambda self, hidden: 0.5 * plain(self, hidden))
+    said = writes(built(model_class, **TEXT))
+    assert said.startswith(f"{model_class.__name__} would write otherwise") and "the loss differs" in said
+    assert writes(built(Mine, **TEXT)) == ""
+
+
+def test_a_mask_of_ones_own_restarts_no_positions():
+    """Positions follow --attention."""
+    config = TEXT | {"start": 7}
+    idx = torch.randint(60, (2, 32))
+    idx[:, 9] = 7
+    for model_class, wanted in ((windowed(GPT2), False), (GPT2, True)):
+        model = built(model_class, **config, attention="isolated" if wanted else "causal").eval()
+        exchanged = built(model_class, **config, attention="isolated" if wanted else "causal").eval()
+        exchanged.positions.weight.data[23:] = 0  # of positions 23 to 31, which none has after a restart
+        assert torch.equal(model(idx), exchanged(idx)) is wanted
+
+
+WINDOW = """
+class Windowed(GPT2):
+    def mask(self, idx, cache, flex=True):
+        from model import attention_mask
+        return attention_mask(lambda b, h, i, j: (j <= i) & (i - j < 4), idx, False)
+
+
+def parse_args("""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero3", marks=pytest.mark.full)])
+def test_the_sample_is_refused_and_not_the_training(shards, tmp_path, strategy):
+    """On two processes."""
+    text = (ROOT / "train_gpt2.py").read_text()
+    path = tmp_path / "train_windowed.py"
+    path.write_text(re.sub(r"(?<=[(])GPT2(?=,)", "Windowed", text).replace("\ndef parse_args(", WINDOW))
+    trainer = Trainer(str(path), steps=8, eval_every=4, sample_every=1, max_new_tokens=3, lr=1e-2)
+    done = trainer.fork(2, shards, tmp_path / "run", strategy=strategy)
+    assert done.code == 0 and "training complete" in done.out, done.out
+    refused = r"a sample after step (\d):\n\(none: Windowed would write otherwise than it learns"
+    assert re.findall(refused, done.out) == ["4", "8"], done.out
+    for flags in (["--prompt", "def"], ["--chat"]):
+        done = trainer.here("--out", tmp_path / "run", *flags)
+        assert done.code == 2 and "Windowed would write otherwise" in done.out, done.out
+    assert trainer.here("--out", tmp_path / "run", "--data", shards, "--eval-only").code == 0
 
 
 class Schedule(torch.optim.Optimizer):

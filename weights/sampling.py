@@ -1,15 +1,19 @@
 """Text that a model writes, and masks that it fills."""
 
 import itertools
+import random
 import shlex
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from data import UserError, read_rows, room, rooms_here
-from model import MLM
+from model import HRM, MLM, CausalLM, copied_buffers
 
 
 class KVCache:
@@ -40,6 +44,63 @@ class KVCache:
         """Forgets all but the first n tokens. The state of a recurrent layer is that after its last token."""
         assert n == 0 or self.of_attention == len(self.memory), "a recurrent state cannot be rewound"
         self.length = n
+
+
+CLOSE = 2e-3  # in float32 right models differ by up to 2e-6, one whose window is a little too wide by 6e-3
+
+
+def has_usual_loss(model: CausalLM) -> bool:
+    methods = {type(model).forward, type(model).loss, type(model).losses}
+    return methods <= {CausalLM.forward, HRM.forward, CausalLM.loss, CausalLM.losses}
+
+
+@torch.no_grad()
+def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
+    """Says why a model would write otherwise than it learns, or "". It reads a row in two passes with a cache
+    (all but the last token, then that): the logits must be those of the whole row. Its loss must be that of
+    these logits, unless the class has a loss of its own. All is computed in float32, which tells an error
+    from rounding. Less than the model itself makes of a millionth is no error: it may draw random numbers, or
+    be so deep that rounding grows. Buffers and torch's generator stay as they are. With `everywhere` all
+    ranks call this and find the same.
+    """
+    def nudged(embed, idx, x: Tensor) -> Tensor:
+        return x * (1 + 1e-6 * torch.randn_like(x))
+
+    c, training, cache = model.config, model.training, KVCache(model.config.seq_len)
+    T = min(c.seq_len, 1024)  # of longer rows the logits would take gigabytes
+    ids = {*range(c.vocab_size)} - {c.start, c.response, c.end}
+    row = torch.tensor([random.Random(0).choices([*ids], k=T)], device=device)
+    if c.response >= 0:
+        row[0, 0], row[0, T // 2] = c.start, c.response
+    targets = row.roll(-1)
+    # such as fixed_depth of the HRM, which else asks the other ranks
+    options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
+    model.eval()
+    with copied_buffers(model), torch.random.fork_rng([device] * row.is_cuda), \
+            patch.object(model, "compute_dtype", torch.float32), torch.compiler.set_stance("force_eager"):
+        whole = model(row, **options)[0].float()
+        with model.embed.register_forward_hook(nudged):
+            again = model(row, **options)[0]
+        passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
+        loss = model(row, targets, **options)[1]["loss"] / T
+    model.train(training)
+    error = (passes - whole[-2:]).std() / whole.std()
+    of_logits = F.cross_entropy(whole, targets[0])
+    of_loss = (loss - of_logits).abs() / loss * has_usual_loss(model)
+    errors = torch.stack([error, of_loss]) - 4 * (again - whole).std() / whole.std()
+    if everywhere:
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    error, of_loss = errors.tolist()
+    why = ""
+    if error > CLOSE:
+        why = (f"after a text of {T} tokens that is read in two passes with a cache, the logits differ by "
+               f"{error:.1%} from those of one pass: a mask, a position or a layer ignores that cache.length "
+               "tokens came before, or a token sees later ones")
+    elif of_loss > CLOSE:
+        why = (f"the loss differs by {of_loss:.1%} from that of the logits: change these by overriding "
+               "`logits` in a class of your own, which the loss follows")
+    name = type(model).__name__.removeprefix("FSDP")  # of shards
+    return f"{name} would write otherwise than it learns: {why}." if why else ""
 
 
 def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
@@ -202,7 +263,9 @@ def write_sample(model, run, step: int, with_barrier):
     sharded = args.strategy.startswith(("zero2", "zero3"))
 
     def write() -> str:
-        return "".join(continue_text(model, dataset.tokenizer, world.device, prompt, args))
+        why_not = contradiction(model, world.device, everywhere=sharded)
+        return f"(none: {why_not})" if why_not else "".join(
+            continue_text(model, dataset.tokenizer, world.device, prompt, args))
 
     text = with_barrier(write if sharded or world.is_rank0 else str)
     if dataset.roles["response"] < 0:

@@ -31,7 +31,7 @@ from model import GPT2, MLM, compute_dtype, num_params, use_device
 from weights.huggingface import to_hf
 from weights.init_from import assert_tokenizer
 from weights.llama_cpp import to_gguf
-from weights.sampling import continue_text, fill_masks
+from weights.sampling import continue_text, contradiction, fill_masks
 
 
 def load_model(model_class: type, saved: dict, world: World, strategy: str = "ddp", **changes) -> nn.Module:
@@ -114,6 +114,8 @@ def use_model(run: Asked):
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
     answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
     chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
+    if (chat or prompt is not None) and (why_not := contradiction(model, world.device)):
+        raise UserError(why_not)
     if prompt is not None:
         pieces = answer(prompt)
         print(prompt, end="\n" * (model.config.response >= 0))
