@@ -19,7 +19,7 @@ import ddp_utils
 from data import UserError
 from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, GPT2Config, Linear, make_optimizers
-from weights.sampling import KVCache
+from weights.sampling import KVCache, has_usual_loss
 from weights.use import load_model
 
 RECURRENT = "examples/train_recurrent.py"
@@ -116,13 +116,52 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch, pytest
 
 @torch.no_grad()
 def assert_decodes(model: CausalLM) -> None:
-    """A prompt at once, then token by token, and again after the cache was emptied."""
-    idx = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(idx), KVCache(model.config.seq_len)
+    """A prompt at once, then the rest of a row token by token, and again after the cache was emptied. And the
+    loss is that of the logits, unless the class has a loss of its own.
+    """
+    T, generator = model.config.seq_len, torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if not p.any():  # as they were initialised, and hide what comes before them
+            p.copy_(0.1 * torch.randn(p.shape, generator=generator))
+    idx = torch.randint(256, (2, T), generator=generator)
+    whole, cache = model(idx), KVCache(T)
     for _ in range(2):
-        cache.length = 0
+        cache.rewind(0)
         for end, new in enumerate([idx[:, :5], *idx[:, 5:].split(1, 1)], 5):
             assert (model.decode(new, cache) - whole[:, end - 1]).abs().max() <= 1e-4 * whole.abs().max()
+    if has_usual_loss(model):
+        x = 100 * model.hidden(idx, None)  # logits as large as those of trained weights
+        exact = torch.nn.functional.cross_entropy(model.logits(x).mT.float(), idx, reduction="none")
+        torch.testing.assert_close(model.losses(x, idx)[0], exact, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.loss(x, idx, idx)[1]["loss"], exact.sum(), rtol=1e-4, atol=0)
+
+
+def test_control_wrong_models_are_noticed(monkeypatch):
+    """A window that generated tokens do not have; attention that later layers alone would show, if their
+    weights were zero; a loss of other logits than those that write.
+    """
+    class Windowed(GPT2):
+        def mask(self, idx, cache, flex=True):
+            t = torch.arange(idx.size(1))
+            return (t[:, None] >= t) & (t[:, None] - t < 8)
+
+    for modern in (False, True):
+        config = GPT2Config(**TINY, n_layer=2, n_head=2, d_model=32, modern=modern)
+        assert_decodes(GPT2(config).eval())
+        with pytest.raises(AssertionError):
+            assert_decodes(Windowed(config).eval())
+    monkeypatch.setattr(CausalLM, "logits", capped(CausalLM.logits))
+    with pytest.raises(AssertionError):
+        assert_decodes(GPT2(config).eval())
+
+    class Capped(GPT2):
+        logits = capped(GPT2.logits)
+
+    assert_decodes(Capped(config).eval())
+
+
+def capped(logits):
+    return lambda self, hidden: 2 * torch.tanh(logits(self, hidden) / 2)
 
 
 def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monkeypatch):
