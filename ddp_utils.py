@@ -1365,7 +1365,7 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
 
 def assert_all_train(model: nn.Module, optimizers: list):
     """Raises UserError unless each parameter that is not frozen is in exactly one optimizer, and in a shard
-    if others are, and unless the optimizers can step without a closure.
+    if others are, and unless the optimizers have only these and can step without a closure.
     """
     for optimizer in optimizers:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -1378,12 +1378,21 @@ def assert_all_train(model: nn.Module, optimizers: list):
                         "gradient would never be averaged: let the model's constructor make it, or use "
                         "--strategy ddp or zero1.")
     count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
+    if foreign := [list(p.shape) for p in count.keys() - {*model.parameters()}]:
+        raise UserError(f"the optimizers have parameters that are not the model's ({len(foreign)}, one of "
+                        f"shape {max(foreign)}), so no checkpoint would hold them, and each process would "
+                        "train its own: let the model's constructor make them, see docs/changing.md.")
     odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
            if p.requires_grad and count[p] != 1]
     if odd:
         raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: name one "
                         "that is in 2 only once. One in 0 would never train, so freeze it with "
                         "requires_grad_(False) if you mean that.")
+
+
+def trained_names(parameters: dict[str, nn.Parameter]) -> set[str]:
+    """The names of those that are not frozen."""
+    return {name for name, p in parameters.items() if p.requires_grad}
 
 
 def clip_grad_norm(parameters, max_norm: float) -> Tensor:
@@ -1451,6 +1460,7 @@ class TrainState:
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
         self.model = model
+        self._trained = trained_names(dict(model.named_parameters()))
         self._views = {}  # of DDP's buckets, by parameter
         self.world = world
         self.optimizers = optimizers
@@ -1506,6 +1516,7 @@ class TrainState:
         """
         if launched:  # elsewhere it would end a notebook's kernel
             signal.signal(signal.SIGINT, leave_at_once)
+        self._checked_parameters()
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
             self.wrapped.zero_grad()
@@ -1529,11 +1540,12 @@ class TrainState:
         device can skip an update, otherwise for the norm.
         """
         free_gathered_params(self.model)
+        parameters = self._checked_parameters()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         if self.late:
             self.late.exchange()
-        norm = clip_grad_norm(self.model.parameters(), max_norm)
+        norm = clip_grad_norm(parameters, max_norm)
         self._count_skipped()
         if stop:
             stop.read()
@@ -1541,6 +1553,16 @@ class TrainState:
         if self.scaler.is_enabled() or not all(map(skips_on_device, steppers, self.optimizers)):
             return norm.item()
         return norm.as_subclass(Norm)
+
+    def _checked_parameters(self):
+        """The parameters. Raises UserError if others are frozen than when this began."""
+        named = dict(self.model.named_parameters())  # once: a GPU idles meanwhile
+        if odd := self._trained ^ trained_names(named):
+            raise UserError(f"requires_grad of {listed(sorted(odd))} has changed since TrainState began, "
+                            "which neither the optimizers nor the other processes would follow: set it "
+                            "before make_optimizers and leave it. What is frozen for some steps gets "
+                            "p.grad = None in them, see docs/changing.md.")
+        return named.values()
 
     def optimizer_step(self, lr: float, grad_norm: "float | Norm"):
         """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
@@ -1607,6 +1629,7 @@ class TrainState:
             free_gathered_params(self.model)
 
         with copied_buffers(self.model), contextlib.ExitStack() as at_end:
+            at_end.callback(free_gathered_params, self.model)  # requires_grad is set on shards
             if self.ema:
                 swap()
                 at_end.callback(swap)
@@ -1639,7 +1662,8 @@ class TrainState:
         for optimizer in self.inner:
             for p, state in optimizer.state.items():
                 if p not in names:
-                    raise RunError(f"{type(optimizer).__name__} keeps state of {p}, which is no parameter, "
+                    key = f"a tensor {list(p.shape)}" if isinstance(p, Tensor) else p  # not its numbers
+                    raise RunError(f"{type(optimizer).__name__} keeps state of {key}, which is no parameter, "
                                    "so no checkpoint can hold it: keep it in self.state[p] or the group.")
                 found |= {f"{names[p]}/{key}": value for key, value in state.items()}
         return found
@@ -1689,8 +1713,8 @@ class TrainState:
         theirs |= dict.fromkeys(plain)
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
         changed -= self.groups.keys()  # whose values come from the checkpoint in any case
-        if changed:
-            say(f"WARNING: the optimizer starts from scratch with {listed(sorted(changed))}, because "
+        if begun := changed & {name.rpartition("/")[0] for name in theirs}:  # others have had no step yet
+            say(f"WARNING: the optimizer starts from scratch with {listed(sorted(begun))}, because "
                 "what it had saved there is not what it makes in a first step")
         for group, name, tensor, owner in self.tensors():
             source = tensors.get(group, {}).get(name)
@@ -2062,8 +2086,10 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         files = {}
         more = {}
         with room("loggers"):
+            from loggers.checks import begin_checks
             from loggers.mfu import MFU
             from loggers.source import describe, source_files
+            begin_checks(run, model, log)
             facts.mfu = MFU(run, model, settings)
             files = source_files(run)
             more = describe(run, facts.mfu)

@@ -6,15 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
+
+from ddp_utils import list_checkpoints
 
 ROW = re.compile(r"\| ([a-z][\w -]+) \| (\d) \| (before|instead of) `(.+?)` \| (.+) \|")
 # the most lines that each may take
 BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a second validation set": 4,
           "a curve": 1, "norms of the gradients": 4, "a metric": 5, "a criterion": 1, "early stopping": 3,
           "noise on the gradient": 3, "a batch that grows": 4, "shorter rows at first": 3, "another loss": 3,
-          "a frozen embedding": 2}
+          "a frozen embedding": 2, "a block frozen until step 1000": 4}
 FIRST_TIER = ("an optimizer of your own", "a second validation set", "a metric", "early stopping",
               "a batch that grows")
 TABLE = {row[1]: row.groups()[1:] for row in map(ROW.match, (
@@ -32,7 +35,11 @@ def statement_at(lines: list[str], start: int) -> int:
             return end
 
 
-def changed(name: str, shards: Path, directory: Path) -> Trainer:
+# what begins the warnings of loggers/checks.py
+FALSE_ALARMS = ("divided by them once more", "that are not the model's")
+
+
+def changed(name: str, shards: Path, directory: Path, thaw: int = 6) -> Trainer:
     """A copy of the trainer of GPT-2 with this change."""
     _, how, anchor, code = TABLE[name]
     lines = (ROOT / "train_gpt2.py").read_text().splitlines()
@@ -41,7 +48,7 @@ def changed(name: str, shards: Path, directory: Path) -> Trainer:
     new = [indent + line for line in re.findall(r"`(.+?)`", code)]
     lines[at:statement_at(lines, at) if how == "instead of" else at] = new
     path = directory / f"train_{name.replace(' ', '_').replace('-', '_')}.py"
-    text = "\n".join(lines) + "\n"
+    text = ("\n".join(lines) + "\n").replace("step < 1000", f"step < {thaw}")
     path.write_text(text.replace("shards/other", str(shards)).replace("best_step + 2000", "best_step + 4"))
     return Trainer(str(path), **FLAGS)
 
@@ -68,6 +75,7 @@ def test_a_change_works_and_resumes(name, plain, shards, tmp_path):
     rising = {"lr": 0} if name == "early stopping" else {}
     done = trainer.train(0, shards, tmp_path / "whole", **rising)
     assert done.code == 0, done.out
+    assert not any(alarm in done.out for alarm in FALSE_ALARMS), done.out
     assert log_of(tmp_path / "whole") != log_of(plain)
     copy_of_the_first_half(tmp_path / "whole", tmp_path / "resumed")
     resumed = trainer.train(0, shards, tmp_path / "resumed", **rising)
@@ -100,6 +108,28 @@ def check(name: str, steps: list[dict], evaluations: list[dict], said: str) -> N
         assert "best criterion " in said
     elif name == "a curve":
         assert all(step["embed_norm"] > 0 for step in steps) and "| embed_norm " in said
+
+
+@pytest.mark.parametrize("ranks, thaw, flags", [
+    (0, 6, {}), (2, 2, {"strategy": "zero2"}),
+    *(pytest.param(2, thaw, flags, marks=pytest.mark.full) for thaw in (6, 2) for flags in (
+        {}, {"strategy": "zero1"}, {"strategy": "zero3"}, {"strategy": "zero3-offload"}, {"comm": "late"},
+        {"optimizer": "muon"}, {"optimizer": "adam-atan2", "strategy": "zero1", "ema": 0.9}))])
+def test_a_block_is_frozen_until_a_step_and_resumes_before_and_after_it(ranks, thaw, flags, shards, tmp_path):
+    trainer = changed("a block frozen until step 1000", shards, tmp_path, thaw)
+    flags |= {"n_layer": 2, "keep_last": 9}
+    whole = trainer.fork(ranks, shards, tmp_path / "whole", **flags)
+    assert whole.code == 0, whole.out
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "resumed")
+    optimized = [torch.load(path, weights_only=True)["tensors"]["optimizer"]
+                 for path in list_checkpoints(tmp_path / "whole")[::-1]]
+    for step, tensors in zip((4, 8), optimized):
+        assert any(".blocks.1." in name for name in tensors)
+        assert any(".blocks.0." in name for name in tensors) == (step > thaw), "it was not frozen until then"
+    resumed = trainer.fork(ranks, shards, tmp_path / "resumed", **flags)
+    assert resumed.code == 0 and "resuming after step 4" in resumed.out, resumed.out
+    assert "from scratch with" not in resumed.out, "nothing of the block was lost"
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
 @pytest.mark.long

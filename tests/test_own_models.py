@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, place
 from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, steps_of
 from states import run_of
@@ -20,10 +21,13 @@ from train_recurrent import Recurrent
 import data
 import ddp_utils
 import model as model_module
+import monitor
 from data import UserError
 from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint, read_checkpoint
 from loggers import source
+from loggers.checks import begin_checks
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
+from monitor import at_end
 from prepare.pipeline import prepare
 from weights.sampling import KVCache, contradiction
 from weights.use import load_run
@@ -633,6 +637,263 @@ def test_buffers_and_numbers_resume_bit_for_bit(ranks, changes, shards, tmp_path
     assert done.code == 0, done.out
     copy_of_the_first_half(tmp_path / "whole", tmp_path / "resumed")
     done = run(ranks, shards, tmp_path / "resumed", **changes)
+    assert done.code == 0 and "resuming after step 4" in done.out, done.out
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
+
+
+# ------------------------------------------------------------------------------ what trains, and what else
+
+
+def test_what_is_frozen_or_thawed_later_is_named_in_its_step(world):
+    model = small(GPT2)
+    block = model.transformer["blocks"][0].requires_grad_(False)  # after or before the optimizer: it rests
+    state = TrainState(model, [torch.optim.AdamW(model.parameters())], run_of(world))
+    state.warm_up(model.example(2, world.device))
+    go_on(state, range(2))
+    model.embed.requires_grad_(False)
+    with pytest.raises(UserError, match="requires_grad of embed.weight has changed since TrainState began"):
+        go_on(state, [2])
+    model.embed.requires_grad_(True)
+    block.down.weight.requires_grad_(True)
+    with pytest.raises(UserError, match=r"requires_grad of transformer.blocks.0.down.weight has changed"):
+        state.warm_up(model.example(2, world.device))
+    with pytest.raises(UserError, match=r"requires_grad of transformer.blocks.0.down.weight has changed"):
+        go_on(state, [2])
+    block.requires_grad_(False)
+    model.zero_grad()
+    go_on(state, [2])  # all is as it began
+
+
+IN_LOOP = "        lr = learning_rate("
+
+
+def edited(directory, name: str, *changes, trainer: str = "train_gpt2.py") -> Trainer:
+    """A copy of a trainer with lines put before others, or in their place if these begin with `=`."""
+    text = (ROOT / trainer).read_text()
+    for anchor, lines in changes:
+        assert text.count(anchor) == 1, anchor
+        text = text.replace(anchor, lines[1:] if lines[0] == "=" else lines + anchor)
+    path = directory / f"train_{name}.py"
+    path.write_text(text)
+    return Trainer(str(path), **FLAGS)
+
+
+@pytest.mark.parametrize("ranks, strategy, step", [
+    (2, "ddp", 2), pytest.param(0, "ddp", 4, marks=pytest.mark.full),
+    *(pytest.param(2, name, 4, marks=pytest.mark.full) for name in ("zero1", "zero2", "zero3"))])
+def test_a_run_ends_in_the_step_in_which_a_block_thaws(ranks, strategy, step, shards, tmp_path):
+    """Step 4 comes after an evaluation, for which zero2 has gathered the parameters."""
+    freeze = '    model.transformer["blocks"][0].requires_grad_(False)\n'
+    thaw = f"        model.transformer['blocks'][0].requires_grad_(step >= {step})\n"
+    trainer = edited(tmp_path, "thaws", ("    modes = ddp.set_modes(", freeze), (IN_LOOP, thaw))
+    done = trainer.fork(ranks, shards, tmp_path / "run", n_layer=2, strategy=strategy)
+    assert done.code == 2 and "error: requires_grad of transformer.blocks.0.attn_norm.bias, " in done.out
+    assert "memory" not in done.out.partition("error:")[2] and "find_unused" not in done.out
+    assert [record["step"] for record in steps_of(tmp_path / "run")] == [*range(1, step + 1)]
+
+
+def test_an_optimizer_of_another_network_is_refused_without_its_numbers(world):
+    model, other = small(GPT2), nn.Linear(300, 200)
+    optimizers = [torch.optim.AdamW(model.parameters()), torch.optim.Adam(other.parameters())]
+    with pytest.raises(UserError, match=r"not the model's \(2, one of shape \[200, 300\]\)") as refused:
+        TrainState(model, optimizers, run_of(world))
+    assert len(str(refused.value)) < 300
+    grouped = torch.optim.AdamW(model.parameters())
+    grouped.add_param_group({"params": [nn.Parameter(torch.zeros(()))]})  # a learned weight of a loss
+    with pytest.raises(UserError, match=r"not the model's \(1, one of shape \[\]\)"):
+        TrainState(model, [grouped], run_of(world))
+    state = TrainState(model, optimizers[:1], run_of(world))
+    optimizers[0].add_param_group({"params": [other.weight]})  # too late for that
+    other(torch.ones(300)).sum().backward()
+    with pytest.raises(RunError, match=r"AdamW keeps state of a tensor \[200, 300\], which is no param"):
+        go_on(state, range(1))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Lookahead and SAM: the groups are those of another optimizer."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+@pytest.fixture
+def checks(world):
+    """A model, and what the checks of a trainer say of it."""
+    model, said = small(GPT2), []
+    log = SimpleNamespace(active=True, sinks=[], say=said.append, facts=SimpleNamespace(entropy=3.0))
+    run = SimpleNamespace(saved=None, args=SimpleNamespace(init_from=None), grad_accum=2,
+                          world=SimpleNamespace(world_size=2))
+    begin_checks(run, model, log)
+    yield SimpleNamespace(model=model, said=said, run=run, log=log, sink=log.sinks[0])
+    at_end.close()
+
+
+def test_an_optimizer_of_another_network_is_named_once(checks):
+    other, copy = nn.Linear(3, 2), nn.Parameter(checks.model.embed.weight.detach().clone())
+    foreign = [torch.optim.Adam(other.parameters()), torch.optim.SGD([copy], 0.1),
+               torch.optim.LBFGS(other.parameters())]
+    for _ in range(3):
+        for optimizer in foreign:
+            optimizer.step(lambda: other(torch.ones(3)).sum())
+    for _ in range(3):  # one for each step
+        torch.optim.RMSprop([nn.Parameter(torch.zeros(4))]).step()
+    for text, name in zip(checks.said, ("Adam", "SGD", "LBFGS", "RMSprop"), strict=True):
+        assert text.startswith(f"WARNING: {name} trains parameters that are not the model's (")
+        assert "docs/changing.md" in text and len(text) < 300
+    checks.sink.close()  # the log is at its end: a probe of the trained model is no mistake
+    torch.optim.Adagrad(other.parameters()).step()
+    assert len(checks.said) == 4
+
+
+def test_optimizers_of_the_model_are_no_mistake(checks):
+    model = checks.model
+    whole = torch.optim.AdamW(model.parameters())
+    muon = torch.optim.Muon(hidden_matrices(model))
+    some = torch.optim.SGD(model.transformer["blocks"][0].requires_grad_(False).parameters(), 0.1)
+    for optimizer in (whole, muon, some, Wrapper(whole)):
+        optimizer.step()
+    model.extra = nn.Parameter(torch.zeros(3))  # since the start
+    whole.add_param_group({"params": [model.extra]})
+    whole.step()
+    torch.compile(whole.step, backend="eager")()
+    assert not checks.said
+    whole.add_param_group({"params": [nn.Parameter(torch.zeros(5))]})  # the control
+    whole.step()
+    assert len(checks.said) == 1 and "(1, one of shape [5])" in checks.said[0]
+
+
+def test_after_a_run_its_hooks_are_gone(checks, shards, tmp_path):
+    from torch.optim import optimizer
+    assert optimizer._global_optimizer_post_hooks
+    at_end.close()
+    assert not optimizer._global_optimizer_post_hooks
+    dist.destroy_process_group()  # a run has its own
+    assert Trainer("train_gpt2.py", **FLAGS).train(0, shards, tmp_path / "run").code == 0
+    assert not optimizer._global_optimizer_post_hooks
+    ddp_utils.init("gloo", "cpu")  # which the fixture ends
+
+
+# 200 labels in a micro-batch of 800 in a step; the entropy is 3
+@pytest.mark.parametrize("losses, evaluation, changes, warned_at", [
+    ([5.5 / 200, 3 / 200], None, {}, 1),
+    ([2.8 / 200, 2.5 / 200], None, {}, 1),
+    ([9.9 / 200, 7 / 200, 5.9 / 200], None, {}, 3),  # as large as usual only then
+    ([9.9 / 200], 7.0, {}, 2),
+    ([5.5, 3.0, 3 / 200], 4.0, {}, None),  # learned by heart
+    ([5.5], 5.0, {}, None), ([0.4], 3.0, {}, None), ([3 / 2000], 3.0, {}, None),
+    ([None, math.nan], 3.0, {}, None),
+    ([5.5 / 200], 3.0, {"init_from": "x"}, 2),
+    ([0.01, 0.01], 0.02, {"init_from": "x"}, None),
+    ([3 / 200], None, {"saved": 3.1}, 1),
+    ([3 / 200], 3.0, {"saved": 3.1 / 200}, None),  # it has been said, or it is so
+    ([3 / 200], 3.0, {"saved": math.nan}, None)])
+def test_a_mean_that_is_divided_again_is_named_once(checks, losses, evaluation, changes, warned_at):
+    checks.run.args.init_from = changes.get("init_from")
+    checks.run.saved = {"loss": changes["saved"]} if "saved" in changes else None
+    checks.said.clear()
+    begin_checks(checks.run, checks.model, checks.log)
+    sink = checks.log.sinks[-1]
+    records = [{"step": i, "loss": loss, "labels": 800} for i, loss in enumerate(losses)]
+    records += [{"step": 9, "val_loss": evaluation}] * (evaluation is not None)
+    counts = []
+    for record in [*records, *records]:
+        sink.write(monitor.without_nan(record))
+        counts.append(len(checks.said))
+    assert counts == [int(warned_at is not None and i >= warned_at) for i in range(1, len(counts) + 1)]
+    for text in checks.said:
+        assert "the 200 labels of a micro-batch" in text and "reduction='sum'" in text
+
+
+MEAN = """=import torch.nn.functional as F
+                logits = state.wrapped(x).flatten(0, 1).float()
+                objective = F.cross_entropy(logits, y.flatten(), ignore_index=-1)
+                sums = {"loss": objective.detach()}"""
+SUMS = "objective, sums = state.wrapped("
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
+def test_the_most_natural_edit_is_warned_of(ranks, shards, tmp_path):
+    mean = edited(tmp_path, "mean", (f"{SUMS}x, y)", MEAN))
+    done = mean.fork(ranks, shards, tmp_path / "run")
+    assert done.code == 0 and done.out.count("a mean that is divided by them once more") == 1, done.out
+    assert done.out.index("once more") < done.out.index("step 2/"), "in the first line already"
+    again = mean.fork(ranks, shards, tmp_path / "run", steps=12)
+    assert again.code == 0 and "once more" not in again.out
+    (tmp_path / "right").mkdir()
+    summed = MEAN.replace("=-1)", "=-1, reduction='sum')")
+    right = edited(tmp_path / "right", "mean", (f"{SUMS}x, y)", summed))
+    done = right.fork(ranks, shards, tmp_path / "whole")
+    assert done.code == 0 and "once more" not in done.out
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "later")  # the edit comes at a resume
+    done = mean.fork(ranks, shards, tmp_path / "later")
+    assert done.code == 0 and done.out.count("once more") == 1, done.out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trainer, call", [
+    ("train_mlm.py", "x, positions, y)"),
+    ("train_hrm.py",
+     f"x, y, bp_steps=bp_steps, cycles=cycles,\n{48 * ' '}ponder_weight=ramp * PONDER_COST)")])
+def test_a_mean_in_the_other_trainers_is_warned_of(trainer, call, shards, tmp_path):
+    mean = """
+                here = (y >= 0).sum()
+                objective, sums = objective / here, {name: value / here for name, value in sums.items()}"""
+    for name, more in (("mean", mean), ("sum", "")):
+        copy = edited(tmp_path, name, (SUMS + call, f"={SUMS}{call}{more}"), trainer=trainer)
+        if trainer == "train_mlm.py":
+            copy.defaults.pop("max_new_tokens")
+        done = copy.fork(0, shards, tmp_path / f"run-{name}")
+        assert done.code == 0 and done.out.count("once more") == len(more[:1]), done.out
+
+
+PROBE = """    import torch
+    probe = torch.nn.Linear(args.d_model, 1)
+    adam = torch.optim.Adam(probe.parameters())
+"""
+STEP = """        probe(model.embed.weight.detach()[:1]).sum().backward()
+        adam.step()
+"""
+
+
+def test_a_network_beside_the_model_is_named_in_its_first_step(shards, tmp_path):
+    probe = edited(tmp_path, "probe", ("    log.start_clock(", PROBE), (IN_LOOP, STEP))
+    done = probe.fork(2, shards, tmp_path / "run", comm="late")
+    assert done.code == 0 and done.out.count("WARNING: Adam trains parameters that are not the model's") == 1
+    assert done.out.index("Adam trains") < done.out.index("step 1/")
+
+
+INSIDE = """class Mine(GPT2):
+    def __init__(self, config):
+        super().__init__(config)
+        self.probe = Linear(config.d_model, 1)
+
+    def loss(self, hidden, idx, targets):
+        objective, sums = super().loss(hidden, idx, targets)
+        error = (self.probe(hidden.detach()).squeeze(-1) - idx).float().square()
+        error = (error * (targets >= 0)).sum()
+        return objective + 1e-3 * error, sums | {"probe": error.detach()}
+
+
+"""
+
+
+@pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=pytest.mark.full)])
+def test_a_network_that_is_part_of_the_model_resumes(ranks, strategy, shards, tmp_path):
+    """The way that the warning names."""
+    head, main = (ROOT / "train_gpt2.py").read_text().split("def parse_args(", 1)
+    main = re.sub(r"\bGPT2\b", "Mine", "def parse_args(" + main)
+    path = tmp_path / "train_inside.py"
+    path.write_text(head.replace("import GPT2,", "import GPT2, Linear,") + INSIDE + main)
+    trainer = Trainer(str(path), **FLAGS)
+    done = trainer.fork(ranks, shards, tmp_path / "whole", strategy=strategy)
+    assert done.code == 0 and "that are not the model's" not in done.out, done.out
+    assert steps_of(tmp_path / "whole")[-1]["probe"] < steps_of(tmp_path / "whole")[0]["probe"]
+    copy_of_the_first_half(tmp_path / "whole", tmp_path / "resumed")
+    done = trainer.fork(ranks, shards, tmp_path / "resumed", strategy=strategy)
     assert done.code == 0 and "resuming after step 4" in done.out, done.out
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
