@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data import NotNow, UserError, access, first_line, names_in, read_json
+from data import UserError, access, first_line, names_in, read_json
 from model import (
     GPT2,
     HRM,
@@ -32,6 +33,7 @@ class HFFamily:
 
     model_type: str
     architecture: str
+    parameters: str  # ours: the pattern of all names that have a counterpart, in transformers and llama.cpp
     # ours → theirs: the parts between the dots of a parameter's name; a matrix with several names is divided
     names: dict[str, str]
     fields: dict[str, str]  # ours → theirs: fields of the configuration with the same value in both
@@ -44,13 +46,19 @@ class HFFamily:
     divided: Callable[[dict, Any], dict] = lambda tensors, c: tensors
 
 
-def refuse_export(c: ModelConfig, family: HFFamily):
-    """Raises UserError for a field that an export would lose. Both exports call this."""
+def refuse_export(model: nn.Module, family: HFFamily):
+    """Raises UserError for a field or a parameter that an export would lose. Both exports call this."""
+    c = model.config
     known = {*family.fields, *family.covered.split(), "padded_vocab", "start", "response", "end"}
     for f in fields(c):
         if f.name not in known and getattr(c, f.name) != f.default:
             raise UserError(f"a model with --{f.name.replace('_', '-')} has no counterpart in transformers "
                             "nor llama.cpp, so it cannot be exported: train one without it.")
+    for name in model.state_dict():
+        if not re.fullmatch(family.parameters, name):
+            raise UserError(f"the parameter {name} of {type(model).__name__} has no counterpart in "
+                            "transformers nor llama.cpp, so the model cannot be exported: train one without "
+                            "it, or use this one here, with --prompt or load_run.")
 
 
 def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):
@@ -184,6 +192,7 @@ USUAL_FIELDS = {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings"
 HF_FAMILIES = {
     HRM: HFFamily(
         "hrm_text", "HrmTextForCausalLM",
+        r"(embed|head|[HL]\.blocks\.\d+\.(gqkv|attn_out|gate_up|down))\.weight|z_l_init",
         {"embed": "model.embed_tokens", "z_l_init": "model.z_L_init", "head": "lm_head",
          "H": "model.H_module", "L": "model.L_module", "blocks": "layers", "gqkv": "attn.gqkv_proj",
          "attn_out": "attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"},
@@ -193,6 +202,8 @@ HF_FAMILIES = {
         hrm_to_hf, hrm_from_hf),
     GPT2: HFFamily(
         "gpt2", "GPT2LMHeadModel",
+        r"(embed|positions)\.weight|"
+        r"(norm|transformer\.blocks\.\d+\.(attn_norm|qkv|attn_out|mlp_norm|up|down))\.(weight|bias)",
         {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f",
          "blocks": "h", "attn_norm": "ln_1", "qkv": "attn.c_attn", "attn_out": "attn.c_proj",
          "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"},
@@ -202,6 +213,8 @@ HF_FAMILIES = {
         transposed=("qkv.weight", "attn_out.weight", "up.weight", "down.weight")),
     MLM: HFFamily(
         "modernbert", "ModernBertForMaskedLM",
+        r"(embed|embed_norm|norm|head_dense|head_norm)\.weight|head_bias|"
+        r"transformer\.blocks\.\d+\.(attn_norm|qkv|attn_out|mlp_norm|gate_up|down)\.weight",
         {"embed": "model.embeddings.tok_embeddings", "embed_norm": "model.embeddings.norm",
          "norm": "model.final_norm", "head_dense": "head.dense", "head_norm": "head.norm",
          "head_bias": "decoder.bias", "transformer": "model", "blocks": "layers", "qkv": "attn.Wqkv",
@@ -211,6 +224,7 @@ HF_FAMILIES = {
         "dropout eot global_every global_theta local_theta", mlm_to_hf, mlm_from_hf)}
 MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
     "qwen3_5_text", "Qwen3_5ForCausalLM",
+    r"(embed|head|transformer\.blocks\.\d+\.(gqkv|attn_out|gate_up|down))\.weight",
     {"embed": "model.embed_tokens", "head": "lm_head", "transformer": "model", "blocks": "layers",
      "gqkv": "self_attn.gate self_attn.query self_attn.k_proj self_attn.v_proj",
      "attn_out": "self_attn.o_proj", "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj"},
@@ -266,7 +280,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     """
     c, masked = model.config, isinstance(model, MLM)
     family = hf_family(type(model), c)
-    refuse_export(c, family)
+    refuse_export(model, family)
     prefix = isinstance(model, HRM) and c.attention == "prefix"
     first, last, template = ends_of(c, tokenizer)
     ends = {"bos_token_id": first, "eos_token_id": last}
@@ -311,16 +325,26 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     tensors = {name: t.float().cpu() for name, t in _as_theirs(model).items()}
     tensors = {name: t.contiguous() for name, t in family.joined(tensors, c).items()}
     file = directory / "model.safetensors"
+    directory.mkdir(parents=True, exist_ok=True)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-        for name, content in contents.items():
-            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-        shutil.copymode(directory / "config.json", file)  # saved for its owner only
-    except (OSError, safetensors.SafetensorError) as error:
-        reason = getattr(error, "strerror", error)
-        raise NotNow(f"{directory} cannot be written ({reason}): free some space, or move away what is "
-                     "there.")
+    except safetensors.SafetensorError as error:  # with a full disk
+        raise OSError(None, str(error))
+    for name, content in contents.items():
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+    shutil.copymode(directory / "config.json", file)  # saved for its owner only
+
+
+def logits_of_hf(directory: Path, row: Tensor) -> Tensor:
+    """The logits (T, V) of a row (1, T) in transformers. ImportError if that lacks the model."""
+    name = read_json(directory / "config.json")["architectures"][0]
+    try:
+        import transformers
+        theirs = getattr(transformers, name)
+    except Exception as error:  # or a package that it needs
+        raise ImportError(f"transformers has no {name} ({first_line(error)})")
+    transformers.utils.logging.disable_progress_bar()
+    return theirs.from_pretrained(directory).eval()(row).logits[0]
 
 
 def _post_processor(around: dict[str, int], prefix: bool) -> dict:

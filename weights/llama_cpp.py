@@ -2,13 +2,16 @@
 
 import contextlib
 import json
-import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from data import EOT, NotNow, UserError, room
+from data import EOT, UserError, room
 from model import GPT2, HRM, MODERN_THETA
 from weights.huggingface import ends_of, hf_family, query_and_gate, refuse_export
 
@@ -119,7 +122,7 @@ def to_gguf(model, path: Path, tokenizer):
     from gguf import GGMLQuantizationType, GGUFWriter, TokenType
     if type(model) not in (GPT2, HRM):
         raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
-    refuse_export(model.config, hf_family(type(model), model.config))
+    refuse_export(model, hf_family(type(model), model.config))
     if not _gguf_cut(tokenizer):
         raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
                         "bytes or bpe:N.")
@@ -127,10 +130,9 @@ def to_gguf(model, path: Path, tokenizer):
     if c.attention == "prefix":  # its hrm_text keeps the field, but attends causally (xllamacpp 2026.10)
         raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with "
                         "it would answer otherwise there: train with --attention isolated.")
-    temporary = path.with_name(f".tmp-{path.name}")  # a kill leaves no half of a model
     modern = vars(c).get("modern", False)
     architecture = "hrm_text" if isinstance(model, HRM) else "qwen35" if modern else "gpt2"
-    writer = GGUFWriter(temporary, architecture)
+    writer = GGUFWriter(path, architecture)
     _gguf_shape(writer, model, architecture)
     _gguf_tokenizer(writer, tokenizer, c, TokenType)
     for ours, tensor in model.state_dict().items():
@@ -157,14 +159,43 @@ def to_gguf(model, path: Path, tokenizer):
             ones |= {f"blk.{2 * i + 1}.{norm}": c.head_dim for norm in ("attn_q_norm", "attn_k_norm")}
         for name, size in ones.items():
             writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
-    try:
+    with contextlib.closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-        writer.close()
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            writer.close()  # else Python 3.13 prints the same error again
-        raise NotNow(f"{path} cannot be written ({error.strerror}): free some space, or move away what is "
-                     "there.")
+
+
+ASK = """
+import json, sys
+import xllamacpp
+path, row = sys.argv[1], json.loads(sys.argv[2])
+params = xllamacpp.CommonParams()
+params.model.path = path
+params.n_ctx = len(row) + 1
+params.n_parallel = 1
+params.n_gpu_layers = 0
+params.warmup = False
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # by default half precision,
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # as are its sums
+print("LOADING", flush=True)
+server = xllamacpp.Server(params)
+answer = server.handle_completions({  # of a token that ends within a character it would say nothing
+    "prompt": row, "max_tokens": 1, "temperature": 0, "logprobs": 2**30, "logit_bias": [[row[0], 1e6]]})
+answer = answer if isinstance(answer, dict) else json.loads(answer)
+found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+print("FOUND", [token["logprob"] for token in sorted(found, key=lambda token: token["id"])])
+"""
+
+
+def logits_of_gguf(path: Path, row: Tensor) -> Tensor:
+    """The log-probabilities (1, V) of what follows a row (1, T) in llama.cpp, which can end its process.
+    ImportError if that lacks the model.
+    """
+    command = [sys.executable, "-P", "-c", ASK, path, json.dumps(row[0].tolist())]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    _, found, answer = done.stdout.partition("FOUND")
+    if found:
+        return torch.tensor([json.loads(answer)])
+    known = "LOADING" in done.stdout and "unknown model architecture" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "rror" in line]
+    raise (RuntimeError if known else ImportError)(lines[0] if lines else done.returncode)

@@ -1,9 +1,13 @@
 """Uses a run: --prompt, --chat, --fill, --export and --eval-only, and load_run for a script of one's own."""
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import json
+import os
+import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +16,7 @@ import torch
 from torch import nn
 
 import monitor
-from data import RunError, UserError, room, say
+from data import NotNow, RunError, UserError, first_line, refuse_without, room, say
 from ddp_utils import (
     Asked,
     StopVote,
@@ -26,12 +30,18 @@ from ddp_utils import (
     list_checkpoints,
     load_data,
     read_checkpoint,
+    with_barrier,
 )
 from model import GPT2, MLM, compute_dtype, num_params, use_device
-from weights.huggingface import to_hf
+from weights.huggingface import logits_of_hf, to_hf
 from weights.init_from import assert_tokenizer
-from weights.llama_cpp import to_gguf
+from weights.llama_cpp import logits_of_gguf, to_gguf
 from weights.sampling import continue_text, contradiction, fill_masks
+
+ROW = 1024  # tokens of an export that are compared at most
+BOUND = 1e-3  # of the largest logit: right exports were off by less than 2e-4 of it, wrong ones by 2e-2
+EDITED = ("other programs do not compute what model.py does, so nothing is exported, and an earlier export "
+          "is as it was: undo that change and train again, or use this model with --prompt or load_run.")
 
 
 def load_model(model_class: type, saved: dict, world: World, strategy: str = "ddp", **changes) -> nn.Module:
@@ -70,8 +80,7 @@ def use_model(run: Asked):
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
     if not args.eval_only:
-        with room("prepare", "using a run (--prompt, --export and the like)"):
-            from prepare.tokenizer import load_tokenizer
+        refuse_without("prepare", "using a run (--prompt, --export and the like)")
     if args.export == "gguf" and not importlib.util.find_spec("gguf"):
         raise UserError("--export gguf needs the package gguf: pip install gguf.")
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
@@ -85,8 +94,18 @@ def use_model(run: Asked):
             say_changes(run, model_files(run))
     if args.eval_only:
         return evaluate_only(model, run)
+    if args.export:  # where it is refused, all processes end alike
+        return with_barrier(use_on_rank0, model, run)
+    use_on_rank0(model, run)
+
+
+def use_on_rank0(model: nn.Module, run: Asked):
+    """All that use_model does, but for --eval-only."""
+    args, world, saved = run.args, run.world, run.saved
     if not world.is_rank0:
         return
+    with room("prepare"):
+        from prepare.tokenizer import load_tokenizer
     out = args.out or Path(saved["path"]).parent.parent
     if not (out / "tokenizer.json").exists():
         raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
@@ -95,17 +114,17 @@ def use_model(run: Asked):
     say(f"step {saved['step']} from {saved['path']}")
     if args.export == "gguf":
         path, modern = out / "model.gguf", vars(model.config).get("modern")
-        to_gguf(model, path, tokenizer)
+        export(model, path, tokenizer, to_gguf, logits_of_gguf)
         say(f"{path} is ready for llama-cli -m, {'' if modern else 'Ollama '}and LM Studio")
         size = path.stat().st_size / (4 * num_params(model))
         if modern and size > 1.3:
             say(f"it has {size:.1f} times the bytes of the weights, because llama.cpp wants further layers, "
                 "which do nothing: those are packed if --d-model is a multiple of 32")
     if args.export == "hf":
-        to_hf(model, out / "hf", tokenizer)
+        export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
         prefix = vars(model.config).get("attention") == "prefix"
-        if prefix and model_class is GPT2:
+        if prefix and run.model_class is GPT2:
             print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
         elif prefix:
             print("its tokenizer takes one text for a question: to train on answers there, give each as the "
@@ -126,6 +145,54 @@ def use_model(run: Asked):
                 print_pieces(answer(input("> ")))
             except UserError as error:  # the prompt is too long
                 print(f"error: {error}")
+
+
+def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Callable):
+    """Writes an export beside `path`, where it is compared with the model before it takes its place. If
+    something is wrong, an earlier one stays.
+    """
+    beside = path.with_name(f".tmp-{path.stem}")
+    new = beside / path.name
+    shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
+    try:
+        beside.mkdir()
+        write(model, new, tokenizer)
+        compare(model, new, tokenizer, load)
+        if new.is_dir():  # file by file, so there is one at each moment
+            shutil.copytree(new, path, dirs_exist_ok=True, copy_function=shutil.move)
+        else:
+            os.replace(new, path)
+    except OSError as error:
+        raise NotNow(f"{path} cannot be written ({error.strerror or error}): free some space, or move away "
+                     "what is there.")
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@torch.no_grad()
+def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
+    """Raises UserError if another program has other logits for a row, or cannot load the new export. Says so
+    if it cannot be asked. load(new, row) are its logits or log-probabilities for the last ids of the row.
+    """
+    ids = tokenizer.encode(Path(__file__).read_text()).tolist()  # any text
+    row = torch.tensor([ids[:min(model.config.seq_len - 1, ROW)]])  # llama.cpp wants room for one more
+    try:
+        import psutil
+        numbers = num_params(model) + row.numel() * model.config.vocab_size
+        if psutil.virtual_memory().available < 12 * numbers:
+            raise MemoryError(f"{12e-9 * numbers:.1f} GB of memory are not free")
+        theirs = load(new, row).log_softmax(-1)
+    except (ImportError, MemoryError) as error:
+        return say(f"WARNING: the export was not compared with the model ({first_line(error)}): once that is "
+                   "there, export it again")
+    except Exception as error:  # it wants another model
+        raise UserError(f"the export cannot be loaded ({first_line(error)}): {EDITED}")
+    twin = copy.deepcopy(model).cpu()  # the model may be on a GPU, in bfloat16
+    twin.compute_dtype = torch.float32
+    ours = twin(row)[0]
+    off = (ours.log_softmax(-1)[-len(theirs):] - theirs).abs().max()
+    if not off <= BOUND * ours.abs().max():  # or it is no number
+        raise UserError(f"the export has other logits than the model, by {off:.2g}: {EDITED}")
 
 
 def print_pieces(pieces):
