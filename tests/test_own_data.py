@@ -158,7 +158,8 @@ def change_data(dataset):
 """
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=FULL)])
+@FULL
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_rows_are_taken_away(ranks, shards, tmp_path):
     """All but some; all of the training; all of a validation set."""
     some = KEPT.replace("TOKEN", str(ord("q")))
@@ -197,7 +198,8 @@ def change_data(dataset):
 """
 
 
-@pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=FULL)])
+@FULL
+@pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), (2, "zero3")])
 def test_synthetic_rows_and_a_named_set(ranks, strategy, shards, tmp_path):
     flags = {"strategy": strategy}
     trainer = changed(tmp_path / "train_generated.py", (GENERATED, TOP), (ASKED, USE))
@@ -314,7 +316,8 @@ def test_a_resume_would_show_an_average_that_is_not_restored(shards, tmp_path):
         assert_resumes(trainer, shards, tmp_path, **AVERAGE)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero3", marks=FULL)])
+@FULL
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_an_average_begins_with_the_weights_of_a_run_that_had_none(strategy, shards, tmp_path):
     """And with those of a run that kept another number."""
     path, flags = tmp_path / f"train_later_{strategy}.py", AVERAGE | {"strategy": strategy}
@@ -391,7 +394,8 @@ BACK = """with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=FULL)])
+@FULL
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_gradients_are_cleared_between_two_passes(ranks, shards, tmp_path):
     """SAM, whose norm would otherwise be that of both passes."""
     norms = {}

@@ -489,8 +489,8 @@ def without_prepare(monkeypatch):
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("kind", ["bytes", "bpe:300", "gpt2", "byte-level", "roberta", "llama", "word-piece",
-                                  "unigram"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe:300", pytest.param("gpt2", marks=pytest.mark.full),
+                                  "byte-level", "roberta", "llama", "word-piece", "unigram"])
 def test_a_run_knows_the_same_of_a_tokenizer_without_prepare(kind, pairs, monkeypatch):
     """Ids, roles, bytes of tokens and identity. A text with a longer token has others."""
     if kind == "gpt2" and not (SHARED / "tiktoken").exists():
