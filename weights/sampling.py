@@ -1,10 +1,10 @@
 """Text that a model writes, and masks that it fills."""
 
+import contextlib
 import itertools
 import random
 import shlex
 import sys
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -75,15 +75,19 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     targets = row.roll(-1)
     # such as fixed_depth of the HRM, which else asks the other ranks
     options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
+    dtype, model.compute_dtype = model.compute_dtype, torch.float32
     model.eval()
-    with copied_buffers(model), torch.random.fork_rng([device] * row.is_cuda), \
-            patch.object(model, "compute_dtype", torch.float32), torch.compiler.set_stance("force_eager"):
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, model, "compute_dtype", dtype)
+        stack.callback(model.train, training)
+        stack.enter_context(copied_buffers(model))
+        stack.enter_context(torch.random.fork_rng([device] * row.is_cuda))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         whole = model(row, **options)[0].float()
         with model.embed.register_forward_hook(nudged):
             again = model(row, **options)[0]
         passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
         loss = model(row, targets, **options)[1]["loss"] / T
-    model.train(training)
     error = (passes - whole[-2:]).std() / whole.std()
     of_logits = F.cross_entropy(whole, targets[0])
     of_loss = (loss - of_logits).abs() / loss * has_usual_loss(model)
