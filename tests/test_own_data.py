@@ -411,15 +411,16 @@ def test_gradients_are_cleared_between_two_passes(ranks, shards, tmp_path):
 
 
 def test_the_scripts_that_use_a_run(shards, tmp_path):
-    losses, greedy = code_of("Use a run in a script")
+    losses, greedy, back = code_of("Use a run in a script")
     trainer = Trainer("train_gpt2.py", steps=4, seq_len=64, max_new_tokens=2)
     assert trainer.train(0, shards, tmp_path / "run").code == 0
-    code = losses.replace("runs/gpt2-tiny-stdlib-bpe4096", str(tmp_path / "run")) + greedy
+    code = losses.replace("runs/gpt2-tiny-stdlib-bpe4096", str(tmp_path / "run")) + greedy + back
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(code, {})
     printed = out.getvalue()
     assert "tensor(20) of 20 agree" in printed, printed
+    assert "as before: True" in printed, printed
     said = trainer.here("--out", tmp_path / "run", "--data", shards, "--prompt", "def main(",
                         "--temperature", 0, "--max-new-tokens", 20).out
     text = printed[printed.rindex("])\n") if "])\n" in printed else 0:]
