@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -174,11 +175,14 @@ def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
     """Raises UserError if another program has other logits for a row, or cannot load the new export. Says so
     if it cannot be asked. load(new, row) are its logits or log-probabilities for the last ids of the row.
     """
-    ids = tokenizer.encode(Path(__file__).read_text()).tolist()  # any text
-    row = torch.tensor([ids[:min(model.config.seq_len - 1, ROW)]])  # llama.cpp wants room for one more
+    c = model.config
+    ordinary = sorted({*range(c.vocab_size)} - {*tokenizer.specials.values()})
+    # llama.cpp wants room for one more; ids that were rare in training tell models apart best
+    ids = random.Random(0).choices(ordinary, k=min(c.seq_len - 1, ROW))
+    row = torch.tensor([[*tokenizer.encode("a")[:1].tolist(), *ids[1:]]])
     try:
         import psutil
-        numbers = num_params(model) + row.numel() * model.config.vocab_size
+        numbers = num_params(model) + row.numel() * c.vocab_size
         if psutil.virtual_memory().available < 12 * numbers:
             raise MemoryError(f"{12e-9 * numbers:.1f} GB of memory are not free")
         theirs = load(new, row).log_softmax(-1)
