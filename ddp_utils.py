@@ -1390,11 +1390,6 @@ def assert_all_train(model: nn.Module, optimizers: list):
                         "requires_grad_(False) if you mean that.")
 
 
-def trained_names(parameters: dict[str, nn.Parameter]) -> set[str]:
-    """The names of those that are not frozen."""
-    return {name for name, p in parameters.items() if p.requires_grad}
-
-
 def clip_grad_norm(parameters, max_norm: float) -> Tensor:
     """Scales gradients down to a total norm of max_norm (0: no limit). Returns the norm before that."""
     gradients = [p.grad for p in parameters if p.grad is not None]  # frozen parameters have none
@@ -1460,7 +1455,7 @@ class TrainState:
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
         self.model = model
-        self._trained = trained_names(dict(model.named_parameters()))
+        self._trained = {p: p.requires_grad for p in model.parameters()}
         self._views = {}  # of DDP's buckets, by parameter
         self.world = world
         self.optimizers = optimizers
@@ -1516,7 +1511,7 @@ class TrainState:
         """
         if launched:  # elsewhere it would end a notebook's kernel
             signal.signal(signal.SIGINT, leave_at_once)
-        self._checked_parameters()
+        self._refuse_thawed()
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
             self.wrapped.zero_grad()
@@ -1540,12 +1535,12 @@ class TrainState:
         device can skip an update, otherwise for the norm.
         """
         free_gathered_params(self.model)
-        parameters = self._checked_parameters()
+        self._refuse_thawed()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         if self.late:
             self.late.exchange()
-        norm = clip_grad_norm(parameters, max_norm)
+        norm = clip_grad_norm(self.model.parameters(), max_norm)
         self._count_skipped()
         if stop:
             stop.read()
@@ -1554,15 +1549,14 @@ class TrainState:
             return norm.item()
         return norm.as_subclass(Norm)
 
-    def _checked_parameters(self):
-        """The parameters. Raises UserError if others are frozen than when this began."""
-        named = dict(self.model.named_parameters())  # once: a GPU idles meanwhile
-        if odd := self._trained ^ trained_names(named):
-            raise UserError(f"requires_grad of {listed(sorted(odd))} has changed since TrainState began, "
+    def _refuse_thawed(self):
+        """Raises UserError if other parameters are frozen than when this began."""
+        if odd := {p for p, trained in self._trained.items() if p.requires_grad != trained}:
+            names = [name for name, p in self.model.named_parameters() if p in odd]
+            raise UserError(f"requires_grad of {listed(names)} has changed since TrainState began, "
                             "which neither the optimizers nor the other processes would follow: set it "
                             "before make_optimizers and leave it. What is frozen for some steps gets "
                             "p.grad = None in them, see docs/changing.md.")
-        return named.values()
 
     def optimizer_step(self, lr: float, grad_norm: "float | Norm"):
         """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
