@@ -179,23 +179,24 @@ params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  #
 params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # as are its sums
 print("LOADING", flush=True)
 server = xllamacpp.Server(params)
-answer = server.handle_completions({  # of a token that ends within a character it would say nothing
-    "prompt": row, "max_tokens": 1, "temperature": 0, "logprobs": 2**30, "logit_bias": [[row[0], 1e6]]})
-answer = answer if isinstance(answer, dict) else json.loads(answer)
-found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-print("FOUND", [token["logprob"] for token in sorted(found, key=lambda token: token["id"])])
+for end in range(max(1, len(row) - 7), len(row) + 1):
+    answer = server.handle_completions({  # of a token that ends within a character it would say nothing
+        "prompt": row[:end], "max_tokens": 1, "temperature": 0, "logprobs": 2**30,
+        "logit_bias": [[row[0], 1e6]]})
+    answer = answer if isinstance(answer, dict) else json.loads(answer)
+    each = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    print("FOUND", json.dumps([token["logprob"] for token in sorted(each, key=lambda token: token["id"])]))
 """
 
 
 def logits_of_gguf(path: Path, row: Tensor) -> Tensor:
-    """The log-probabilities (1, V) of what follows a row (1, T) in llama.cpp, which can end its process.
-    ImportError if that lacks the model.
+    """The log-probabilities (8, V) of what follows the last ids of a row (1, T) in llama.cpp, which can end
+    its process. ImportError if that lacks the model.
     """
     command = [sys.executable, "-P", "-c", ASK, path, json.dumps(row[0].tolist())]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    _, found, answer = done.stdout.partition("FOUND")
-    if found:
-        return torch.tensor([json.loads(answer)])
+    if done.returncode == 0:
+        return torch.tensor([json.loads(line) for line in done.stdout.split("FOUND")[1:]])
     known = "LOADING" in done.stdout and "unknown model architecture" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if "rror" in line]
     raise (RuntimeError if known else ImportError)(lines[0] if lines else done.returncode)
