@@ -897,7 +897,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
         flags = settle(command, record)
     elif missing:
         raise missing
-    elif command.given.keys() == {"out"} and world.is_rank0 and out.is_dir():  # killed as it began
+    elif command.given.keys() == {"out"} and world.is_rank0 and (out / "checkpoints").is_dir():
         say(f"WARNING: {out} does not say how its run was begun, so this one has the default flags")
     if flags.args.resume != "auto":  # the checkpoint says what it is of
         out = run_directory(flags.args, trainer.stem)
@@ -1032,7 +1032,8 @@ def load_data(asked: Asked) -> Dataset:
         return dataset
 
     dataset = with_barrier(read)
-    assert_same("the data", dataset.fingerprint,
+    sizes = [shards.rows for shards in (dataset.train, *dataset.val.values())]  # which change_data may change
+    assert_same("the data", f"{dataset.fingerprint} {sizes}",
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
 
@@ -2408,8 +2409,8 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     say_on_other_nodes(world, f"{ending} on node 0")
 
 
-MOVED = {"ops.ema": "EMA", "weights.init_from": "load_frozen", "weights.sampling": "sample_prompt",
-         "weights.use": "load_model load_run use_model evaluate_only"}
+MOVED = {"monitor": "RunLock results_of", "ops.ema": "EMA", "weights.init_from": "load_frozen",
+         "weights.sampling": "sample_prompt", "weights.use": "load_model load_run use_model evaluate_only"}
 
 
 def __getattr__(name: str):

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from data import ROOMS, access
+from data import ROOMS, NotNow, access
 from model import num_params
 
 # what makes no model
@@ -70,7 +70,7 @@ def say_changes(run, files: dict[str, Path]):
         if not kept.is_file():
             continue
         line = 1
-        with suppress(SyntaxError, ValueError):
+        with suppress(SyntaxError, ValueError, NotNow):  # it is only a note
             line = first_difference(code_of(text_of(kept)), code_of(text_of(path)))
         if line:
             print(f"{path} has changed since {directory} began, first in line {line} (see {kept})",
@@ -124,10 +124,14 @@ def describe(run, mfu) -> dict:
     counted.
     """
     before = {}
-    with suppress(FileNotFoundError, ValueError):
-        before = json.loads(text_of(run.out / "config.json"))
-    commits = before.get("commits", [None] * len(before.get("commands", [])))
+    with suppress(FileNotFoundError, ValueError, TypeError):
+        before = dict(json.loads(text_of(run.out / "config.json")))
+    commands, commits = (before.get(name) for name in ("commands", "commits"))
+    if not isinstance(commits, list):
+        commits = [None] * len(commands if isinstance(commands, list) else [])
     flops = before.get("flops_per_token") if run.saved else None
-    return {"commits": [*commits, commit_of(run.trainer.resolve().parent)],
-            "parameters": num_params(mfu.model), "training_tokens": run.dataset.train.num_tokens,
+    if run.trainer.is_file():  # else there is no command either
+        commits = [*commits, commit_of(run.trainer.resolve().parent)]
+    return {"commits": commits, "parameters": num_params(mfu.model),
+            "training_tokens": run.dataset.train.num_tokens,
             "flops_per_token": flops or mfu.of_last_steps()}

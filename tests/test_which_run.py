@@ -556,6 +556,7 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ran
 
 def test_a_run_that_was_killed_as_it_began_is_said_to_be_forgotten(tmp_path, world, capsys):
     """With --out alone. Other flags say themselves what begins."""
+    (tmp_path / "checkpoints").mkdir()
     for flags, said in (([], True), (["--steps", "5"], False)):
         command = train_gpt2.parse_args(["--out", str(tmp_path), *flags])
         ddp_utils.find_run(train_gpt2.GPT2, command, world, vars(train_gpt2))

@@ -1,7 +1,6 @@
 """Uses a run: --prompt, --chat, --fill, --export and --eval-only, and load_run for a script of one's own."""
 
 import contextlib
-import copy
 import functools
 import importlib.util
 import json
@@ -162,7 +161,7 @@ def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Calla
         write(model, new, tokenizer)
         compare(model, new, tokenizer, load)
         if new.is_dir():  # file by file, so there is one at each moment
-            shutil.copytree(new, path, dirs_exist_ok=True, copy_function=shutil.move)
+            shutil.copytree(new, path, dirs_exist_ok=True, copy_function=os.replace)
         else:
             os.replace(new, path)
     except OSError as error:
@@ -180,8 +179,8 @@ def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
     c = model.config
     ordinary = sorted({*range(c.vocab_size)} - {*tokenizer.specials.values()})
     # llama.cpp wants room for one more; ids that were rare in training tell models apart best
-    ids = random.Random(0).choices(ordinary, k=min(c.seq_len - 1, ROW))
-    ids[0] = tokenizer.encode("a")[0].item()
+    ids = random.Random(0).choices(ordinary, k=max(1, min(c.seq_len - 1, ROW)))
+    ids[:1] = tokenizer.encode("a")[:1].tolist() or ids[:1]
     row = torch.tensor([ids])
     try:
         import psutil
@@ -196,9 +195,11 @@ def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
             return say(f"WARNING: the export was not compared with the model ({why}): once that is there, "
                        "export it again")
         raise UserError(f"the export cannot be loaded ({why}): {EDITED}")
-    twin = copy.deepcopy(model).cpu()  # the model may be on a GPU, in bfloat16
-    twin.compute_dtype = torch.float32
-    ours = twin(row)[0]
+    dtype, model.compute_dtype = model.compute_dtype, torch.float32
+    try:
+        ours = model(row.to(model.embed.weight.device))[0].cpu()
+    finally:
+        model.compute_dtype = dtype
     off = (ours.log_softmax(-1)[-len(theirs):] - theirs).abs().max()
     if not off <= BOUNDS[new.suffix] * ours.abs().max():  # or it is no number
         raise UserError(f"the export has other logits than the model, by {off:.2g}: {EDITED}")
