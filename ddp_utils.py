@@ -243,7 +243,7 @@ def leave_group(excepthook):
 
 
 def leave_at_once(number, frame):
-    """Ends the process on Ctrl-C while it compiles: torch's compiler can lose or wrap a KeyboardInterrupt."""
+    """Ends the process on Ctrl-C while it compiles or counts FLOPs, where torch can lose an exception."""
     if local_rank() == 0:
         os.write(2, b"\nstopped\n")
     os._exit(130)
@@ -1510,8 +1510,6 @@ class TrainState:
         (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
         changes the order of sums, so a resumed run would drift from an uninterrupted one.
         """
-        if launched:  # elsewhere it would end a notebook's kernel
-            signal.signal(signal.SIGINT, leave_at_once)
         self._refuse_thawed()
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
@@ -2062,6 +2060,8 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     """Opens the log after `step` steps, writes the files of the run directory and prints the plan. Raises
     UserError where the run began otherwise.
     """
+    if launched:  # until StopVote; elsewhere it would end a notebook's kernel
+        signal.signal(signal.SIGINT, leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
     settings = identity["settings"]
     if run.begun:
