@@ -1510,6 +1510,8 @@ class TrainState:
         (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
         changes the order of sums, so a resumed run would drift from an uninterrupted one.
         """
+        if launched:  # elsewhere it would end a notebook's kernel
+            signal.signal(signal.SIGINT, leave_at_once)
         self._refuse_thawed()
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
@@ -2060,7 +2062,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     """Opens the log after `step` steps, writes the files of the run directory and prints the plan. Raises
     UserError where the run began otherwise.
     """
-    if launched:  # until StopVote; elsewhere it would end a notebook's kernel
+    if launched:  # until StopVote, see warm_up
         signal.signal(signal.SIGINT, leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
     settings = identity["settings"]

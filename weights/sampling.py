@@ -276,9 +276,9 @@ def write_sample(model, run, step: int, with_barrier):
     sharded = args.strategy.startswith(("zero2", "zero3"))
 
     def write() -> str:
-        if not hasattr(model, "contradiction"):  # once in a start
-            model.contradiction = contradiction(model, world.device, everywhere=sharded)
-        why_not = model.contradiction
+        if not hasattr(run, "contradiction"):  # once in a start, on the same ranks each time
+            run.contradiction = contradiction(model, world.device, everywhere=sharded)
+        why_not = run.contradiction
         return f"(none: {why_not})" if why_not else "".join(
             continue_text(model, dataset.tokenizer, world.device, prompt, args))
 
