@@ -2135,8 +2135,8 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     tokenizer.json.
     """
     commands = []
-    with suppress(FileNotFoundError, ValueError), access(run.out / "config.json"):
-        commands = json.loads((run.out / "config.json").read_text(encoding="utf-8")).get("commands", [])
+    with suppress(FileNotFoundError, ValueError, TypeError, KeyError), access(run.out / "config.json"):
+        commands = [*json.loads((run.out / "config.json").read_text(encoding="utf-8"))["commands"]]
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
     if commands[:-1] and not run.saved and commands[-2] != run.command:

@@ -7,6 +7,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -82,6 +83,14 @@ def test_what_is_right_is_exported_and_one_changed_weight_is_not(name, form, tmp
     assert files_of(tmp_path) == before and not [*tmp_path.glob(".tmp-*")]
     export(made(name), tmp_path, form)  # again, over the earlier one
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("seq_len", [1, 48])
+def test_a_tokenizer_without_latin_letters_can_be_exported(seq_len, tmp_path, capsys, monkeypatch):
+    needs("hf")
+    monkeypatch.setattr(WORDS, "encode", lambda text: np.zeros(0, np.int64))
+    export(made("gpt2", seq_len=seq_len), tmp_path, "hf")
+    assert files_of(tmp_path) and "WARNING" not in capsys.readouterr().out
 
 
 def relu_squared(x, approximate="none"):

@@ -252,9 +252,10 @@ def test_processes_and_resumes_compare_the_fingerprint(shards, tmp_path):
     assert done.code == 2 and "cannot be resumed: data was" in done.out, done.out
 
 
-@FULL
-def test_data_that_differ_between_ranks_are_refused(shards, tmp_path):
-    text = 'def change_data(dataset):\n    dataset.fingerprint += f" {world.rank}"\n'
+@pytest.mark.parametrize("line", [
+    pytest.param('dataset.fingerprint += f" {world.rank}"', marks=FULL), "dataset.train.rows -= world.rank"])
+def test_data_that_differ_between_ranks_are_refused(line, shards, tmp_path):
+    text = f"def change_data(dataset):\n    {line}\n"
     done = changed(tmp_path / "train_ranks.py", (text + ASK, USE)).fork(2, shards, tmp_path / "run")
     assert done.code and "the data on rank 1 differs" in done.out, done.out
 

@@ -1057,6 +1057,39 @@ def test_a_run_knows_its_model(ranks, shards, tmp_path):
     assert config["training_tokens"] == data.Dataset([shards], 32).train.num_tokens
 
 
+def test_a_config_that_is_damaged_is_written_anew(tmp_path):
+    """A note for people: no shape of it ends a start."""
+    trainer = tmp_path / "train_mine.py"
+    trainer.write_text("")
+    dataset = SimpleNamespace(tokenizer=SimpleNamespace(to_json=str), train=SimpleNamespace(num_tokens=9))
+    run = SimpleNamespace(out=tmp_path, saved=None, command="python", begun=None, trainer=trainer, say=print,
+                          dataset=dataset)
+    mfu = SimpleNamespace(model=torch.nn.Linear(2, 3), of_last_steps=lambda: None)
+    for text, commands in (("[]", 1), ('{"commands": null}', 1), ('{"commits": null}', 1), ("{", 1),
+                           ('{"commands": ["a"]}', 2), ('{"commands": ["a"], "commits": ["b"]}', 2)):
+        (tmp_path / "config.json").write_text(text)
+        config = json.loads(ddp_utils.run_files(run, source.describe(run, mfu))["config.json"])
+        assert len(config["commands"]) == len(config["commits"]) == commands, text
+        assert config["parameters"] == 9 and config["flops_per_token"] is None
+
+
+def test_a_model_that_cannot_be_asked_is_no_contradiction(capsys):
+    """Its table has another name, or its forward wants targets, neither of which writing needs."""
+    class Mine(GPT2):
+        def forward(self, idx, targets):
+            return super().forward(idx, targets)
+
+    config = GPT2Config(300, 320, 16, n_layer=1, n_head=2, d_model=16)
+    wants, lacks = Mine(config), GPT2(config)
+    lacks.wte = lacks.embed
+    del lacks.embed
+    for model in (wants, lacks):
+        assert contradiction(model, torch.device("cpu")) == "" and model.training
+        assert f"{type(model).__name__} is not checked before it writes" in capsys.readouterr().out
+        assert model.compute_dtype == torch.float32
+    assert contradiction(GPT2(config), torch.device("cpu")) == "" and not capsys.readouterr().out
+
+
 def test_the_line_of_a_difference():
     def line(before: str, now: str) -> int:
         return source.first_difference(source.code_of(before), source.code_of(now))

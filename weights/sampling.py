@@ -75,7 +75,8 @@ def find_contradiction(model: CausalLM, device, everywhere: bool = False) -> str
     def nudged(embed, idx, x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * torch.randn_like(x))
 
-    c, training, cache = model.config, model.training, KVCache(model.config.seq_len)
+    c = model.config
+    cache = KVCache(c.seq_len)
     T = min(c.seq_len, 1024)  # of longer rows the logits would take gigabytes
     ids = {*range(c.vocab_size)} - {c.start, c.response, c.end}
     row = torch.tensor([random.Random(0).choices([*ids], k=T)], device=device)
@@ -84,11 +85,11 @@ def find_contradiction(model: CausalLM, device, everywhere: bool = False) -> str
     targets = row.roll(-1)
     # such as fixed_depth of the HRM, which else asks the other ranks
     options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
-    dtype, model.compute_dtype = model.compute_dtype, torch.float32
-    model.eval()
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, model, "compute_dtype", dtype)
-        stack.callback(model.train, training)
+        stack.callback(setattr, model, "compute_dtype", model.compute_dtype)
+        stack.callback(model.train, model.training)
+        model.compute_dtype = torch.float32
+        model.eval()
         stack.enter_context(copied_buffers(model))
         stack.enter_context(torch.random.fork_rng([device] * row.is_cuda))
         stack.enter_context(torch.compiler.set_stance("force_eager"))

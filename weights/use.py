@@ -195,7 +195,8 @@ def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
             return say(f"WARNING: the export was not compared with the model ({why}): once that is there, "
                        "export it again")
         raise UserError(f"the export cannot be loaded ({why}): {EDITED}")
-    dtype, model.compute_dtype = model.compute_dtype, torch.float32
+    dtype = model.compute_dtype
+    model.compute_dtype = torch.float32
     try:
         ours = model(row.to(model.embed.weight.device))[0].cpu()
     finally:
