@@ -921,16 +921,18 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
 
 
 def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
-    """What config.json says of a run that was killed before its first checkpoint, as a checkpoint would. None
-    if there is none, or something else of it that should stay. Raises UserError if it branched off.
+    """What config.json says of a run that was killed before its first checkpoint, as a checkpoint would, if
+    there is one. Raises UserError if it branched off, or if something of an earlier run should stay.
     """
-    kept = [out / name for name in ("checkpoints/best.pt", "hf", "model.gguf")]
-    if args.resume != "auto" or any(path.exists() for path in kept):
+    for name in ("checkpoints/best.pt", "hf", "model.gguf"):
+        if (out / name).exists():
+            way = f", --resume {out / name} to go on from it" if name.endswith(".pt") else ""
+            raise UserError(f"{out} has no checkpoint to go on from, but {name}, which should stay: give "
+                            f"another --out{way}, or move it away.")
+    if args.resume != "auto":
         return None
-    config = {}
-    with suppress(FileNotFoundError, NotADirectoryError, ValueError), access(out / "config.json"):
-        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    settings = config.get("settings") if isinstance(config, dict) else None
+    config = monitor.read_config(out)
+    settings = config.get("settings")
     if not isinstance(settings, dict) or not {"size", "data", "global_batch", "batch"} <= settings.keys():
         return None
     if not {"family", "model_config", "seq_len", "tokenizer"} <= config.keys():
@@ -1284,17 +1286,31 @@ def assert_same_parameters(model: nn.Module, saved: dict):
     """Raises UserError, on all ranks, if the parameters in a checkpoint have other names than the model's."""
     if odd := model.state_dict().keys() ^ saved["tensors"]["model"].keys():
         raise UserError(f"{saved['path']} is from another version of this model (only one of them has "
-                        f"{min(odd)}): use the code that trained it, or train again in another --out.")
+                        f"{min(odd)}): use {code_trained_with(saved['path'])}, or train again in "
+                        "another --out.")
 
 
 def config_of(config_class: type, saved: dict, where):
     """The configuration in the checkpoint `where`, with defaults for fields that it lacks. Raises UserError
-    if it has fields that `config_class` does not know.
+    for a field that is gone, unless it has the value of an attribute with which `config_class` replaces it.
     """
-    if unknown := sorted(saved.keys() - {field.name for field in fields(config_class)}):
+    known = {field.name for field in fields(config_class)}
+    config = config_class(**{name: value for name, value in saved.items() if name in known})
+    unknown = [name for name in sorted(saved.keys() - known)
+               if getattr(config, name, "no such attribute") != saved[name]]
+    if unknown:
         raise UserError(f"{where} sets {listed(unknown)}, which {config_class.__name__} does not know: use "
-                        "the code that trained it, or train again in another --out.")
-    return config_class(**saved)
+                        f"{code_trained_with(where)}, or train again in another --out.")
+    return config
+
+
+def code_trained_with(where) -> str:
+    """The code that trained the run of a checkpoint, by its commit where that is recorded."""
+    commit = None
+    with room("loggers"):
+        from loggers.source import last_commit
+        commit = last_commit(Path(where))
+    return "the code that trained it" + (f" (commit {commit})" if commit else "")
 
 
 def assert_family(saved: dict, model_class: type):
@@ -1806,13 +1822,25 @@ def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
 
 
 def step_of(path: str | Path) -> int:
-    return int(NAME.fullmatch(Path(path).name)[1])
+    """The step of a checkpoint, which a best.pt says inside. Raises UserError if that cannot be read."""
+    if name := NAME.fullmatch(Path(path).name):
+        return int(name[1])
+    try:
+        return read_checkpoint(Path(path), checked=False)["step"]
+    except RunError as error:
+        raise UserError(f"only {path} is left, and it is damaged ({error}): restore a checkpoint from a "
+                        "copy, or give another --out.") from None
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
-    """The finished checkpoints of a run, newest first. Raises NotNow if they cannot be listed."""
+    """The finished checkpoints of a run, newest first; if none is left, not even a damaged one, its best.pt.
+    Raises NotNow if they cannot be listed.
+    """
     directory = Path(run_directory, "checkpoints")
-    found = [directory / name for name in names_in(directory) if NAME.fullmatch(name)]
+    names = names_in(directory)
+    if "best.pt" in names and not any(name.startswith("step_") for name in names):
+        return [directory / "best.pt"]
+    found = [directory / name for name in names if NAME.fullmatch(name)]
     return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
@@ -1847,8 +1875,10 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
                 damaged.append(str(path))
         if saved is None:
+            best = candidates[0].with_name("best.pt")
+            other = f", delete these to go on from {best}" if best.exists() else ""
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
-                            "from a copy, or start from scratch in another --out.")
+                            f"from a copy{other}, or start from scratch in another --out.")
         shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}
                   for group, named in saved["tensors"].items()}
         of_run = tokenizer_of_run(path.parent.parent, saved["settings"])
@@ -1898,11 +1928,14 @@ class Checkpoints:
             return saved
         if resume == "none":
             raise UserError(f"{directory} holds checkpoints ({newest}): choose another --out, or delete it.")
-        if resume != "auto" and step_of(newest) > saved["step"]:
+        if resume != "auto" and on_rank0(step_of, newest) > saved["step"]:
             raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
                             "--out to branch off there, or delete the later ones.")
         if resume == "auto" and not (saved and newest in (saved["path"], *saved["damaged"])):
             saved = load_checkpoint(directory, self.say)
+        if resume == "auto" and Path(newest).name == "best.pt":
+            self.say(f"only best.pt is left (step {saved['step']} of {saved['settings']['steps']}): going on "
+                     "from it; for a new run give another --out")
         if self.world.is_rank0:
             for damaged in saved["damaged"]:
                 os.rename(damaged, f"{damaged}.damaged")
@@ -2078,6 +2111,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     log = monitor.RunLog(run.out, run.text, facts, records if world.is_rank0 else evaluated, run.sinks,
                          run.lost)
+    writes = world.is_rank0 and not all_done(run, log, step)  # else its files would name flags of no step
 
     def begin():
         files = {}
@@ -2092,7 +2126,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
             more = describe(run, facts.mfu)
         log.begin(step, files | run_files(run, identity | more))
 
-    with_barrier(lambda: begin() if world.is_rank0 else None)
+    with_barrier(lambda: begin() if writes else None)
     machines = Counter(all_gather(hardware(world.device)))
     with room("loggers"):
         from loggers.start import say_plan
@@ -2120,13 +2154,16 @@ def warn_of_changes(run: Run, model: nn.Module):
                 "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
 
 
+def all_done(run: Run, log: monitor.RunLog, step: int) -> bool:
+    return step >= run.steps and (step in log.evaluations or not run.dataset.val)
+
+
 def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
-    """Whether nothing is left to do after `step` steps; if so, says it and closes the log."""
-    complete = step >= run.steps and (step in log.evaluations or not run.dataset.val)
+    """Whether nothing is left to do after `step` steps; if so, says it."""
+    complete = all_done(run, log, step)
     if complete:
         log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
                 "them), another --out to start from scratch, or use it, for instance with --eval-only")
-        log.close()
     return complete
 
 
@@ -2134,9 +2171,8 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     """What rank 0 writes into the run directory: config.json, with the commands of all starts so far, and
     tokenizer.json.
     """
-    commands = []
-    with suppress(FileNotFoundError, ValueError, TypeError, KeyError), access(run.out / "config.json"):
-        commands = [*json.loads((run.out / "config.json").read_text(encoding="utf-8"))["commands"]]
+    commands = monitor.read_config(run.out).get("commands")
+    commands = [*commands] if isinstance(commands, list) else []
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
     if commands[:-1] and not run.saved and commands[-2] != run.command:

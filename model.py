@@ -603,6 +603,7 @@ class HRMConfig(AttentionConfig):
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
+    qk_norm = tie = False  # fields of older runs, at the only values that are left
 
     def __post_init__(self):
         if isinstance(self.h_cycles, str):
@@ -611,6 +612,10 @@ class HRMConfig(AttentionConfig):
         super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
+
+    @property
+    def zero_init(self) -> bool:  # another field of older runs
+        return self.init == "identity"
 
     @property
     def depth(self) -> int:
@@ -828,6 +833,10 @@ class GPT2Config(AttentionConfig):
                         "best with --optimizer muon")
     norm_eps: float = 1e-5
     OF_PAIRS: ClassVar[str] = "isolated"
+
+    @property
+    def qk_norm(self) -> bool:  # a field of older runs
+        return self.modern
 
     @property
     def ff(self) -> int:

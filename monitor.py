@@ -180,6 +180,14 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
     return records
 
 
+def read_config(run_directory: Path) -> dict:
+    """config.json of a run, empty if there is none or it is damaged. Raises NotNow if it cannot be read."""
+    path = Path(run_directory, "config.json")
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError), access(path):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {}
+
+
 def criterion_of(record: dict) -> float | None:
     """The number by which an evaluation is the best if it is the lowest: `criterion`, which a trainer can
     set, else `val_loss`. None in other records.

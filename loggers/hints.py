@@ -1,9 +1,11 @@
 """What the author of a mistake may have meant."""
 
 import difflib
-import json
 from contextlib import suppress
 from pathlib import Path
+
+from data import NotNow
+from monitor import read_config
 
 # flags of other programs, by ours; those that difflib finds by itself are not here
 OTHER_NAMES = {
@@ -31,12 +33,12 @@ def nearest_flag(word: str, known: list[str]) -> str:
 
 def family_of(run_directory: Path) -> str:
     """The class of a run's model, "" if config.json does not say."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((run_directory / "config.json").read_text(encoding="utf-8"))["family"]
+    with suppress(NotNow):
+        return read_config(run_directory).get("family", "")
     return ""
 
 
 def runs_beside(path: Path, family: str) -> list[str]:
     """The runs beside a path where none is, of that family or, if it is "", of any."""
-    runs = sorted({found.parents[1] for found in path.parent.glob("*/checkpoints/step_*.pt")})
+    runs = sorted({found.parents[1] for found in path.parent.glob("*/checkpoints/*.pt")})
     return [str(run) for run in runs if not family or family_of(run) in ("", family)]

@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import json
 import subprocess
 import sys
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from data import ROOMS, NotNow, access
 from model import num_params
+from monitor import read_config
 
 # what makes no model
 OTHERS = {"train_hrm", "train_mlm", "train_gpt2", "ddp_utils", "monitor", "test_ddp", *ROOMS} - {"ops"}
@@ -118,14 +118,20 @@ def commit_of(folder: Path) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=1, check=True).stdout.strip()
 
 
+def last_commit(checkpoint: Path) -> str | None:
+    """The commit of a run's last start, by its directory or one of its checkpoints, None if not recorded."""
+    with suppress(TypeError, KeyError, IndexError):
+        config = read_config(checkpoint) or read_config(checkpoint.parents[1])
+        return config["commits"][-1]
+    return None
+
+
 def describe(run, mfu) -> dict:
     """What config.json says beside a run's identity: `commits`, one for each of its commands, the numbers of
     parameters and of training tokens, and the FLOPs per token of its last steps, None if they cannot be
     counted.
     """
-    before = {}
-    with suppress(FileNotFoundError, ValueError, TypeError):
-        before = dict(json.loads(text_of(run.out / "config.json")))
+    before = read_config(run.out)
     commands, commits = (before.get(name) for name in ("commands", "commits"))
     if not isinstance(commits, list):
         commits = [None] * len(commands if isinstance(commands, list) else [])

@@ -824,8 +824,29 @@ def test_a_field_that_a_checkpoint_lacks_counts_as_its_default():
 def test_a_field_that_the_code_does_not_know_is_refused_by_name():
     with pytest.raises(UserError, match="^old.pt sets sparse, which GPT2Config does not know: use the code "):
         ddp_utils.config_of(GPT2Config, identity()["model_config"] | {"sparse": True}, "old.pt")
+    with pytest.raises(UserError, match="old.pt sets qk_norm, which GPT2Config does not know"):
+        ddp_utils.config_of(GPT2Config, identity()["model_config"] | {"qk_norm": True}, "old.pt")
     with pytest.raises(UserError, match="holds a model of the family MLM, not GPT2: use its own trainer"):
         ddp_utils.assert_family(identity() | {"family": "MLM"}, GPT2)
+
+
+def test_a_field_that_is_gone_counts_at_the_value_that_the_code_computes(tmp_path):
+    """As runs of November 25 have them; else the commit of the code that is wanted is named."""
+    plain, modern = GPT2Config(), GPT2Config(modern=True)
+    for config in (plain, modern):
+        assert ddp_utils.config_of(GPT2Config, asdict(config) | {"qk_norm": config.modern}, "x") == config
+    for init in ("identity", "published"):
+        config = HRMConfig(init=init)
+        older = {"qk_norm": False, "tie": False, "zero_init": init == "identity"}
+        assert ddp_utils.config_of(HRMConfig, asdict(config) | older, "x") == config
+        for name, value in older.items():
+            with pytest.raises(UserError, match=f"x sets {name}, which HRMConfig does not .* trained it, or"):
+                ddp_utils.config_of(HRMConfig, asdict(config) | older | {name: not value}, "x")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text('{"commits": ["abc", "def-dirty"]}')
+    for path in (tmp_path, tmp_path / "checkpoints" / "step_00000004_loss1.pt"):
+        with pytest.raises(UserError, match=r"use the code that trained it \(commit def-dirty\), or"):
+            ddp_utils.config_of(GPT2Config, {"sparse": True}, path)
 
 
 def test_changed_flags_are_named_on_resume():

@@ -371,6 +371,85 @@ def test_a_resumed_run_is_what_it_was(tmp_path, shards, name, ranks, changes):
     assert found["val_loss"] == pytest.approx(evaluations_of(half)[-1]["val_loss"], abs=1e-4), evaluated.out
 
 
+@pytest.mark.parametrize("name, ranks", [
+    ("gpt2", 0), *[pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("gpt2", 2), ("hrm", 2), ("mlm", 0), ("mlm", 2))]])
+def test_a_run_goes_on_from_best_pt_if_nothing_else_is_left(tmp_path, shards, name, ranks):
+    """With the bits of an undisturbed run, whose later curves it replaces. It is not taken beside others."""
+    trainer = RUNS[name]
+    whole, left = tmp_path / "whole", tmp_path / "left"
+    assert trainer.fork(ranks, shards, whole).code == 0
+    shutil.copytree(whole, left)
+    newest, first = list_checkpoints(left)
+    files = left / "checkpoints"
+    first.replace(files / "best.pt")
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert list_checkpoints(left) == [newest]  # a damaged one is left
+    done = fork(ranks, trainer.script, "--out", left)
+    assert done.code == 2 and f"delete these to go on from {files / 'best.pt'}" in done.out, done.out
+    newest.rename(f"{newest}.damaged")
+    for flags in ((), ("--resume", "none")):
+        done = fork(ranks, trainer.script, "--out", left, "--steps", "9", *flags)
+        words = f"but checkpoints/best.pt, which should stay: give another --out, --resume {files}/best.pt to"
+        assert done.code == 2 and words in done.out, done.out
+    Path(f"{newest}.damaged").unlink()  # as it says
+    shutil.copytree(left, tmp_path / "alone")
+    (tmp_path / "alone" / "metrics.jsonl").unlink()
+    done = fork(ranks, trainer.script, "--out", left)
+    said = "only best.pt is left (step 4 of 8): going on from it; for a new run give another --out"
+    assert done.code == 0 and said in done.out and said in (left / "train.log").read_text(), done.out
+    assert_same_run(whole, left)
+    alone = fork(ranks, trainer.script, "--out", tmp_path / "alone")  # its loss is measured again
+    assert alone.code == 0 and evaluations_of(tmp_path / "alone") == evaluations_of(whole), alone.out
+    best = min(evaluations_of(whole), key=lambda record: record["val_loss"])["step"]
+    for run in (left, tmp_path / "alone"):
+        assert ddp_utils.step_of(run / "checkpoints" / "best.pt") == best
+
+
+def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, monkeypatch):
+    run = tmp_path / "run"
+    assert GPT2.train(0, shards, run, steps=4, eval_every=4).code == 0
+    best = run / "checkpoints" / "best.pt"
+    content = best.read_bytes()
+    list_checkpoints(run)[0].unlink()
+    used = GPT2.here("--out", run, "--prompt", "def")
+    assert used.code == 0 and f"step 4 from {best}" in used.out, used.out
+    new = GPT2.train(0, shards, tmp_path / "new", init_from=run, steps=1)
+    assert new.code == 0, new.out
+    branch = GPT2.train(0, shards, run, resume=list_checkpoints(tmp_path / "new")[0], steps=9)
+    assert branch.code == 2 and f"{run} holds another run than" in branch.out, branch.out
+    assert "this run is complete after 4 steps" in GPT2.here("--out", run).out
+    none = GPT2.here("--out", run, "--resume", "none")
+    assert none.code == 2 and "has no checkpoint to go on from, but checkpoints/best.pt" in none.out, none.out
+    assert best.read_bytes() == content
+    best.write_bytes(content[:1000])
+    for flags in ((), ("--prompt", "def")):
+        damaged = GPT2.here("--out", run, *flags)
+        assert damaged.code == 2 and f"only {best} is left, and it is damaged (" in damaged.out, damaged.out
+    best.unlink()
+    for name in ("hf", "model.gguf"):
+        (run / name).mkdir()
+        done = GPT2.here("--out", run)
+        assert done.code == 2 and f"to go on from, but {name}, which should stay" in done.out, done.out
+        (run / name).rmdir()
+    assert GPT2.here("--out", run).code == 0 and best.exists()  # the control: it begins again
+
+
+def test_a_start_that_trains_nothing_records_nothing(tmp_path, shards):
+    """Other flags, or other code, of a finished run."""
+    run = tmp_path / "run"
+    flags = {"steps": 4, "eval_every": 4}
+    assert GPT2.train(0, shards, run, **flags).code == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".log"
+              and path.name != ".lock"}
+    done = GPT2.here("--out", run, "--lr", "0.5", "--weight-decay", "0.3")
+    assert done.code == 0 and "this run is complete after 4 steps" in done.out, done.out
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(before) == sum(path.is_file() for path in run.rglob("*")) - 2
+    assert GPT2.here("--out", run, "--lr", "0.5", "--steps", "5").code == 0  # the control
+    assert json.loads((run / "config.json").read_text())["settings"]["lr"] == 0.5
+
+
 def test_what_a_resumed_run_may_not_change(tmp_path, shards):
     """Each refusal names a way on that works."""
     run, base = tmp_path / "run", tmp_path / "base"
