@@ -717,6 +717,12 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     kept = flags_of_run(saved, command) | shape if saved else {}
     tuned = gentler(row) | shape if "init_from" in given and not saved else {}
     flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
+    for action in command.parser._actions:
+        value = (kept | given).get(action.dest)
+        named = action.choices and action.dest not in ("size", "precision")  # which have names beside these
+        if named and value not in (None, *action.choices):
+            raise UserError(f"{saved['path']} says {action.dest} {value}, which is gone: use "
+                            f"{code_trained_with(saved['path'])}, or train again in another --out.")
     recipe = row | tuned | kept
     flags |= {name: given.get(name) for name, kind in FLAGS.items() if kind == PLANNED}
     sources = sources_of(flags["data"])
