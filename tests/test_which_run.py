@@ -643,7 +643,7 @@ def test_a_run_that_was_killed_as_it_began_is_said_to_be_forgotten(tmp_path, wor
 
 
 def test_what_is_no_record_of_a_run_is_none(tmp_path):
-    """A best.pt or an export that is left is a later matter; a damaged config.json names no run."""
+    """A damaged config.json names no run; an export or a best.pt that is left has to stay."""
     args = Namespace(resume="auto")
     (tmp_path / "checkpoints").mkdir()
     config = {"family": "GPT2", "model_config": {}, "seq_len": 8, "tokenizer": "bytes",
@@ -659,7 +659,8 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path):
     with pytest.raises(UserError, match="branches off from runs/base, and has no checkpoint yet: give"):
         ddp_utils.run_without_checkpoint(tmp_path, args)
     (tmp_path / "hf").mkdir()
-    assert ddp_utils.run_without_checkpoint(tmp_path, args) is None
+    with pytest.raises(UserError, match="to go on from, but hf, which should stay: give another --out"):
+        ddp_utils.run_without_checkpoint(tmp_path, args)
 
 
 # ---------------------------------------------------------------------------------------- the table of flags

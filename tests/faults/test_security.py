@@ -191,10 +191,15 @@ def test_links_planted_where_files_get_written(tmp_path, shards, corpus):
     (run / "checkpoints").mkdir(parents=True)
     (run / "tb").mkdir()
     for name in ("metrics.jsonl", ".tmp-metrics.jsonl", "config.json", ".tmp-config.json", "history.json",
-                 "checkpoints/.tmp-best.pt", "checkpoints/best.pt", "tb/events.out.tfevents.1.run"):
+                 "checkpoints/.tmp-best.pt", "tb/events.out.tfevents.1.run"):
         (run / name).symlink_to(mine)
     done = GPT2_RUN.train(0, out, run, steps=4, eval_every=4)
     assert done.code == 0 and list_checkpoints(run), done.out
+    best = run / "checkpoints" / "best.pt"
+    best.unlink()
+    best.symlink_to(mine)
+    done = GPT2_RUN.train(0, out, run, steps=8, eval_every=4)
+    assert done.code == 0 and not best.is_symlink(), done.out
     (run / ".lock").unlink()
     (run / ".lock").symlink_to(mine)
     done = GPT2_RUN.train(0, out, run, steps=4, eval_every=4)
