@@ -204,17 +204,6 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def table_of_sizes(keys, config_class: type, sizes: dict[str, dict]) -> str:
-    """The rows of the sizes as columns, with the model's defaults where they are silent."""
-    table = [["--size", *sizes]]
-    for key in keys:
-        default = getattr(config_class, key, "")
-        table.append([key, *(str(row.get(key, default)) for row in sizes.values())])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-    return "\n".join(["defaults of each size:", *lines])
-
-
 def parse_count(text: str) -> int:
     """'500k' → 500000; k, M and B stand for a thousand, a million and a billion."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbB]?)", text.strip())
@@ -850,26 +839,12 @@ class Dataset:
             raise UserError("what this trainer makes of its data leaves a set without rows: let it keep "
                             "some, or take that set out of dataset.val.")
 
-    @property
-    def too_short(self) -> str:
-        """A sentence about the validation sets that fill no row, "" if there are none."""
-        if not self.short:
-            return ""
-        listed = " and ".join(f"{name or 'val'} ({n} tokens)" for name, n in self.short.items())
-        text = (f"an evaluation leaves out the validation set {listed}, which fills no row of "
-                f"{self.train.seq_len}")
-        longest = min(self.short.values()) - 1
-        if longest > 0:
-            text += f"; --seq-len {longest} would hold it, in a new run or with --eval-only"
-        return text
-
     @functools.cached_property
     def token_bytes(self):
         """The number of bytes that each id stands for, int64 (ids,); 0 for special tokens."""
         import torch
         lengths = self.tokenizer.lengths()
         return torch.tensor([lengths.get(i, 0) for i in range(self.tokenizer.num_ids)])
-
 
 
 def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = None,

@@ -95,7 +95,6 @@ from data import (
     say,
     sources_of,
     steps_or_fraction,
-    table_of_sizes,
     tokenizer_id,
     tokenizer_of_run,
     unigram_entropy,
@@ -523,8 +522,10 @@ ANOTHER_OUT = "give another --out, or begin anew there with --resume none"
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
     """The parser of a trainer: --size or --preset, its model's flags, and those that all trainers share."""
     keys = dict.fromkeys(itertools.chain(*sizes.values()))
-    parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]",
-                            epilog=table_of_sizes(keys, config_class, sizes))
+    parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]")
+    with room("loggers"):
+        from loggers.hints import table_of_sizes
+        parser.epilog = table_of_sizes(keys, config_class, sizes)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:

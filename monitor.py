@@ -34,6 +34,7 @@ from data import (
     access,
     first_line,
     lock_file,
+    read_json,
     refuse_moved,
     room,
     say,
@@ -182,9 +183,8 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
 
 def read_config(run_directory: Path) -> dict:
     """config.json of a run, empty if there is none or it is damaged. Raises NotNow if it cannot be read."""
-    path = Path(run_directory, "config.json")
-    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError), access(path):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return dict(read_json(Path(run_directory, "config.json")))
     return {}
 
 

@@ -1,11 +1,9 @@
-"""What the author of a mistake may have meant."""
+"""What --help says of the sizes, and what the author of a mistake may have meant."""
 
 import difflib
+import json
 from contextlib import suppress
 from pathlib import Path
-
-from data import NotNow
-from monitor import read_config
 
 # flags of other programs, by ours; those that difflib finds by itself are not here
 OTHER_NAMES = {
@@ -31,10 +29,21 @@ def nearest_flag(word: str, known: list[str]) -> str:
     return f"--{near[0]}" if near and word.startswith("--") else ""
 
 
+def table_of_sizes(keys, config_class: type, sizes: dict[str, dict]) -> str:
+    """The rows of the sizes as columns, with the model's defaults where they are silent."""
+    table = [["--size", *sizes]]
+    for key in keys:
+        default = getattr(config_class, key, "")
+        table.append([key, *(str(row.get(key, default)) for row in sizes.values())])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return "\n".join(["defaults of each size:", *lines])
+
+
 def family_of(run_directory: Path) -> str:
     """The class of a run's model, "" if config.json does not say."""
-    with suppress(NotNow):
-        return read_config(run_directory).get("family", "")
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads((run_directory / "config.json").read_text(encoding="utf-8"))["family"]
     return ""
 
 

@@ -10,6 +10,17 @@ from loggers.machine import begin_curves
 from model import blocks_of, flag_fields, flags_of_model, num_params
 
 
+def too_short(dataset) -> str:
+    """A sentence about the validation sets that fill no row, of which there are some."""
+    listed = " and ".join(f"{name or 'val'} ({n} tokens)" for name, n in dataset.short.items())
+    text = (f"an evaluation leaves out the validation set {listed}, which fills no row of "
+            f"{dataset.train.seq_len}")
+    longest = min(dataset.short.values()) - 1
+    if longest > 0:
+        text += f"; --seq-len {longest} would hold it, in a new run or with --eval-only"
+    return text
+
+
 def say_plan(run, state, facts, machines: Counter, compiled: bool):
     """Prints what will be trained, where, how and on what. `facts` are those of the log; `machines` counts
     the processes by what ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
@@ -76,8 +87,8 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
     if warmup > run.steps / 3:
         run.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
                 "--warmup or more steps")
-    if dataset.too_short:
-        run.say(f"WARNING: {dataset.too_short}")
+    if dataset.short:
+        run.say(f"WARNING: {too_short(dataset)}")
     elif not dataset.val:
         split = "hash:0.1"
         with room("prepare"):

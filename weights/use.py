@@ -227,7 +227,12 @@ def evaluate_only(model: nn.Module, asked: Asked):
             from prepare.pipeline import would_split
             split = would_split(dataset.manifest)
         lacks = f"{dataset.name} has no validation set: prepare it with --val-split {split}"
-        raise UserError(f"{dataset.too_short or lacks}.")
+        if dataset.short:
+            lacks = f"the validation set of {dataset.name} fills no row of {args.seq_len}"
+            with room("loggers"):
+                from loggers.start import too_short
+                lacks = too_short(dataset)
+        raise UserError(f"{lacks}.")
     masker = None
     if isinstance(model, MLM):
         rate = saved["settings"].get("EVAL_RATE", 0.15)
