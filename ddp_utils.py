@@ -2063,7 +2063,8 @@ class Checkpoints:
             torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
         text = (f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.3g} GB in "
                 f"{time.perf_counter() - begun:.1f} s)")
-        for old in list_checkpoints(self.run_directory)[self.keep_last:]:
+        its_own = [p for p in list_checkpoints(self.run_directory) if monitor.CHECKPOINT.fullmatch(p.name)]
+        for old in its_own[self.keep_last:]:
             old.unlink()
             text += f"; removed {old.name}"
         self.say(text)

@@ -16,6 +16,7 @@ import errno
 import json
 import math
 import os
+import re
 import resource
 import sys
 import threading
@@ -45,6 +46,8 @@ from data import (
 GB = 2**30
 MB = 2**20
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
+# The names that a run gives its checkpoints. It deletes no others, such as a copy that somebody made.
+CHECKPOINT = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
 
 # -----------------------------------------------------------------------------------------------------------
 # A run's directory and its end
@@ -94,7 +97,9 @@ class RunLock:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, self._owner.encode())
         for leftover in (self.out / "checkpoints").glob(".tmp-*"):
-            leftover.unlink()
+            name = leftover.name.removeprefix(".tmp-")
+            if name == "best.pt" or CHECKPOINT.fullmatch(name):
+                leftover.unlink()
 
     def lost(self) -> str:
         """Why this run may no longer write into its directory, or ""."""

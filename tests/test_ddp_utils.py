@@ -113,6 +113,30 @@ def all_tensors(state):
     return {f"{group}/{name}": t.clone() for group, name, t, _ in state.tensors()}
 
 
+def test_only_files_of_a_run_are_deleted(tmp_path, world):
+    """A copy that somebody made is found, but neither deleted nor counted among those to keep."""
+    state = make_state(world)
+    save(tmp_path, world, state, steps=(1, 2))
+    first, second = (path.name for path in ddp_utils.list_checkpoints(tmp_path)[::-1])
+    kept = [first.replace(".pt", " (copy).pt"), second.replace(".pt", "_best so far.pt"), ".tmp-mine",
+            f"{first}.bak", "step_00000001_loss2.5.pt", ".tmp-step_notes.txt"]
+    for name in kept:
+        shutil.copy(tmp_path / "checkpoints" / first, tmp_path / "checkpoints" / name)
+    (tmp_path / "checkpoints" / ".tmp-folder").mkdir()
+    found = {path.name for path in ddp_utils.list_checkpoints(tmp_path)}
+    assert found == {first, second, kept[0], kept[1], kept[4]}
+    for loss in ("-0.5000", "inf", "nan"):  # of a task of one's own, and of a step that was skipped
+        (tmp_path / "checkpoints" / f"step_00000003_loss{loss}_20261120_143022.pt").touch()
+    for killed in (f".tmp-{first}", ".tmp-best.pt"):
+        (tmp_path / "checkpoints" / killed).touch()
+    lock = ddp_utils.monitor.RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    save(tmp_path, world, state, steps=(123456789,), keep_last=1)
+    newest = ddp_utils.list_checkpoints(tmp_path)[0].name
+    assert {*os.listdir(tmp_path / "checkpoints")} == {newest, ".tmp-folder", *kept}
+
+
 def save(out, world, state, steps=(1,), said=None, keep_last=3):
     (out / "checkpoints").mkdir(exist_ok=True)
     checkpoints = Checkpoints(out, world, keep_last, (said if said is not None else []).append)
