@@ -248,9 +248,21 @@ nonnegative_int = number(0, number_type=int)
 fraction = number(0, 1, open_end=True)
 
 
+def expanded(text: str) -> str:
+    """A type for argparse: a path or a source, or several with commas. The ~ that a shell leaves in --out=~/x
+    is the home directory, unless there is something of that name here.
+    """
+    return text if os.path.exists(text) else ",".join(map(os.path.expanduser, text.split(",")))
+
+
+def local_path(text: str) -> Path:
+    """A type for argparse, see `expanded`."""
+    return Path(expanded(text))
+
+
 def utf8_path(text: str) -> Path:
     """A type for argparse. ValueError if a path is not UTF-8, which torch needs."""
-    return Path(text.encode().decode())
+    return local_path(text.encode().decode())
 
 
 def steps_or_fraction(text: str) -> int | float:

@@ -73,6 +73,7 @@ from data import (
     access,
     cpu_count,
     directory_of,
+    expanded,
     first_line,
     flag_group,
     fraction,
@@ -546,10 +547,10 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
 
 def add_training_flags(parser: ArgumentParser):
     flag = flag_group(parser, "data")
-    flag("--data", str, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
+    flag("--data", expanded, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
          "which is prepared if needed (from the hub 20 tokens per parameter); A,B,B reads two directories, "
          "and B twice in each epoch")
-    flag("--tokenizer", str, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
+    flag("--tokenizer", expanded, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for task:addition, "
          "else gpt2)")
     flag("--max-tokens", parse_count, "prepare at most this many training tokens: 500k, 20M, 1.5B")
@@ -599,9 +600,9 @@ def add_training_flags(parser: ArgumentParser):
          "global_batch sequences, whatever --global-batch is; 0: all")
     flag("--save-every", positive_int, "steps between checkpoints")
     flag("--keep-last", positive_int, "checkpoints to keep, beside the best", 3)
-    flag("--resume", str, "auto: from the newest checkpoint in --out; none: start from scratch, in "
+    flag("--resume", expanded, "auto: from the newest checkpoint in --out; none: start from scratch, in "
          "an --out without checkpoints; or the path of a checkpoint or of a run directory", "auto")
-    flag("--init-from", str, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
+    flag("--init-from", expanded, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
          "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
     flag("--wandb", BooleanOptionalAction, "also log to Weights & Biases (pip install wandb); with "
          "WANDB_MODE=offline into wandb/ of the run, for wandb sync")

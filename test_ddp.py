@@ -26,6 +26,7 @@ from data import (
     ArgumentParser,
     Dataset,
     UserError,
+    expanded,
     first_line,
     flag_group,
     refuse_without,
@@ -206,8 +207,8 @@ def main():
     flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
     flag("--timeout", number(4), "seconds until who is missing is named", 60)
-    flag("--data", str, "a prepared directory, which has to be the same on all machines")
-    flag("--tokenizer", str, "of --data, if that has no manifest")
+    flag("--data", expanded, "a prepared directory, which has to be the same on all machines")
+    flag("--tokenizer", expanded, "of --data, if that has no manifest")
     args = parser.parse_args()
 
     with room("cluster"):

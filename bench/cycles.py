@@ -25,11 +25,12 @@ def cycle_numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = data.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", help="run directories")
-    parser.add_argument("--data", type=Path, default="shards/task-addition-bytes", help="prepared samples")
+    parser.add_argument("runs", type=data.local_path, nargs="+", help="run directories")
+    parser.add_argument("--data", type=data.local_path, default="shards/task-addition-bytes",
+                        help="prepared samples")
     parser.add_argument("--cycles", type=cycle_numbers, default="1,2,3,4,6,8,12,16,24",
                         help="columns of the table")
-    parser.add_argument("--picture", type=Path, help="PNG of the first run, a line for each level")
+    parser.add_argument("--picture", type=data.local_path, help="PNG of the first run, a line for each level")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
     columns = args.cycles

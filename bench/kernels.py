@@ -35,6 +35,11 @@ ATTENTION = [(64, 12, 1024, 64), (24, 12, 1024, 128)]  # (B, H, T, D) of GPT-2 1
 progress = SimpleNamespace(row=0, said=0, command=[])  # in a part; `said` by an earlier process; to go on
 
 
+def in_home(text: str) -> Path:
+    """A type for argparse: a path, with the ~ that a shell leaves in --json=~/x."""
+    return Path(text).expanduser()
+
+
 def milliseconds(function, device, repeats: int = 10) -> float:
     """The median time of a call, after three that are not counted."""
     import torch
@@ -196,7 +201,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path, help="append the lines to this file too")
+    parser.add_argument("--json", type=in_home, help="append the lines to this file too")
     parser.add_argument("--rows", type=int, help="of the compiled loss, instead of three sizes")
     parser.add_argument("--said", type=int, default=0, help=argparse.SUPPRESS)  # see attempt
     parser.add_argument("--no-workspace", action="store_true", help=argparse.SUPPRESS)  # the second matmul

@@ -124,7 +124,7 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
 
 def main() -> None:
     parser = data.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="stdlib", help="as for the trainers")
+    parser.add_argument("--data", type=data.expanded, default="stdlib", help="as for the trainers")
     parser.add_argument("--settings", default=",".join(SETTINGS), help=f"some of {', '.join(SETTINGS)}")
     parser.add_argument("--lr", default="3e-3", help="learning rates of settings without =RATE, with commas")
     parser.add_argument("--seeds", default="1,2,3")
@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs: --flags '--ema 0.99'")
     parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at a time")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--picture", type=Path, help="a PNG of the curves at the best rates")
+    parser.add_argument("--out", type=data.local_path, default=Path("runs/learning"))
+    parser.add_argument("--picture", type=data.local_path, help="a PNG of the curves at the best rates")
     args = parser.parse_args()
     seeds = args.seeds.split(",")
     rates = {name: [rate] if rate else args.lr.split(",") for name, _, rate in (

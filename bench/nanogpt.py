@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import ArgumentParser, cpu_count
+from data import ArgumentParser, cpu_count, local_path
 
 ROOT = Path(__file__).resolve().parent.parent
 THEIRS = ("--device=cpu --compile=False --log_interval=200 --block_size=64 --batch_size=12 --n_layer=4 "
@@ -54,8 +54,8 @@ def ours(text: Path, steps: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
-    parser.add_argument("text", type=Path, help="such as its Shakespeare")
+    parser.add_argument("nanogpt", type=local_path, help="a clone of karpathy/nanoGPT")
+    parser.add_argument("text", type=local_path, help="such as its Shakespeare")
     parser.add_argument("--iterations", default="2000,3600", help="of nanoGPT (2000 is that of its README)")
     parser.add_argument("--steps", default="320,600", help="of train_gpt2.py, for about the same times")
     args = parser.parse_args()

@@ -52,6 +52,11 @@ ATTENTION = {"cudnn": r"cudnn.*sdpa", "flash": r"flash_(fwd|bwd)|FlashAttn", "ef
              "flex": r"flex_attention"}  # by the names of their kernels
 
 
+def in_home(text: str) -> Path:
+    """A type for argparse: a path, with the ~ that a shell leaves in --json=~/x."""
+    return Path(text).expanduser()
+
+
 def settings(args) -> dict:
     """Shape and batch: the preset's, then what the command line says."""
     import importlib
@@ -379,7 +384,7 @@ def contestant(args) -> None:
 def of_checkout(flags: list[str]) -> tuple[Path, list[str]]:
     """This script in the checkout that flags of --also name, and those that are left."""
     of = argparse.ArgumentParser(prog="--also", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
-    of.add_argument("--code", metavar="DIR", type=Path, default=ROOT)
+    of.add_argument("--code", metavar="DIR", type=in_home, default=ROOT)
     found, flags = of.parse_known_args(flags)
     script = found.code / "bench" / "train.py"
     if not script.is_file():
@@ -513,7 +518,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--also", action="append", default=[], metavar="FLAGS", help="ours once more, with "
                         "flags such as --also=--fast or --also='--checkpoint-activations block', or of "
                         "another checkout: --also='--code DIR'")
-    parser.add_argument("--peer-source", metavar="DIR", help="where nanoGPT's model.py lies")
+    parser.add_argument("--peer-source", type=in_home, metavar="DIR", help="where nanoGPT's model.py lies")
     parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt "
                         "on a CPU: fp32)")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
@@ -528,7 +533,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpoint-activations", choices=("none", "block", "selective"), default="none")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="(on GPUs)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", type=Path, help="append the numbers to this file, a line")
+    parser.add_argument("--json", type=in_home, help="append the numbers to this file, a line")
     parser.add_argument("--verbose", action="store_true", help="show what the processes print")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)

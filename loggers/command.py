@@ -19,7 +19,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from data import ArgumentParser, UserError, access, say
+from data import ArgumentParser, UserError, access, local_path, say
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
 from monitor import FAULTS, evaluations_of, read_metrics
@@ -72,7 +72,7 @@ def show_run(run: Path):
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code of a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR",
+    parser.add_argument("run", nargs="?", type=local_path, metavar="RUN_DIR",
                         help="a run: prints a summary as JSON and draws its curves (without it, readings of "
                         "this machine)")
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")

@@ -15,7 +15,9 @@ from data import (
     Shards,
     UserError,
     access,
+    expanded,
     flag_group,
+    local_path,
     open_shard,
     parse_count,
     read_directory,
@@ -97,8 +99,9 @@ def main():
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
     p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
-    p.add_argument("--out", type=Path, help="directory to write (default: shards/<dataset>-<tokenizer>)")
-    p.add_argument("--tokenizer", dest="tokenizer_name",
+    p.add_argument("--out", type=local_path,
+                   help="directory to write (default: shards/<dataset>-<tokenizer>)")
+    p.add_argument("--tokenizer", type=expanded, dest="tokenizer_name",
                    help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
     flag = flag_group(p, "settings")
     flag("--max-samples", parse_count, "stop after this many documents: 500k, 2M")
@@ -130,10 +133,11 @@ def main():
     for run, text in ((info, "what a prepared directory holds"),
                       (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):
         p = commands.add_parser(run.__name__, help=text)
-        p.add_argument("directory", type=Path)
+        p.add_argument("directory", type=local_path)
         p.set_defaults(run=run)
         if run is not verify:
-            p.add_argument("--tokenizer", dest="tokenizer_name", help="for shards without a manifest")
+            p.add_argument("--tokenizer", type=expanded, dest="tokenizer_name",
+                           help="for shards without a manifest")
         if run is peek:
             flag = flag_group(p, "which rows")
             flag("--rows", int, "how many", 3)

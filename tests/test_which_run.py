@@ -32,6 +32,7 @@ import train_mlm
 from data import UserError, flag_group
 from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2Config
+from prepare import command as prepare_command
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
 ENDLESS = {"steps": 1_000_000, "save_every": 20, "eval_every": 1_000_000, "log_every": 20}
@@ -887,3 +888,53 @@ def test_a_dry_run_needs_the_size_of_the_weights(tmp_path):
     done = GPT2.here(*flags)
     assert done.code == 2 and "give their --size as well" in done.out
     assert GPT2.here(*flags, "--size", "tiny").code == 0
+
+
+# ----------------------------------------------------------------------------------------- the home directory
+
+@pytest.fixture
+def at_home(tmp_path, monkeypatch):
+    """A home, and beside it the directory where all commands run."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path / "here")
+    return home
+
+
+@pytest.mark.parametrize("module", [train_gpt2, train_hrm, train_mlm])
+def test_each_flag_that_is_a_path_knows_the_home_directory(at_home, module):
+    """The shell leaves the ~ in --out=~/x, and replaces it in --out ~/x."""
+    named = [action for action in module.parse_args([]).parser._actions if action.nargs is None
+             and not action.choices and re.search(r"director|path|\bfile", action.help or "")]
+    flags = [action.option_strings[0] for action in named]
+    assert flags == ["--data", "--tokenizer", "--out", "--resume", "--init-from"]
+    given = module.parse_args([f"{flag}=~/x y" for flag in flags]).given
+    assert {*map(str, given.values())} == {f"{at_home}/x y"}
+    for data_flag, expected in {"~/a,~/b,b": f"{at_home}/a,{at_home}/b,b", "text:~/x.txt": "text:~/x.txt",
+                                "hf:~/set": "hf:~/set", "stdlib": "stdlib", "a~/b": "a~/b"}.items():
+        assert module.parse_args([f"--data={data_flag}"]).given["data"] == expected
+    Path("~/run").mkdir(parents=True)  # as an older version made it
+    assert module.parse_args(["--out=~/run"]).given["out"] == Path("~/run"), "its run goes on"
+
+
+def test_commands_find_their_paths_at_home(at_home, corpus, monkeypatch, capsys):
+    shutil.copy(corpus, at_home / "book.txt")
+    for words in ("prepare --dataset text:~/book.txt --tokenizer bytes --out=~/shards/book",
+                  "info ~/shards/book", "verify ~/shards/book", "peek ~/shards/book --rows 1"):
+        monkeypatch.setattr("sys.argv", ["data.py", *words.split()])
+        prepare_command.main()
+    assert "checksum OK" in capsys.readouterr().out
+    assert (at_home / "shards" / "book" / "manifest.json").is_file()
+    flags = {"steps": 4, "save_every": 2, "eval_every": 4, "max_new_tokens": 3}
+    command = ["--data=~/shards/book", "--out=~/run", *GPT2.flags(None, None, **flags)[4:]]
+    assert "training complete" in (said := GPT2.here(*command).out), said
+    assert f"{at_home}/run" in said and len(list_checkpoints(at_home / "run")) == 2
+    resumed = GPT2.here(*command, "--resume=~/run", "--steps", "6").out
+    assert "training complete" in resumed and list_checkpoints(at_home / "run")[0].name[5:13] == "00000006"
+    new = [word for word in command if not word.startswith("--out")] + ["--out=~/new", "--init-from=~/run"]
+    assert GPT2.here(*new, "--tokenizer=~/run/tokenizer.json").code == 0
+    assert GPT2.here("--out=~/new", "--prompt", "The", "--max-new-tokens", "3").code == 0
+    assert monitor.main(["~/run"]) == 0
+    assert os.listdir() == [], "nothing is made here"
