@@ -20,7 +20,6 @@ from data import (
     local_path,
     open_shard,
     parse_count,
-    read_directory,
     read_manifest,
     read_rows,
     read_tokenizer_json,
@@ -64,9 +63,8 @@ def splits_of(dataset: Dataset) -> dict[str, Shards]:
 
 
 def info(directory: Path, tokenizer_name: str | None):
-    manifest, _ = read_directory(directory, 1, tokenizer_name, manifest_of_plain_shards)
-    dataset = Dataset([directory], row_of(str(directory)) or 1, tokenizer_name,
-                      plain=manifest_of_plain_shards)
+    dataset = Dataset([directory], row_of(directory) or 1, tokenizer_name, plain=manifest_of_plain_shards)
+    manifest = dataset.manifest
     print(f"{manifest['dataset']}: {describe(manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
     for split, shards in splits_of(dataset).items():
@@ -81,7 +79,7 @@ def info(directory: Path, tokenizer_name: str | None):
 def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None,
          seed: int):
     if seq_len is None:
-        seq_len = row_of(str(directory)) or 128
+        seq_len = row_of(directory) or 128
     if min(rows, seq_len) < 1:
         raise UserError("--rows and --seq-len must be 1 or more.")
     dataset = Dataset([directory], seq_len, tokenizer_name, plain=manifest_of_plain_shards)
@@ -113,8 +111,8 @@ def main():
          "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
     flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
          "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
-         "hash:0.01, for less than 10M tokens or 10k documents 0.1, as for stdlib of less than 1,000 "
-         "files, for task:addition 0.05)")
+         "hash:0.01, or hash:0.1 for files of less than 40 MB in all, --max-tokens below 10M, --max-samples "
+         "below 10k, or a stdlib of less than 1,000 files; for task:addition 0.05)")
     flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
          "16 (default: none; for task:addition the level)")
     flag("--shard-tokens", parse_count, "tokens per shard", "100M")

@@ -148,10 +148,7 @@ class ShardWriter:
             return  # all pairs so far were dropped; only a shard records the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
-        if self.splits == {"train"}:
-            self.manifest["lowest_hash"] = self.lowest
-        else:
-            self.manifest.pop("lowest_hash", None)
+        self.manifest["lowest_hash"] = self.lowest
         if self.lost["lost"]:
             self.manifest["lost"] = dict(self.lost)
         self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)

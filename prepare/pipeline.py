@@ -58,20 +58,21 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
-    settings = settings_of(dataset, **options)
+    settings = {"source": "", "tokenizer": tokenizer_name, **settings_of(dataset, **options)}
     if workers is not None and workers < 1:
         raise UserError("--workers must be 1 or more.")
-    source = Source(dataset, settings | {"tokenizer": tokenizer_name})
-    settings = {"source": source.identity, "tokenizer": tokenizer_name, **settings}
+    source = Source(dataset, settings)  # the same dict, of which some values follow
+    settings["source"] = source.identity
     with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
-        if dataset == "stdlib" and options.get("val_split") is None:  # shards of an older default stay
-            settings["val_split"] = manifest["settings"]["val_split"]
+        recorded = manifest["settings"]
+        if options.get("val_split") is None:  # shards of an older default stay
+            settings["val_split"] = recorded["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
-        for key in manifest["settings"] | settings:
-            before = manifest["settings"].get(key)
+        for key in recorded | settings:
+            before = recorded.get(key)
             now = settings.get(key)
             if before != now:
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): delete "
@@ -87,7 +88,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         tokenize(writer, source, tokenizer, workers or cpu_count())
         if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
-                            "longer than --row, or all of it fell into the validation split.")
+                            "longer than --row, or all of it fell into the validation split, which "
+                            "--val-split hash:0.000001 avoids.")
         writer.commit(complete=True)
         writer.writing.result()
     say(f"{out} is ready: {describe(manifest)}")
@@ -103,11 +105,13 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     """The settings that determine the bytes `prepare` writes, besides the text and the tokenizer, with
     defaults. Raises UserError for options that conflict.
     """
-    prefix = dataset.partition(":")[0]
+    prefix, _, where = dataset.partition(":")
     if val_split is None:
+        files = find_files(where)
         # each text file is one document, so a few of them cannot be split by a hash
-        few = prefix == "text" and not split_on and len(find_files(dataset[5:])) < 100
-        small = (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
+        few = prefix == "text" and not split_on and len(files) < 100
+        small = 0 < sum(path.stat().st_size for path in files) < 4e7
+        small = small or (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
         # Python as Linux distributions have it lacks its tests, the larger half
         small = small or prefix == "stdlib" and len(stdlib_files()) < 1000
         fraction = UNTRAINED if prefix == "task" else 0.1 if small else 0.01
@@ -130,7 +134,7 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
         val_field = val_field or "level"
     elif val_field and fieldless:
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
-    pairs = prefix == "task" or bool(prompt_field or response_field or condition_field)
+    pairs = prefix == "task" or prompt_field or response_field or condition_field
     if text_field != "text" and (pairs or fieldless):
         raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
                         "out.")
@@ -155,15 +159,15 @@ def lock_directory(out: Path):
     """Creates the directory of a data set and locks it for one process. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != "tokenizer.json")
+        others = sorted(name for name in os.listdir(out) if name[0] != "." and name != "tokenizer.json")
         if others and "manifest.json" not in others:
             raise UserError(f"{out} holds {others[0]} but no manifest: empty it, or give data.py "
                             "prepare another --out.")
         lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
     except OSError as error:
         kind = NotNow if error.errno == errno.ENOSPC else UserError
-        reason = why_not_made(out, error)
-        raise kind(f"{out} cannot be written: {reason}; give data.py prepare another --out.")
+        raise kind(f"{out} cannot be written: {why_not_made(out, error)}; give data.py prepare another "
+                   "--out.")
     with lock:
         lock_file(lock, lambda: say(f"waiting for another process that is preparing {out}"))
         yield
@@ -173,12 +177,13 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     """Writes tokenizer.json, training it for bpe:N, and a manifest without shards. Returns the manifest."""
     name = settings["tokenizer"]
     if bpe := re.fullmatch(r"bpe:(\d+)", name):
-        if not 300 <= int(bpe[1]) <= 1_000_000:
+        size = int(bpe[1])
+        if not 300 <= size <= 1_000_000:
             raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
         say(f"training {name} on {dataset}")
         texts = first_texts(source, settings)
-        (_, tokenizer), = in_order([texts], 1, train_bpe, int(bpe[1]))  # in a thread, for Ctrl-C's sake
-        if tokenizer.num_ids < int(bpe[1]):
+        (_, tokenizer), = in_order([texts], 1, train_bpe, size)  # in a thread, for Ctrl-C's sake
+        if tokenizer.num_ids < size:
             say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
     else:
         tokenizer = load_tokenizer(name)
@@ -237,12 +242,12 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     marks = 0
     without = 0
     limit = settings["max_tokens"]
-    full = bool(limit) and counts["read"] >= limit
+    full = limit and counts["read"] >= limit
     progress = source.progress
     progress.done = 0  # beginnings may have been read
     found = read_pieces(source, settings, writer.position, counts["documents"])
     batches = in_batches(item for item in found if not full or item[2] != "train")
-    lines = not sys.stderr.isatty() or bool(os.environ.get("TQDM_DISABLE"))
+    lines = not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE")
     said = time.monotonic()
     with tqdm(total=limit or progress.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
               mininterval=0.5) as bar:
@@ -372,8 +377,8 @@ def would_split(manifest: dict) -> str:
     if "lowest_hash" not in manifest:
         return "hash:0.1 or a larger fraction"
     if sum(shard["documents"] for shard in manifest["shards"]) == 1:
-        return "tail:0.1"
-    return f"hash:{max(100 * manifest['lowest_hash'] // 2**64 + 1, 10) / 100:g}"  # holds out that document
+        return "tail:0.1" if manifest["dataset"].startswith("text:") else "hash:0.1 and more documents"
+    return f"hash:{max(manifest['lowest_hash'] / 2**64 + 1e-4, 0.1):.4g}"  # holds out that document
 
 
 def describe(manifest: dict) -> str:

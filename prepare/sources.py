@@ -64,11 +64,15 @@ class Source:
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.kind, self.files = find_source(dataset)
         self.progress = Progress(total=sum(path.stat().st_size for path in self.files) or None)
-        self.identity = identity_of(self.kind, dataset, self.files)
-        val_split = settings["val_split"]
-        self.tail = float(val_split[5:]) if val_split.startswith("tail:") else None
+        self.identity = identity_of(self)
         if self.tail and self.kind != "text":
             raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
+
+    @property
+    def tail(self) -> float | None:
+        """The fraction at the end of a text that is held out, if it is not one of the documents."""
+        val_split = self.settings["val_split"]
+        return float(val_split[5:]) if val_split.startswith("tail:") else None
 
     def documents(self, start: int):
         """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
@@ -133,8 +137,9 @@ def repository(dataset: str) -> list[str | None]:
     return [*os.path.expanduser(name).split(":"), None][:2]
 
 
-def identity_of(kind: str, dataset: str, files: list[Path]) -> str:
+def identity_of(source) -> str:
     """A text that another data set, or another version of it, does not have."""
+    kind, dataset, files = source.kind, source.dataset, source.files
     if kind == "task":
         return f"{dataset}, the harder half of the levels held out"
     if not files:

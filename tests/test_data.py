@@ -354,7 +354,7 @@ def test_a_limited_set_has_a_validation_split_or_names_one(tmp_path, limits):
         texts = (random.Random(i * 1000 + j).choices("abcdefgh ", k=400) for j in range(12))
         path.write_text("\n".join(json.dumps({"text": "".join(text)}) for text in texts))
         out = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{i}", "bytes", workers=1, **limits)
-        assert data.read_manifest(out)["settings"]["val_split"] == ("hash:0.1" if limits else "hash:0.01")
+        assert data.read_manifest(out)["settings"]["val_split"] == "hash:0.1"
         tokens = counts_of(out)
         assert tokens["train"] <= limits.get("max_tokens", 10_000)
         if "val" not in tokens:
@@ -364,7 +364,7 @@ def test_a_limited_set_has_a_validation_split_or_names_one(tmp_path, limits):
             again = pipeline.prepare(f"jsonl:{path}", tmp_path / f"{i}-again", "bytes", workers=1,
                                      val_split=data_py.parse_val_split(named), **limits)
             assert counts_of(again).keys() == {"train", "val"}, named
-    assert without and (len(without) < 12 or not limits)
+    assert without and len(without) < 12
 
 
 def test_a_limit_leaves_out_the_pair_that_exceeds_it(tmp_path):
@@ -394,9 +394,9 @@ def test_a_mistake_before_the_first_shard_can_be_fixed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nnonsense\n')
     with pytest.raises(data.UserError, match="line 2"):
-        pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
+        pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1, val_split="hash:0.01")
     write_jsonl(path, ["one", "two"])
-    pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1)
+    pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1, val_split="hash:0.01")
     assert read_documents(tmp_path / "out", "train") == ["one", "two"]
 
 

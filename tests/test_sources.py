@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -460,3 +461,107 @@ def test_a_file_of_nanogpt_is_named_with_the_way_out(here):
     subprocess.run(command, shell=True, check=True, timeout=60,
                    env=os.environ | {"PYTHONPATH": os.path.dirname(data.__file__)})
     assert data.open_shard(here / "x" / "train_000000.bin").tolist() == list(range(500))
+
+
+def prepared_until(writes: int, dataset: str, out, **options):
+    """A prepare that is stopped after so many writes."""
+    write = packing.ShardWriter._write
+    count = iter(range(writes))
+
+    def written(*arguments):
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(packing.ShardWriter, "_write", written)
+        prepared(dataset, out, **options)
+    manifest = data.read_manifest(Path(out))
+    assert manifest["shards"] and not manifest["complete"]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "text", "lines"])
+@pytest.mark.parametrize("megabytes", [0, 50])
+def test_a_small_set_holds_out_one_document_in_ten(here, monkeypatch, form, megabytes):
+    """Files of less than 40 MB in all; more hold out one in 100."""
+    texts = [f"{n} some words" for n in range(600)]
+    options = {"split_on": "\n"} if form == "lines" else {}
+    if form == "jsonl":
+        dataset = write_rows(here / "x.jsonl", *({"text": text} for text in texts))
+    elif form == "parquet":
+        dataset = write_table(here / "x.parquet", text=texts)
+    elif form == "lines":
+        (here / "x.txt").write_text("\n".join(texts))
+        dataset = "text:x.txt"
+    else:
+        for n, text in enumerate(texts):
+            (here / f"{n}.txt").write_text(text)
+        dataset = "text:*.txt"
+    real = os.stat
+    if megabytes:
+        size = megabytes * 10**6
+        monkeypatch.setattr(sources.Path, "stat", lambda path, **flags: grown(real(path, **flags), size))
+    assert pipeline.settings_of(dataset, **options)["val_split"] == ("hash:0.01" if megabytes else "hash:0.1")
+    if not megabytes:
+        manifest = data.read_manifest(prepared(dataset, "out", **options))
+        held_out = sum(s["documents"] for s in manifest["shards"] if s["split"] == "val")
+        assert 40 < held_out < 80
+
+
+def grown(found, size: int):
+    return os.stat_result([size if at == 6 else number for at, number in enumerate(found)])
+
+
+@pytest.mark.parametrize("dataset", ["stdlib", "hf:some/repo", "imdb", "hf:folder"])
+def test_other_sources_hold_out_as_before(here, dataset):
+    (here / "folder").mkdir()
+    write_rows(here / "folder" / "a.jsonl", {"text": "row"})
+    assert pipeline.settings_of(dataset)["val_split"] == "hash:0.01"
+
+
+def test_shards_of_the_older_default_go_on(here):
+    """Complete ones, and those of a prepare that was killed."""
+    dataset = write_rows(here / "x.jsonl", *({"text": f"row {n} of many"} for n in range(900)))
+    whole = prepared(dataset, here / "whole", val_split="hash:0.01", shard_tokens=5000)
+    assert prepared(dataset, whole, shard_tokens=5000) == whole
+    prepared_until(1, dataset, here / "killed", val_split="hash:0.01", shard_tokens=5000)
+    killed = prepared(dataset, here / "killed", shard_tokens=5000)
+    assert bins(killed) == bins(whole) and len(bins(whole)) > 2
+    assert "another val_split" in refused(dataset, whole, val_split="hash:0.1", shard_tokens=5000)
+    (here / "x.txt").write_text("|".join(f"document {n}" for n in range(900)))
+    options = {"split_on": "|", "shard_tokens": 5000}
+    whole = prepared("text:x.txt", here / "tail", val_split="tail:0.3", **options)
+    prepared_until(1, "text:x.txt", here / "killed-tail", val_split="tail:0.3", **options)
+    assert bins(prepared("text:x.txt", here / "killed-tail", **options)) == bins(whole)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "text"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_the_val_split_that_is_named_works(here, capsys, form, count):
+    """It is given literally, and always leaves something to train on."""
+    for attempt in range(4):
+        texts = [f"document {attempt}-{n} of a few" for n in range(count)]
+        if form == "text":
+            (here / "x.txt").write_text("|".join(texts))
+            dataset, options = "text:x.txt", {"split_on": "|"}
+        elif form == "jsonl":
+            dataset, options = write_rows(here / "x.jsonl", *({"text": text} for text in texts)), {}
+        else:
+            dataset, options = write_table(here / "x.parquet", text=texts), {}
+        out = prepared(dataset, f"none-{attempt}", val_split="hash:0.000001", **options)
+        said = capsys.readouterr().out
+        named = re.search(r"--val-split (\S+) (in|and more documents)", said)
+        assert named
+        if count == 1 and form != "text":
+            assert named[2] == "and more documents"
+            continue
+        again = prepared(dataset, f"some-{attempt}", val_split=named[1], **options)
+        splits = {shard["split"] for shard in data.read_manifest(again)["shards"]}
+        assert splits == {"train", "val"} and out.exists()
+
+
+def test_a_set_that_is_held_out_altogether_is_told_what_to_give(here):
+    text = next(t for t in map(str, range(999)) if pipeline.hash64(t) < 2**64 / 10)
+    dataset = write_rows(here / "x.jsonl", {"text": text})
+    named = re.search(r"which --val-split (\S+) avoids", refused(dataset, "out"))[1]
+    assert data.read_manifest(prepared(dataset, "out", val_split=named))["complete"]
