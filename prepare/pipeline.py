@@ -35,6 +35,7 @@ from prepare.bpe import BPE_TRAIN_CHARS, train_bpe
 from prepare.packing import ShardWriter, shard_dtype, write_manifest
 from prepare.sources import (
     BLOCK,
+    LARGEST_READ,
     LARGEST_ROW,
     SHORT_NAMES,
     TASK_ROW,
@@ -42,6 +43,7 @@ from prepare.sources import (
     UNTRAINED,
     Source,
     find_files,
+    identity_of,
     pieces,
     stdlib_files,
 )
@@ -68,6 +70,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         if not manifest or not manifest["shards"]:
             manifest = start_manifest(dataset, out, source, settings)
         recorded = manifest["settings"]
+        settings["source"] = current_identity(source, out)
         if options.get("val_split") is None:  # shards of an older default stay
             settings["val_split"] = recorded["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
@@ -196,6 +199,7 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
     manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
                 "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
     manifest |= {"row": settings["row"], "roles": tokenizer.roles} if source.pairs else {}
+    manifest["whole"] = identity_of(source, LARGEST_READ)
     write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
     return manifest
 
@@ -449,10 +453,23 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     return out
 
 
+def current_identity(source: Source, out: Path) -> str:
+    """The identity of a source with shards in `out`; with all that its files hold if one is newer than those
+    and something has changed.
+    """
+    written = (out / "manifest.json").stat().st_mtime
+    if all(path.stat().st_mtime < written for path in source.files):
+        return source.identity
+    if source.progress.total >= LARGEST_READ:
+        say(f"note: {source.dataset} is newer than {out}, and too large to be compared with what was read")
+    whole = identity_of(source, LARGEST_READ)
+    return whole if read_manifest(out).get("whole", whole) != whole else source.identity
+
+
 def check_source(data: str, out: Path, settings: dict):
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
-        identity = Source(data, settings).identity
+        identity = current_identity(Source(data, settings), out)
     except (UserError, OSError) as error:  # the source is gone; the shards suffice
         return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
     if identity != settings["source"]:

@@ -37,6 +37,7 @@ SHORT_NAMES = {  # for hf:REPO[:CONFIG]
 SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
            + ", ".join(SHORT_NAMES))
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
+LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
 
 
 @dataclass
@@ -137,8 +138,10 @@ def repository(dataset: str) -> list[str | None]:
     return [*os.path.expanduser(name).split(":"), None][:2]
 
 
-def identity_of(source) -> str:
-    """A text that another data set, or another version of it, does not have."""
+def identity_of(source, largest: int = 64 * BLOCK) -> str:
+    """A text that another data set, or another version of it, does not have. Of files that have `largest`
+    bytes or more in all, only samples are read.
+    """
     kind, dataset, files = source.kind, source.dataset, source.files
     if kind == "task":
         return f"{dataset}, the harder half of the levels held out"
@@ -146,7 +149,7 @@ def identity_of(source) -> str:
         return ":".join(map(str, repository(dataset)))
     sizes = [[path.name, path.stat().st_size] for path in files]
     total = sum(size for _, size in sizes)
-    digest = sha256_of if total < 64 * BLOCK else sample_digest
+    digest = sha256_of if total < largest else sample_digest
     content = digest_json([kind == "hub" and dataset.partition(":")[2], *map(digest, files)])
     return f"{kind}, {len(files)} files, {total} bytes, {digest_json(sizes)[:16]}, content {content[:16]}"
 

@@ -463,6 +463,61 @@ def test_a_file_of_nanogpt_is_named_with_the_way_out(here):
     assert data.open_shard(here / "x" / "train_000000.bin").tolist() == list(range(500))
 
 
+@pytest.fixture
+def large(here):
+    """A text of which a start reads only samples."""
+    (here / "large.txt").write_text("the cat sat on the mat and looked at ships\n" * 1_700_000)
+    return "text:large.txt"
+
+
+OF_LARGE = {"val_split": "hash:0.000001", "max_tokens": 30_000}
+
+
+def edit(path):
+    """Corrects a word without changing the length, between what is sampled."""
+    with open(path, "r+b") as file:
+        file.seek(43 * 100_000 + 4)
+        file.write(b"dog")
+
+
+def later(path, seconds: float = 10):
+    os.utime(path, (time.time() + seconds,) * 2)
+
+
+def test_an_edit_in_a_large_text_is_noticed(here, large, capsys, monkeypatch):
+    out = prepared(large, "out", **OF_LARGE)
+    settings = data.read_manifest(out)["settings"]
+    later("large.txt")
+    assert prepared(large, "out", **OF_LARGE) == out, "a time alone refuses nothing"
+    pipeline.check_source(large, out, settings)
+    edit("large.txt")
+    assert sources.Source(large, settings).identity == settings["source"], "or this test shows nothing"
+    later("large.txt", -1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "sha256_of", None)  # all is read only if a file is newer
+        assert prepared(large, "out", **OF_LARGE) == out
+    later("large.txt")
+    assert "another source" in refused(large, "out", **OF_LARGE)
+    with pytest.raises(data.UserError, match="another text"):
+        pipeline.check_source(large, out, settings)
+    assert "note" not in capsys.readouterr().out
+    monkeypatch.setattr(pipeline, "LARGEST_READ", 70_000_000)
+    pipeline.check_source(large, out, settings)
+    assert capsys.readouterr().out.count("too large to be compared") == 1
+
+
+def test_shards_of_a_large_text_without_a_digest_go_on(here, large, capsys):
+    """As they were written until 2026-11-27."""
+    out = prepared(large, "out", **OF_LARGE)
+    manifest = data.read_manifest(out)
+    manifest.pop("whole", None)
+    packing.write_manifest(out, manifest)
+    later("large.txt")
+    assert prepared(large, "out", **OF_LARGE) == out
+    pipeline.check_source(large, out, manifest["settings"])
+    assert "note" not in capsys.readouterr().out
+
+
 def prepared_until(writes: int, dataset: str, out, **options):
     """A prepare that is stopped after so many writes."""
     write = packing.ShardWriter._write
@@ -478,6 +533,14 @@ def prepared_until(writes: int, dataset: str, out, **options):
         prepared(dataset, out, **options)
     manifest = data.read_manifest(Path(out))
     assert manifest["shards"] and not manifest["complete"]
+
+
+def test_an_edit_in_a_large_text_is_noticed_before_prepare_resumes(here, large):
+    options = OF_LARGE | {"split_on": "ships", "shard_tokens": 9000}
+    prepared_until(2, large, "out", **options)
+    edit("large.txt")
+    later("large.txt")
+    assert "another source" in refused(large, "out", **options)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "text", "lines"])
