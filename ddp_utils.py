@@ -553,10 +553,12 @@ def add_training_flags(parser: ArgumentParser):
     flag("--tokenizer", expanded, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
          "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for task:addition, "
          "else gpt2)")
-    flag("--max-tokens", parse_count, "prepare at most this many training tokens: 500k, 20M, 1.5B")
+    flag("--max-tokens", parse_count, "prepare at most this many training tokens, of pairs before they are "
+         "packed: 500k, 20M, 1.5B")
     flag("--max-samples", parse_count, "prepare at most this many documents")
     flag("--min-words", positive_int, "prepare only documents with at least this many words")
-    flag("--seed", number(0, 2**31, int), "seed of weights, sample order and dropout", 0)
+    flag("--seed", number(0, 2**31, int),
+         "seed of weights, sample order, dropout and samples of text", 0)
     flag = flag_group(parser, "steps and batches")
     flag("--steps", positive_int, "optimizer steps of the run")
     flag("--epochs", number(1e-9), "passes over the data, instead of --steps")
