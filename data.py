@@ -331,6 +331,7 @@ class Vocabulary:
             self.roles = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
         self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in self.vocab)
         self._byte_level = "ByteLevel" in str(spec["decoder"])
+        self.exact = self._byte_level  # whether `lengths` add up to the bytes of a text
         self._text = text
 
     def to_json(self) -> str:
@@ -350,6 +351,12 @@ class Vocabulary:
             return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
 
         return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """`lengths` as int64 (ids,), with 0 for special tokens."""
+        lengths = self.lengths()
+        return np.array([lengths.get(i, 0) for i in range(self.num_ids)])
 
 
 def tokenizer_id(tokenizer) -> str:
@@ -837,6 +844,13 @@ class Dataset:
         self.ids = self.tokenizer.to_json(), self.roles
         for shards in (self.train, *self.val.values()):
             shards.ids = self.ids
+            first = shards.paths[0]
+            counted = manifests[first.parent].get("lost", {})
+            split = first.name[:-10]  # such as "val_"
+            unknown = 1 if self.tokenizer.exact else math.nan
+            ratio = counted.get(f"{split}bytes", unknown) / counted.get(f"{split}tokens", 1)
+            # of the bytes of its text to those that its tokens spell; NaN if nobody has counted them
+            shards.byte_ratio = 1 if abs(ratio - 1) < 5e-4 else ratio
         self.manifest = [*manifests.values()][-1]  # of the last directory
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
@@ -851,12 +865,6 @@ class Dataset:
             raise UserError("what this trainer makes of its data leaves a set without rows: let it keep "
                             "some, or take that set out of dataset.val.")
 
-    @functools.cached_property
-    def token_bytes(self):
-        """The number of bytes that each id stands for, int64 (ids,); 0 for special tokens."""
-        import torch
-        lengths = self.tokenizer.lengths()
-        return torch.tensor([lengths.get(i, 0) for i in range(self.tokenizer.num_ids)])
 
 
 def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = None,

@@ -2383,7 +2383,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
     """
     args, model, world = run.args, state.model.eval(), state.world
     reserved = {"samples", "exact", "correct", "criterion"}  # no names for a metric
-    token_bytes = run.dataset.token_bytes.to(world.device)
+    token_bytes = torch.from_numpy(run.dataset.tokenizer.token_bytes).to(world.device)
     seed_step(args.seed, 0, world.rank)
     totals = Counter()
     of_names = {}
@@ -2412,6 +2412,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
                     break
             assert_same("the names of what is evaluated", json.dumps([*sums]),
                         "return the same names for every batch")
+            sums["bytes"] *= getattr(shards, "byte_ratio", 1)
             sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
             totals.update(sums)
             if name:

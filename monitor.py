@@ -145,6 +145,9 @@ def format_known(values: dict, formats: dict[str, str]) -> list[str]:
 # -----------------------------------------------------------------------------------------------------------
 # What a trainer reports
 
+NO_BYTES = ("note: evaluations give no bits per byte, because the tokens do not spell each byte of the text, "
+            "and its bytes were not counted, as they are where text, but not pairs, is prepared now")
+
 # Tags of the curves in TensorBoard, by the keys of a record
 TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss": "Loss/val_epoch",
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",
@@ -263,7 +266,7 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_accuracy"] = found.pop("val_correct")
     if "exact" in sums:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
-    else:  # so that tokenizers can be compared
+    elif not math.isnan(sums["bytes"]):  # so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
     return found
 

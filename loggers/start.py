@@ -1,5 +1,6 @@
 """What a run says before its first step."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 from data import room
 from loggers.machine import begin_curves
 from model import blocks_of, flag_fields, flags_of_model, num_params
+from monitor import NO_BYTES
 
 
 def too_short(dataset) -> str:
@@ -87,6 +89,8 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
     if warmup > run.steps / 3:
         run.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
                 "--warmup or more steps")
+    if math.isnan(sum(getattr(rows, "byte_ratio", 1) for rows in dataset.val.values())):
+        run.say(NO_BYTES)
     if dataset.short:
         run.say(f"WARNING: {too_short(dataset)}")
     elif not dataset.val:

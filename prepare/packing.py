@@ -149,7 +149,7 @@ class ShardWriter:
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
         self.manifest["lowest_hash"] = self.lowest
-        if self.lost["lost"]:
+        if self.lost:
             self.manifest["lost"] = dict(self.lost)
         self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)
         self._begin_shard()

@@ -355,14 +355,14 @@ def in_batches(items, chars: int = BLOCK // 2):
 
 
 def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Counter]]:
-    """Token ids of each piece, and the characters that it loses, see HuggingFaceTokenizer.lost_in. A
+    """Token ids of each piece, and what it loses, see HuggingFaceTokenizer.lost_in. A
     document's first piece starts with end-of-text, unless it is a pair. Raises UserError with the number of
     the document that cannot be encoded.
     """
     arrays = []
     lost = []
     dtype = shard_dtype(tokenizer.vocab_size)
-    for document, piece, _, text in items:
+    for document, piece, split, text in items:
         try:
             if source.pairs:
                 prompt, response, *condition = text
@@ -377,7 +377,8 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
             reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
             raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
         arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
-        lost.append(tokenizer.lost_in(whole(text), arrays[-1]))
+        split = "train" if source.pairs else split  # of pairs the bytes are not counted
+        lost.append(tokenizer.lost_in(whole(text), arrays[-1], split))
     return arrays, lost
 
 

@@ -67,8 +67,8 @@ class Tokenizer(Vocabulary):
             parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
             return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
-    def lost_in(self, text: str, ids: np.ndarray) -> Counter:
-        """No characters: all bytes have tokens."""
+    def lost_in(self, text: str, ids: np.ndarray, split: str) -> Counter:
+        """No characters: all bytes have tokens, and these spell them."""
         return Counter()
 
     def encode_masked(self, text: str) -> list[int]:

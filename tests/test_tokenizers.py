@@ -3,13 +3,15 @@ blanks before a mask; and the files of weights of other people.
 """
 
 import json
+import math
 import re
+import shutil
 import sys
 
 import pytest
 import torch
 from conftest import SHARED
-from runs import Trainer
+from runs import Trainer, evaluations_of
 from test_model_gpt2_mlm import export, tiny
 
 import data
@@ -17,6 +19,7 @@ from data import UserError, tokenizer_id
 from model import GPT2, MLM
 from prepare import bpe as prepare_bpe
 from prepare import tokenizer_json
+from prepare.packing import write_manifest
 from prepare.pipeline import prepare
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_roles
 from weights.huggingface import from_hf
@@ -448,6 +451,119 @@ def test_fill_and_the_pipeline_see_the_same_ids(kind, tmp_path):
     ids = words(f"fill {ours.mask_token} in", return_tensors="pt")["input_ids"]
     assert int(ids.max()) < ours.vocab_size == words.vocab_size or ours.mask < ours.vocab_size
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")(ids)
+
+
+# ------------------------------------------------------------------------------------------ bits per byte
+
+
+def trained(kind: str, text: str) -> str:
+    """A tokenizer.json that the package `tokenizers` has trained on a text."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    special = ["[UNK]", "[SEP]", "[MASK]"]
+    if kind == "char-bpe":
+        made = tokenizers.CharBPETokenizer()
+        made.train_from_iterator([text], vocab_size=400, show_progress=False)
+        return made.to_str()
+    if kind == "word-level":
+        made = tokenizers.Tokenizer(models.WordLevel(unk_token="[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        trainer = trainers.WordLevelTrainer(special_tokens=special[:1])
+    elif kind == "word-piece":
+        made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=special)
+    else:
+        made = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        if kind == "white-byte-level":
+            stages = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            made.pre_tokenizer = pre_tokenizers.Sequence(stages)
+            made.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special)
+    made.train_from_iterator([text], trainer)
+    return made.to_str()
+
+
+def llama_without_blank() -> str:
+    """Each blank becomes its three bytes."""
+    spec = json.loads(foreign("llama"))
+    words = [word for word in spec["model"]["vocab"] if "\u2581" not in word]
+    spec["model"] |= {"vocab": {word: i for i, word in enumerate(words)}, "merges": []}
+    return json.dumps(spec)
+
+
+TALE = "".join(f"{n} times, she said:  «it's {n * n}», and so\n\tit was.\n" for n in range(1000, 1400))
+INEXACT = ("char-bpe", "bpe-whitespace", "word-level", "word-piece", "white-byte-level",
+           "llama-without-blank")
+EXACT = ("byte-level", "roberta", "llama", "bytes")
+
+
+@pytest.fixture(scope="session")
+def told(tmp_path_factory):
+    """A function: the shards of TALE with a kind of tokenizer, and the bytes of what is held out."""
+    pytest.importorskip("tokenizers")
+    place = tmp_path_factory.mktemp("told")
+    (place / "tale.txt").write_text(TALE)
+    size = len(TALE.encode())
+
+    def made(kind: str):
+        path = place / f"{kind}.json"
+        if kind == "llama-without-blank":
+            path.write_text(llama_without_blank())
+        elif kind in EXACT[:3]:
+            path.write_text(foreign(kind))
+        elif kind in INEXACT and not path.exists():  # training one again gives another
+            path.write_text(trained(kind, TALE))
+        name = str(path) if path.exists() else kind
+        return prepare(f"text:{place / 'tale.txt'}", place / kind, name, val_split="tail:0.25"), size / 4
+
+    return made
+
+
+@pytest.mark.parametrize("kind", INEXACT + EXACT)
+def test_bytes_of_a_text_of_any_tokenizer(kind, told):
+    """Those of the validation set, though tokens may lose its blanks or mark its words. Where they are exact,
+    not a digit changes.
+    """
+    made, size = told(kind)
+    rows = data.Dataset([made], 32).val[""]
+    spelled = int(rows.tokenizer.token_bytes[rows.tokens[0]].sum())
+    assert spelled * rows.byte_ratio == pytest.approx(size, rel=5e-4)
+    assert (rows.byte_ratio == 1) == (kind in EXACT) == (spelled == pytest.approx(size, rel=5e-4))
+    assert rows.tokenizer.exact == (kind in EXACT)  # of shards that were prepared before
+
+
+def without_counts(made) -> None:
+    """The shards as they were prepared before 2026-11-27."""
+    manifest = data.read_manifest(made)
+    manifest.pop("lost", None)
+    write_manifest(made, manifest)
+
+
+@pytest.mark.parametrize("kind, number", [("char-bpe", True), ("char-bpe", False), ("llama", False)])
+def test_bits_per_byte_are_those_of_the_text_or_none(kind, number, told, tmp_path):
+    """In the log and of --eval-only. Where nobody has counted the bytes, a line says so once."""
+    made, size = told(kind)
+    shutil.copytree(made, tmp_path / "shards")
+    if not number:
+        without_counts(tmp_path / "shards")
+    gpt2 = Trainer("train_gpt2.py", max_new_tokens=1, steps=1, eval_every=1, eval_batches=0)
+    done = gpt2.train(0, tmp_path / "shards", tmp_path / "run")
+    again = gpt2.train(0, tmp_path / "shards", tmp_path / "run", eval_only=True)
+    record, = evaluations_of(tmp_path / "run")
+    number = number or kind in EXACT
+    for text in done.out, again.out:
+        assert text.count("note: evaluations give no bits per byte") == (not number), text
+        assert bool(re.search(r"\d bits per byte", text)) == number, text
+    assert ('"val_bits_per_byte"' in again.out) == number
+    if number:
+        tokens = len(data.Dataset([made], 32).val[""].tokens[0])
+        bits = record["val_loss"] / math.log(2) * tokens / size
+        assert record["val_bits_per_byte"] == pytest.approx(bits, rel=0.01)
+    else:
+        assert "val_bits_per_byte" not in record
 
 
 # ------------------------------------------------------------------------------ what is read without prepare/

@@ -244,6 +244,8 @@ def evaluate_only(model: nn.Module, asked: Asked):
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
     if world.is_rank0:
+        if not {"val_exact", "val_bits_per_byte"} & found.keys():
+            print(monitor.NO_BYTES)
         where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
         print(" | ".join([where, *monitor.results(found)]))
         record = {"step": saved["step"], "data": dataset.name} | found
