@@ -866,7 +866,6 @@ class Dataset:
                             "some, or take that set out of dataset.val.")
 
 
-
 def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = None,
                    plain=None) -> tuple[dict, Vocabulary]:
     """Manifest and tokenizer of a directory of shards, whose sizes are checked. `plain(directory,

@@ -1016,21 +1016,21 @@ def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
     return directory
 
 
-def load_data(asked: Asked) -> Dataset:
+def load_data(asked: Asked, **example) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens. `asked.change_data`, a trainer's own function, may then replace its `train`, `val` and
-    `masker_class`, for training and --eval-only alike.
+    `masker_class`, for training and --eval-only alike. `example` has what the model's `example` takes more.
     """
+    useful = 0
     with room("cluster"):
         from cluster.diagnosis import refuse_lone_tasks
+        from cluster.memory import before_data
         refuse_lone_tasks()
-    args, model_class = asked.args, asked.model_class
-    with torch.device("meta"):
-        model = model_class(model_class.Config(**flags_of_model(model_class.Config, args)))
-    parameters = num_params(model)
+        useful = with_barrier(before_data, asked, example)
+    args = asked.args
 
     def read():
-        directories = [located(source, args, 20 * parameters, asked.world.local_rank)
+        directories = [located(source, args, useful, asked.world.local_rank)
                        for source in sources_of(args.data)]
         plain = None
         for directory in directories:

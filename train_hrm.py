@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None):
     low, high = truncation(asked.args)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = ddp.load_data(asked)
+    dataset = ddp.load_data(asked, bp_steps=high)
     run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)

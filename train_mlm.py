@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None):
         return use_model(asked)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = ddp.load_data(asked)
+    dataset = ddp.load_data(asked, mask_rate=asked.args.mask_rate)
     run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     tokenizer = dataset.tokenizer

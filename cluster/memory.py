@@ -24,8 +24,8 @@ from data import (
     room,
     sources_of,
 )
-from ddp_utils import SHARDED, STRATEGIES, Settled, flags_of_model
-from model import blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
+from ddp_utils import SHARDED, STRATEGIES, Asked, Settled, flags_of_model
+from model import MLM, blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
 
 
 def expected_ids(data: str, tokenizer_name: str | None) -> int:
@@ -155,16 +155,39 @@ def fits(held: dict[str, float], gigabytes: float, device: torch.device) -> bool
 
 def empty_model(model_class: type, args: Namespace) -> nn.Module:
     """The model that the flags of a trainer ask for, on the meta device."""
-    ids = args.vocab_size or pad_vocab(expected_ids(sources_of(args.data)[0], args.tokenizer))
+    ids = expected_ids(sources_of(args.data)[0], args.tokenizer)
+    ids = args.vocab_size or pad_vocab(ids - (not issubclass(model_class, MLM)))  # which alone has [MASK]
     flags = flags_of_model(model_class.Config, args)
     with torch.device("meta"):
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def dry_run(model_class: type, flags: Settled, **example):
-    """--dry-run: prints the memory that each process would need with each strategy, and whether it fits."""
+def before_data(asked: Asked, example: dict) -> int:
+    """How many tokens of a source on the hub are worth preparing: 20 for each parameter of the model. Before
+    they are prepared for a run on GPUs, warns if that does not fit; UserError if it is far from it.
+    """
+    args, world = asked.args, asked.world
+    prepared = all(any(directory_of(source, args.tokenizer).glob("*.bin"))
+                   for source in sources_of(args.data))
+    if world.is_rank0 and world.device.type == "cuda" and not prepared:
+        said = []
+        with contextlib.suppress(TypeError):  # of an `example` with arguments of its own
+            share = dry_run(asked.model_class, asked.settled, said.append, **example)
+            torch.compiler.reset()  # what was compiled for counting is not what will run
+            text = f"a process needs {share:.0%} of its memory, see --dry-run: {said[-1]}"
+            if share > 1.3:
+                raise UserError(text)
+            if share > USABLE["cuda"]:
+                print(f"WARNING: {text}")
+    return 20 * num_params(empty_model(asked.model_class, args))
+
+
+def dry_run(model_class: type, flags: Settled, say=print, **example) -> float:
+    """--dry-run: says the memory that each process would need with each strategy, and whether it fits.
+    Returns the part that --strategy needs.
+    """
     if int(os.environ.get("RANK") or 0) > 0:
-        return
+        return 0
     args = flags.args
     processes, gigabytes = machine(args.dry_run, args.device)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, flags.wanted_batch,
@@ -183,21 +206,21 @@ def dry_run(model_class: type, flags: Settled, **example):
         activations += kept_for_backward(model_class, model.config, device, dtype, mode, inputs, compiled)
     except Exception as error:  # such as shapes that depend on the data
         without = " without the activations of blocks"
-        print(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room for them")
+        say(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room for them")
     what = f"{model_class.__name__} of {num_params(model):,} parameters"
     how = f"{precision}, compile {'on' if compiled else 'off'}, activation checkpointing {mode}"
-    print(f"{what}, {processes} processes with {gigabytes:.0f} GB each, micro-batches of {batch} x "
+    say(f"{what}, {processes} processes with {gigabytes:.0f} GB each, micro-batches of {batch} x "
           f"{args.seq_len}, {how}; in GB:")
     table = {strategy: memory_of(model, strategy, args, processes, activations)
              for strategy in STRATEGIES}
     fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes, device)]
-    print(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
+    say(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
     for strategy, held in table.items():
         numbers = "".join(f"{n / 1e9:13.2f}" for n in (*held.values(), sum(held.values())))
-        print(f"{strategy:20}{numbers}  {'fits' if strategy in fitting else 'does not fit'}")
+        say(f"{strategy:20}{numbers}  {'fits' if strategy in fitting else 'does not fit'}")
     file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
     copies = pinned_bytes(model, args) / 1e9 if gpus else file
-    print(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
+    say(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
           f"{args.keep_last}, the best and the one being written, and {copies:.2f} GB of rank 0's host "
           "memory")
     chosen = args.strategy
@@ -205,8 +228,9 @@ def dry_run(model_class: type, flags: Settled, **example):
     ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes, device))
     ways += [f"--strategy {strategy}" for strategy in fitting] or ["more processes"]
     ways += ["--checkpoint-activations block"] * (mode != "block")
-    print(f"--strategy {chosen} "
+    say(f"--strategy {chosen} "
           + (f"fits{without}." if chosen in fitting else f"does not fit: use {' or '.join(ways)}."))
+    return sum(table[chosen].values()) / 1e9 / gigabytes
 
 
 def machine(text: str, device: str) -> tuple[int, float]:

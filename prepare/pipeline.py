@@ -449,6 +449,11 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
             settings["row"] = row
     if manifest and manifest["complete"]:
         check_source(data, out, settings)
+        tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
+        if endless and not max_tokens and useful > tokens == settings["max_tokens"]:
+            say(f"note: {out} was prepared up to {tokens:,} tokens, and this model would take {useful:,}, 20 "
+                f"for each parameter: for these run python data.py prepare --dataset {data} --tokenizer "
+                f"{settings['tokenizer']} --max-tokens {useful} --out {out}-more, and give --data {out}-more")
     else:
         if endless and not max_tokens:
             why = "" if prefix == "task" else ", 20 for each parameter"

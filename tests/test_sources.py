@@ -10,6 +10,7 @@ import lzma
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_data import bins, read_documents, read_split
 
 import data
 from prepare import bpe, packing, pipeline, sources
+from prepare import command as data_py
 from prepare import llm_c as prepare_llm_c
 from prepare.pipeline import prepare
 
@@ -640,3 +642,41 @@ def test_lines_that_end_as_on_windows_are_noted(here, capsys, ends, noted):
     dataset = write_rows(here / "x.jsonl", *({"q": f"{n}\r\n", "a": "b\r\n"} for n in range(50)))
     prepared(dataset, "pairs", prompt_field="q", response_field="a")  # which have no bits per byte
     assert "end with" not in capsys.readouterr().out
+
+
+def hub(tmp_path, monkeypatch):
+    """A folder that is read as a repository of the hub is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    rows = [json.dumps({"text": f"{n} " + "a b c " * 150}) for n in range(200)]
+    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(rows))
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full),
+                                  pytest.param("mlm", marks=pytest.mark.full)])
+def test_a_hub_source_has_20_tokens_for_each_parameter_that_is_trained(name, hub):
+    trainer = Trainer(f"train_{name}.py", steps=1, tokenizer="bytes")
+    done = trainer.train(0, "hf:corpus", "run", d_model=2, n_head=1)
+    parameters = int(re.search(r"initializing ([\d,]+) parameters", done.out)[1].replace(",", ""))
+    assert f"hf:corpus is prepared up to {20 * parameters:,} tokens, 20 for each parameter" in done.out
+
+
+def test_a_larger_model_on_the_same_hub_source(hub, monkeypatch, capsys):
+    """It takes what was prepared for a smaller one, and both numbers and the way to more are said; not if the
+    source has no more, or so many were asked for.
+    """
+    def note(useful: int, source: str = "hf:corpus", **limits) -> str:
+        pipeline.locate(source, "bytes", useful, 0, **limits)
+        return "".join(line for line in capsys.readouterr().out.splitlines(True) if line.startswith("note"))
+
+    assert not note(2000)
+    text = note(30_000)
+    assert "was prepared up to 2,000 tokens, and this model would take 30,000, 20 for each parameter" in text
+    command, directory = re.search(r"run python (data.py .*), and give --data (\S+)\n", text).groups()
+    monkeypatch.setattr("sys.argv", command.split())
+    data_py.main()
+    shards = data.read_manifest(Path(directory))["shards"]
+    assert sum(shard["tokens"] for shard in shards if shard["split"] == "train") == 30_000
+    assert not any((note(30_000, directory), note(30_000, max_tokens=2000), note(2000), note(1999)))
+    shutil.rmtree("shards")
+    assert not note(10**6) and not note(10**7)  # there is no more

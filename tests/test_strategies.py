@@ -24,7 +24,9 @@ from test_changes import FALSE_ALARMS
 import train_gpt2
 from cluster import memory
 from data import UserError
-from ddp_utils import list_checkpoints, refuse_gloo
+from ddp_utils import list_checkpoints, refuse_gloo, settle
+from model import GPT2
+from prepare.pipeline import prepare
 
 STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2"},
               "zero3": {"strategy": "zero3"}, "offload": {"strategy": "zero3-offload"}}
@@ -245,3 +247,62 @@ def test_dry_run_leaves_more_room_on_a_cpu():
     """Where fragmentation has taken 13 % of HRM 25m."""
     fit = [memory.fits({"together": 0.9e9}, 1.0, torch.device(device)) for device in ("cuda", "cpu")]
     assert fit == [True, False]
+
+
+def asked_of(*flags: str, device: str = "cuda") -> SimpleNamespace:
+    settled = settle(train_gpt2.parse_args([*flags]))
+    world = SimpleNamespace(is_rank0=True, device=torch.device(device))
+    return SimpleNamespace(args=settled.args, settled=settled, model_class=GPT2, world=world)
+
+
+def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus, capsys):
+    """On GPUs alone. What fits is said; only what is far from it is refused, never if the data are there."""
+    monkeypatch.chdir(tmp_path)
+    flags = ("--size", "gpt2", "--n-layer", "2", "--no-compile", "--data", f"text:{corpus}", "--tokenizer",
+             "bytes")
+
+    def ask(gigabytes: float, device: str = "cuda") -> str:
+        monkeypatch.setattr(memory, "machine", lambda *_: (1, gigabytes))
+        memory.before_data(asked_of(*flags, device=device), {})
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(memory, "machine", lambda *_: (1, 100))
+    needed = memory.dry_run(GPT2, asked_of(*flags).settled) * 100
+    assert capsys.readouterr().out.endswith("fits.\n") and 1 < needed < 80
+    assert not ask(2 * needed)
+    warned = ask(needed / 1.2)
+    assert re.fullmatch(r"WARNING: a process needs 120% of its memory, .* --strategy ddp does not fit: use a "
+                        r"smaller --batch or .*\n", warned)
+    with pytest.raises(UserError, match="needs 140% of its memory.* does not fit: use a smaller --batch or "):
+        ask(needed / 1.4)
+    assert not ask(needed / 1.4, device="cpu") and not (tmp_path / "shards").exists()
+    flags += ("--batch", "1")  # what it has said
+    assert not ask(needed / 1.4)
+    flags = flags[:-2]
+    prepare(f"text:{corpus}", None, "bytes")
+    capsys.readouterr()
+    assert not ask(needed / 9)
+
+
+def test_a_model_with_an_example_of_its_own_is_not_asked(monkeypatch, tmp_path):
+    class Own(GPT2):
+        def example(self, batch, device, weights):
+            raise AssertionError
+
+    monkeypatch.chdir(tmp_path)
+    asked = asked_of("--data", "text:any", "--tokenizer", "bytes")
+    asked.model_class = Own
+    assert memory.before_data(asked, {}) > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full),
+                                  pytest.param("mlm", marks=pytest.mark.full)])
+def test_a_trainer_asks_before_it_prepares(name, monkeypatch, tmp_path, corpus):
+    def refuse(asked, example):
+        inputs = memory.empty_model(asked.model_class, asked.args).example(2, "meta", **example)
+        raise UserError(f"asked of {len(inputs)} inputs")
+
+    monkeypatch.setattr(memory, "before_data", refuse)
+    monkeypatch.chdir(tmp_path)
+    done = TRAINERS[name].train(0, f"text:{corpus}", "run", tokenizer="bytes")
+    assert done.code == 2 and "error: asked of" in done.out and not [*tmp_path.iterdir()], done.out
