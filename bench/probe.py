@@ -20,13 +20,16 @@ import torch
 def read_labelled(path: Path) -> tuple[list[str], list[str]]:
     """(texts, labels). Exits with a sentence if the file is not what it should be."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        texts, labels = [row["text"] for row in rows], [str(row["label"]) for row in rows]
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would cut at U+2028, too
+        rows = [json.loads(line) for line in lines if line.strip()]
+        texts, labels = [row["text"] for row in rows], [row["label"] for row in rows]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("a text that is no string")
+        if not all(isinstance(label, str | int | float) and label == label for label in labels):
+            raise TypeError("a label that is no string, number, true or false")
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: {path} has no lines of JSON with text and label ({error!r}).")
-    return texts, labels
+    return texts, [str(label) for label in labels]
 
 
 @torch.no_grad()

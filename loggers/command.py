@@ -63,7 +63,9 @@ def show_run(run: Path):
     say(json.dumps({"run": name} | summarize(records)))
     path = run / "training_history.png"
     try:
-        draw_curves(name, records, path)
+        own = path.with_name(f".tmp-{os.getpid()}.png")  # the run or another command may draw it, too
+        draw_curves(name, records, own)
+        os.replace(own, path)
         print(f"the curves are in {path}", file=sys.stderr)
     except FAULTS as error:  # a run may be there for reading only
         print(f"the curves are not drawn: {why_not('matplotlib', error)}", file=sys.stderr)

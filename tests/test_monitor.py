@@ -24,6 +24,7 @@ import pytest
 import torch
 from conftest import ROOT, finish, kill, start
 
+import data
 import monitor
 from data import UserError
 from loggers import machine, picture
@@ -972,6 +973,24 @@ def test_a_run_as_a_line_and_a_picture(tmp_path, capsys):
     assert json.loads(line) == {"run": "one", "step": 20, "loss": 3.0, "tokens": 2000, "tokens_per_sec": 50.0,
                                 "val_loss": 3.75, "best_val_loss": 3.5, "best_step": 15}
     assert png_size(run / "training_history.png") == (800, 800)
+
+
+def test_a_run_that_draws_its_picture_while_the_command_does(tmp_path, capsys, monkeypatch):
+    """Neither takes the other's file."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record(step)) + "\n" for step in (1, 2)))
+    real = os.fsync
+
+    def fsync(descriptor):
+        monkeypatch.setattr(os, "fsync", real)
+        data.write_atomically(tmp_path / "training_history.png", b"of the run")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    code, _, errors = command(capsys, tmp_path)
+    assert code == 0 and "the curves are in" in errors, errors
+    assert png_size(tmp_path / "training_history.png")[0] == 800
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "training_history.png"}
 
 
 def test_a_run_that_has_just_begun_can_be_looked_at(tmp_path, capsys):

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import run
+from conftest import ROOT, run
 from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of
 
@@ -75,6 +75,21 @@ def test_probe(tmp_path, shards):
         labelled.write_text(content)
         done = fork(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
         assert done.code == 1 and done.out.startswith("error: ") and sentence in done.out, done.out
+
+
+def test_lines_that_a_probe_reads(tmp_path, monkeypatch):
+    """A byte order mark, blank lines and U+2028 are no mistakes; a label that is missing is no class."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    from probe import read_labelled
+    path = tmp_path / "labelled.jsonl"
+    rows = ['{"text": "a\u2028b", "label": 1}', "", '{"text": "c", "label": true}',
+            '{"text": "d", "label": "x"}']
+    path.write_text("\ufeff" + "\r\n".join(rows) + "\n \n")
+    assert read_labelled(path) == (["a\u2028b", "c", "d"], ["1", "True", "x"])
+    for label in "null", "NaN", '{"a": 1}', "[]":
+        path.write_text('{"text": "a", "label": ' + label + "}")
+        with pytest.raises(SystemExit, match="no lines of JSON with text and label .*label that is no str"):
+            read_labelled(path)
 
 
 @pytest.mark.full
