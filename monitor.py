@@ -266,7 +266,7 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_accuracy"] = found.pop("val_correct")
     if "exact" in sums:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
-    elif not math.isnan(sums["bytes"]):  # so that tokenizers can be compared
+    elif sums["bytes"] >= 0:  # not NaN; so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
     return found
 

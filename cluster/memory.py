@@ -167,8 +167,7 @@ def before_data(asked: Asked, example: dict) -> int:
     they are prepared for a run on GPUs, warns if that does not fit; UserError if it is far from it.
     """
     args, world = asked.args, asked.world
-    prepared = all(any(directory_of(source, args.tokenizer).glob("*.bin"))
-                   for source in sources_of(args.data))
+    prepared = any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
     if world.is_rank0 and world.device.type == "cuda" and not prepared:
         said = []
         with contextlib.suppress(TypeError):  # of an `example` with arguments of its own

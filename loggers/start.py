@@ -1,6 +1,5 @@
 """What a run says before its first step."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -89,7 +88,7 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
     if warmup > run.steps / 3:
         run.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
                 "--warmup or more steps")
-    if math.isnan(sum(getattr(rows, "byte_ratio", 1) for rows in dataset.val.values())):
+    if not all(getattr(rows, "byte_ratio", 1) > 0 for rows in dataset.val.values()):  # it may be NaN
         run.say(NO_BYTES)
     if dataset.short:
         run.say(f"WARNING: {too_short(dataset)}")

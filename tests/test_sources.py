@@ -644,6 +644,7 @@ def test_lines_that_end_as_on_windows_are_noted(here, capsys, ends, noted):
     assert "end with" not in capsys.readouterr().out
 
 
+@pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A folder that is read as a repository of the hub is."""
     monkeypatch.chdir(tmp_path)
