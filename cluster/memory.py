@@ -22,6 +22,7 @@ from data import (
     plan_batch,
     read_manifest,
     room,
+    say,
     sources_of,
 )
 from ddp_utils import SHARDED, STRATEGIES, Asked, Settled, flags_of_model
@@ -164,11 +165,11 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
 
 def before_data(asked: Asked, example: dict) -> int:
     """How many tokens of a source on the hub are worth preparing: 20 for each parameter of the model. Before
-    they are prepared for a run on GPUs, warns if that does not fit; UserError if it is far from it.
+    they are prepared for training on GPUs, warns if that does not fit; UserError if it is far from it.
     """
     args, world = asked.args, asked.world
-    prepared = any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
-    if world.is_rank0 and world.device.type == "cuda" and not prepared:
+    unasked = args.eval_only or any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
+    if world.is_rank0 and world.device.type == "cuda" and not unasked:
         said = []
         with contextlib.suppress(TypeError):  # of an `example` with arguments of its own
             share = dry_run(asked.model_class, asked.settled, said.append, **example)
@@ -177,7 +178,7 @@ def before_data(asked: Asked, example: dict) -> int:
             if share > 1.3:
                 raise UserError(text)
             if share > USABLE["cuda"]:
-                print(f"WARNING: {text}")
+                say(f"WARNING: {text}")
     return 20 * num_params(empty_model(asked.model_class, args))
 
 

@@ -276,9 +276,11 @@ def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus,
     with pytest.raises(UserError, match="needs 140% of its memory.* does not fit: use a smaller --batch or "):
         ask(needed / 1.4)
     assert not ask(needed / 1.4, device="cpu") and not (tmp_path / "shards").exists()
-    flags += ("--batch", "1")  # what it has said
-    assert not ask(needed / 1.4)
-    flags = flags[:-2]
+    whole = flags
+    for more in ("--eval-only",), ("--batch", "1"):  # the last is what it has said
+        flags = (*whole, *more)
+        assert not ask(needed / 1.4)
+    flags = whole
     prepare(f"text:{corpus}", None, "bytes")
     capsys.readouterr()
     assert not ask(needed / 9)
