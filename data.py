@@ -142,8 +142,14 @@ def names_in(directory: Path) -> list[str]:
     return []
 
 
+def from_launcher(name: str, otherwise: int = 0) -> int:
+    """A number in the environment. A text that is none is refused where several processes join."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
+
+
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
+    return from_launcher("LOCAL_RANK")
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -156,7 +162,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 setattr(sys, name, open(os.devnull, "r+"))
             stream = getattr(sys, name)
             if hasattr(stream, "reconfigure"):  # a terminal that cannot show every character; a notebook can
-                stream.reconfigure(errors="replace")
+                with contextlib.suppress(ValueError):  # a script has read from it, or closed it
+                    stream.reconfigure(errors="replace")
 
     def parse_known_args(self, args=None, namespace=None):
         found, unknown = super().parse_known_args(args, namespace)

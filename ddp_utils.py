@@ -77,6 +77,7 @@ from data import (
     first_line,
     flag_group,
     fraction,
+    from_launcher,
     fsync_directory,
     listed,
     local_rank,
@@ -149,6 +150,8 @@ def ending_of(error: BaseException, explain=None) -> tuple[int, str, str]:
         return error.code or 0, "", ""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped", "it was stopped by Ctrl-C."
+    if isinstance(error, BrokenPipeError):  # as after `--dry-run | head`, or before the first step of a run
+        return int(dist.is_initialized()), "", "its standard output was closed."
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
     if explain and (found := explain(error, heartbeat, show_traceback)):
@@ -314,7 +317,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
             heartbeat.wait_for_all()
     elif by_torchrun:
         rank, world_size, store = int(env["RANK"]), int(env["WORLD_SIZE"]), None
-    local_world_size = int(env.get("LOCAL_WORLD_SIZE") or 1)
+    local_world_size = from_launcher("LOCAL_WORLD_SIZE", 1)
     where, backend = with_barrier(choose_device, backend, device, local_world_size)
     if compare:
         compare(where, backend)
@@ -359,7 +362,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout),
         device_id=gpu))
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK') or 0}",
-                 int(env.get("GROUP_WORLD_SIZE") or 1), where, backend)
+                 from_launcher("GROUP_WORLD_SIZE", 1), where, backend)
 
 
 def connect(backend: str, function):
@@ -802,8 +805,9 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
     nodes are numbered anew.
     """
+    tell = functools.partial(say, file=sys.stderr if uses_model(args) else None)  # apart from a model's text
     if args.resume not in ("auto", "none"):
-        return load_checkpoint(args.resume, print, family=family)
+        return load_checkpoint(args.resume, tell, family=family)
     newest = with_barrier(lambda: max(map(step_of, list_checkpoints(out)), default=0))
     found = all_gather((newest, f"{world.node} ({HOST})"))
     first = found[0][0]
@@ -814,8 +818,8 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     if not uses_model(args) and (args.resume == "none" or not first):
         return None
     if world.is_rank0 and first:
-        say(f"reading the checkpoint of step {first} in {out}")  # which can take a while
-    return load_checkpoint(out, print, family=family)
+        tell(f"reading the checkpoint of step {first} in {out}")  # which can take a while
+    return load_checkpoint(out, tell, family=family)
 
 
 def run_directory(args: Namespace, trainer: str) -> Path:
@@ -2393,15 +2397,14 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             limit = args.eval_batches * run.settled.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, found = model(*micro_batch)
-                own = run.metric(model, *micro_batch) if run.metric else {}
+                own = {}
+                if run.metric:
+                    own = run.metric(model, *micro_batch)
+                    with room("loggers"):
+                        from loggers.checks import check_metric
+                        check_metric(run.metric, own)
                 monitor.refuse_taken([*found, *own, *reserved - found.keys()])
                 for key, value in own.items():
-                    if not isinstance(value, tuple) or len(value) != 2:
-                        raise UserError(f"the metric {key} is no sum with the count that divides it: return "
-                                        f'{{"{key}": (sum, count)}}.')
-                    if "/" in key or key.endswith(" (count)"):
-                        raise UserError(f"a metric cannot be called {key}: choose a name without / and "
-                                        "(count).")
                     found |= {key: value[0], f"{key} (count)": value[1]}
                 labels = micro_batch[-1]
                 found["labels"] = (labels >= 0).sum()

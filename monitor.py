@@ -455,7 +455,11 @@ class RunLog:
         for name, value in numbers.items():
             if hasattr(value, "full_tensor"):  # it is sharded
                 value = value.full_tensor()
-            numbers[name] = value.item() if hasattr(value, "item") else value
+            with suppress(AttributeError, ValueError, RuntimeError):  # no tensor, or not of one number
+                value = value.item()
+            if not isinstance(value, int | float | None):
+                raise UserError(f"{name} cannot be logged: it is no number but {type(value).__name__}.")
+            numbers[name] = value
         if not self.active:
             return
         run = self.settings

@@ -28,6 +28,11 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
         reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
                   "sudo apt install g++ python3-dev, or give --no-compile.")
         return 2, f"error: {reason}", reason
+    if isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
+        show_traceback(error)
+        reason = ("a gradient is None: optimizer_step clears them, so take their norms before it, and log "
+                  "them as docs/changing.md shows.")
+        return 1, f"error: {reason}", reason
     # whether a lost or late process caused it, rather than a mistake in this one
     from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     if not heartbeat or not (from_backend or isinstance(error, dist.DistError)):

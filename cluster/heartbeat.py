@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cluster import roll_call
 from data import HOST, NotNow, RunError, UserError, access, listed
 
+OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # which torchrun sets, too
 _joins = itertools.count()  # in this process, which may call main() again
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
@@ -22,20 +23,23 @@ WAY_BACK = "fix that and start the same command again on every node; it resumes 
 def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
     """Rank, world size, the store at MASTER_ADDR and, if there are other ranks, the heartbeat of this one."""
     env = os.environ
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not env.get(name) or name != "MASTER_ADDR" and not env[name].isdecimal():
-            wrong = "not a number" if env.get(name) else "not set"
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *OF_NODES):
+        value = env.get(name) or "1" * (name in OF_NODES)
+        if not value or name != "MASTER_ADDR" and not value.isdecimal():
+            wrong = "not a number" if value else "not set"
             raise UserError(f"{name} is {wrong}: start with torchrun, or give each process RANK, WORLD_SIZE, "
                             "MASTER_ADDR and MASTER_PORT, or for a single one `unset RANK WORLD_SIZE`.")
     rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} is not from 1 to 65535: choose one, the same for all processes.")
     where = f"{env['MASTER_ADDR']}:{port}"
     hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # otherwise torchrun does
     try:
         store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
                               wait_for_workers=False, multi_tenant=True)
-    except (RuntimeError, ValueError, TypeError) as error:  # the last of a port above 65535
+    except (RuntimeError, ValueError) as error:
         raise RunError(f"the port of {where} is in use here: end what uses it, or choose another MASTER_PORT."
                        if "EADDRINUSE" in str(error) else
                        f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "

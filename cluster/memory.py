@@ -19,13 +19,14 @@ from data import (
     default_tokenizer,
     directory_of,
     first_line,
+    from_launcher,
     plan_batch,
     read_manifest,
     room,
     say,
     sources_of,
 )
-from ddp_utils import SHARDED, STRATEGIES, Asked, Settled, flags_of_model
+from ddp_utils import SHARDED, STRATEGIES, Asked, Settled, flags_of_model, uses_model
 from model import MLM, blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
 
 
@@ -186,9 +187,11 @@ def dry_run(model_class: type, flags: Settled, say=print, **example) -> float:
     """--dry-run: says the memory that each process would need with each strategy, and whether it fits.
     Returns the part that --strategy needs.
     """
-    if int(os.environ.get("RANK") or 0) > 0:
+    if from_launcher("RANK") > 0:
         return 0
     args = flags.args
+    if uses_model(args):
+        raise UserError("--dry-run is alone: leave out --prompt, --export and the like.")
     processes, gigabytes = machine(args.dry_run, args.device)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, flags.wanted_batch,
                              flags.largest_batch)
@@ -244,5 +247,5 @@ def machine(text: str, device: str) -> tuple[int, float]:
         total = torch.cuda.get_device_properties(0).total_memory
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        total /= int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return int(os.environ.get("WORLD_SIZE") or 1), total / 1e9
+        total /= from_launcher("LOCAL_WORLD_SIZE", 1)
+    return from_launcher("WORLD_SIZE", 1), total / 1e9

@@ -2,8 +2,8 @@
 
 import re
 
-from data import EOT, MASK, UserError, without_surrogates
-from prepare.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
+from data import EOT, MASK, without_surrogates
+from prepare.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer, require
 
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
 LONGEST_RUN = 2000  # bpe:N is trained in a time that grows with the square of a run without a break
@@ -19,11 +19,9 @@ def short_runs(texts):
 
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE on texts; end-of-text and [MASK] are among its `vocab_size` ids."""
-    try:
-        from tokenizers import Regex, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as Trainable
-    except ImportError:
-        raise UserError("bpe:N needs the tokenizers package: pip install tokenizers, or use bytes.")
+    require("tokenizers", "bpe:N")
+    from tokenizers import Regex, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Trainable
     pattern = PATTERNS["cl100k_base"]
     bpe = Trainable(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([

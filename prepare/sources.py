@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data import FILE_PREFIXES, NotNow, UserError, access, digest_json, first_line, names_in, sha256_of
+from prepare.tokenizer import require
 
 SHORT_NAMES = {  # for hf:REPO[:CONFIG]
     "imdb": "stanfordnlp/imdb",
@@ -286,6 +287,7 @@ def json_texts(source, path, number, line):
 
 
 def read_parquet(source, progress):
+    require("pyarrow.parquet", source.dataset)
     from pyarrow import parquet
     for path in source.files:
         with readable(path):
@@ -303,6 +305,7 @@ def read_hub(source, progress):
         if not Path(name).exists() and not reachable(hub):
             raise NotNow(f"no network, so {name} cannot be read: use local files (text:, jsonl:, parquet:) "
                          "or the source stdlib, which every machine has.")
+        require("datasets", source.dataset)
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
         if rows.column_names:

@@ -3,6 +3,7 @@ programs. On disk each is a Hugging Face tokenizer.json.
 """
 
 import contextlib
+import importlib
 import itertools
 import json
 import re
@@ -11,7 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data import EOT, MASK, RESPONSE, UserError, Vocabulary, access, tokenizer_id, without_surrogates
+from data import (
+    EOT,
+    MASK,
+    RESPONSE,
+    UserError,
+    Vocabulary,
+    access,
+    first_line,
+    tokenizer_id,
+    without_surrogates,
+)
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
@@ -36,6 +47,19 @@ def spelled(token: bytes) -> str:
     return "".join(BYTE_TO_CHAR[b] for b in token)
 
 
+def require(module: str, what: str):
+    """Imports from a package. UserError says that `what` needs it, if it is missing or broken."""
+    try:
+        importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        package = module.partition(".")[0]
+        text = f"{what} needs the package {package}"
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise UserError(f"{text}: pip install {package}.")
+        raise UserError(f"{text}, which is broken here ({first_line(error)}): pip install --force-reinstall "
+                        f"{package}.")
+
+
 class Tokenizer(Vocabulary):
     """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
     never encodes to a special id.
@@ -50,6 +74,7 @@ class Tokenizer(Vocabulary):
         self._bytes |= {i: special.encode() for special, i in specials.items()}
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
+            require("tiktoken", f"the tokenizer {name}")
             import tiktoken
             self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                                special_tokens=specials)
@@ -154,8 +179,6 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     from prepare.tokenizer_json import HuggingFaceTokenizer
     try:
         return HuggingFaceTokenizer(name, text)
-    except ImportError:
-        raise UserError(f"the tokenizer {name} needs the tokenizers package: pip install tokenizers.")
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
@@ -168,6 +191,7 @@ def load_tokenizer(name: str) -> Vocabulary:
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
     if name in TIKTOKEN_IDS:
+        require("tiktoken", f"the tokenizer {name}")
         import tiktoken
         try:
             encoding = tiktoken.get_encoding(name)

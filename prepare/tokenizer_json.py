@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from data import ENDS, EOT, MASK, MASKS, UserError, Vocabulary, without_surrogates
+from prepare.tokenizer import require
 
 
 class HuggingFaceTokenizer(Vocabulary):
     """Any tokenizer.json that tokenizer.py did not write, run by the `tokenizers` package."""
 
     def __init__(self, name: str, text: str):
+        require("tokenizers", f"the tokenizer {name}")
         import tokenizers
         self._tokenizer = package = tokenizers.Tokenizer.from_str(text)
         package.encode_special_tokens = True  # "</s>" inside a text is text like any other
@@ -78,6 +80,7 @@ class HuggingFaceTokenizer(Vocabulary):
 def text_of_merges(name: str) -> str:
     """The tokenizer.json of GPT-2's older form, vocab.json and merges.txt, in the directory `name`."""
     merges = Path(name, "merges.txt")
+    require("tokenizers", f"the tokenizer {name}")
     try:
         from tokenizers import ByteLevelBPETokenizer
         old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))

@@ -1085,7 +1085,7 @@ def test_a_model_that_cannot_be_asked_is_no_contradiction(capsys):
     del lacks.embed
     for model in (wants, lacks):
         assert contradiction(model, torch.device("cpu")) == "" and model.training
-        assert f"{type(model).__name__} is not checked before it writes" in capsys.readouterr().out
+        assert f"{type(model).__name__} is not checked before it writes" in capsys.readouterr().err
         assert model.compute_dtype == torch.float32
     assert contradiction(GPT2(config), torch.device("cpu")) == "" and not capsys.readouterr().out
 

@@ -72,7 +72,7 @@ def test_main_can_be_called_again(tmp_path, shards, module, monkeypatch, capsys)
     assert cleaned_up() and steps_of(tmp_path / "run")[-1]["step"] == 8 and held
     if module is not train_mlm:
         module.main(["--out", str(tmp_path / "run"), "--prompt", "def", "--max-new-tokens", "2"])
-        assert "step 8 from" in capsys.readouterr().out and cleaned_up()
+        assert "step 8 from" in capsys.readouterr().err and cleaned_up()
     with pytest.raises(KeyboardInterrupt):  # the next interrupt is Python's own
         signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, own)

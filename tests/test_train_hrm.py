@@ -347,11 +347,11 @@ def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, t
             assert torch.equal(one[name], four[name]), name
 
 
-def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards):
+def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards, capsys):
     """Of `init` a size has a value of its own, which asks for nothing."""
     assert train(0, shards, tmp_path / "run", init="published", steps=1, eval_every=1).code == 0
     used = here("--out", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2", "--eval-cycles", "3")
-    assert used.code == 0 and "step 1 from" in used.out, used.out
+    assert used.code == 0 and "step 1 from" in capsys.readouterr().err, used.out
     halting = here("--out", tmp_path / "run", "--prompt", "a", "--halt")
     assert halting.code == 2 and "was trained with halt False" in halting.out
     further = train(0, shards, tmp_path / "new", size="tiny", init_from=tmp_path / "run", halt=True)

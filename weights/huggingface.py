@@ -238,11 +238,10 @@ CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['conten
 
 
 def _safetensors():
-    try:
-        import safetensors.torch
-        return safetensors
-    except ImportError:
-        raise UserError("Hugging Face weights need the package safetensors: pip install safetensors.")
+    from prepare.tokenizer import require
+    require("safetensors.torch", "a model of Hugging Face")
+    import safetensors.torch
+    return safetensors
 
 
 def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
@@ -374,8 +373,8 @@ def config_from_hf(model_class: type, source: str):
     """
     family, directory = hf_family(model_class, model_class.Config()), Path(os.path.expanduser(source))
     if not directory.is_dir():
-        from huggingface_hub import snapshot_download  # comes with datasets
         try:
+            from huggingface_hub import snapshot_download  # comes with datasets
             directory = Path(snapshot_download(source, allow_patterns=[
                 "*config.json", "*.safetensors*", "tokenizer.json", "vocab.json", "merges.txt"]))
         except Exception as error:  # of the hub, or of httpx below it

@@ -59,7 +59,8 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     try:
         return find_contradiction(model, device, everywhere)
     except (AttributeError, TypeError) as error:  # it has no `embed`, or its forward wants more than ids
-        say(f"WARNING: {type(model).__name__} is not checked before it writes ({first_line(error)})")
+        say(f"WARNING: {type(model).__name__} is not checked before it writes ({first_line(error)})",
+            file=sys.stderr)
         return ""
 
 

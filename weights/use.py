@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import random
+import select
+import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +40,7 @@ from weights.init_from import assert_tokenizer
 from weights.llama_cpp import logits_of_gguf, to_gguf
 from weights.sampling import continue_text, contradiction, fill_masks
 
+MODES = ("--eval-only", "--export", "--prompt", "--chat", "--fill")
 ROW = 1024  # tokens of an export that are compared at most
 # of the largest logit. Right exports differed by 4e-6 of it at most (an untrained HRM of 32 cycles by 9e-4),
 # in llama.cpp, whose GELU is a table in half precision, by 3e-3; most wrong ones by 3e-3, there by 1e-2.
@@ -81,10 +84,14 @@ def use_model(run: Asked):
     --resume.
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
+    modes = [word.partition("=")[0] for word in shlex.split(run.command) if word.startswith(MODES)]
+    if len(modes) > (1 if args.eval_only else len({*modes})):  # one of them would be ignored
+        raise UserError(f"{' and '.join(modes)} do not go together: give one of them.")
     if not args.eval_only:
         refuse_without("prepare", "using a run (--prompt, --export and the like)")
-    if args.export == "gguf" and not importlib.util.find_spec("gguf"):
-        raise UserError("--export gguf needs the package gguf: pip install gguf.")
+    if args.export == "gguf":
+        from prepare.tokenizer import require
+        require("gguf", "--export gguf")
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
     args.compile = False  # which takes longer than an answer
@@ -94,11 +101,12 @@ def use_model(run: Asked):
         with room("loggers"):
             from loggers.source import model_files, say_changes
             say_changes(run, model_files(run))
-    if args.eval_only:
-        return evaluate_only(model, run)
-    if args.export:  # where it is refused, all processes end alike
-        return with_barrier(use_on_rank0, model, run)
-    use_on_rank0(model, run)
+    with suppress(BrokenPipeError):  # nobody reads on, as after `--prompt … | head`
+        if args.eval_only:
+            return evaluate_only(model, run)
+        if args.export:  # where it is refused, all processes end alike
+            return with_barrier(use_on_rank0, model, run)
+        use_on_rank0(model, run)
 
 
 def use_on_rank0(model: nn.Module, run: Asked):
@@ -113,7 +121,7 @@ def use_on_rank0(model: nn.Module, run: Asked):
         raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
     tokenizer = load_tokenizer(str(out))
     assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
-    say(f"step {saved['step']} from {saved['path']}")
+    print(f"step {saved['step']} from {saved['path']}", file=sys.stderr)
     if args.export == "gguf":
         path, modern = out / "model.gguf", vars(model.config).get("modern")
         export(model, path, tokenizer, to_gguf, logits_of_gguf)
@@ -143,10 +151,24 @@ def use_on_rank0(model: nn.Module, run: Asked):
         print_pieces(pieces)
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
+            text = typed()
             try:
-                print_pieces(answer(input("> ")))
+                print_pieces(answer(text))
             except UserError as error:  # the prompt is too long
                 print(f"error: {error}")
+            except KeyboardInterrupt:  # ends the answer, the next one at the prompt the chat
+                print()
+
+
+def typed() -> str:
+    """What is typed in at a prompt; of a terminal all lines that are there, as of a text that is pasted."""
+    with suppress(*monitor.FAULTS):  # not every Python has it
+        import readline  # with which `input` edits lines, and long ones are whole
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    text = input("> ")
+    while sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
+        text += f"\n{input()}"
+    return text
 
 
 def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Callable):

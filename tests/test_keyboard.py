@@ -1,0 +1,281 @@
+"""At the keyboard: what is typed in, pasted, piped and closed; what is no number, and broken packages."""
+
+import importlib.util
+import io
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from conftest import ROOT
+from runs import Trainer
+from test_own_evaluation import USE, changed
+
+import data
+import train_gpt2
+import train_mlm
+from cluster import heartbeat
+from cluster.diagnosis import explain
+from data import UserError
+from loggers.checks import check_metric
+from weights import use
+
+GPT2 = Trainer("train_gpt2.py", steps=2, save_every=2, eval_every=2, eval_batches=1, max_new_tokens=5)
+MLM = Trainer("train_mlm.py", steps=2, save_every=2, eval_every=2, eval_batches=1, ff=48, window=16)
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for trainer in (GPT2, MLM):
+        done = trainer.train(0, shards, folder / trainer.script)
+        assert done.code == 0, done.out
+    return folder
+
+
+# -------------------------------------------------------------------------------- what the model writes alone
+
+def test_a_text_of_the_model_is_alone_on_stdout(runs, capsys):
+    for trainer, flags, lines in ((GPT2, ["--prompt", "the"], 1), (MLM, ["--fill", "a [MASK]"], 1),
+                                  (GPT2, ["--eval-only"], 2)):
+        out = runs / trainer.script
+        done = trainer.here("--out", out, *flags)
+        said = capsys.readouterr().err
+        assert done.code == 0 and f"reading the checkpoint of step 2 in {out}" in said, done.out + said
+        assert done.out.count("\n") >= lines and "reading" not in done.out, done.out
+        assert ("step 2 from" in said) == (flags != ["--eval-only"]), said
+        assert done.out.startswith({"--prompt": "the", "--fill": "'"}.get(flags[0], "step 2 from")), done.out
+
+
+@pytest.mark.parametrize("command", [["--prompt", "a"], ["--eval-only"], ["--export"]])
+def test_a_reader_that_is_gone_is_no_error(command, runs, monkeypatch):
+    """As after `| head`; an export is made even so."""
+    def gone(*args, **_):
+        raise BrokenPipeError
+
+    out = runs / GPT2.script
+    export = out / "hf" / "config.json"
+    export.unlink(missing_ok=True)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--out", str(out), "--max-new-tokens", "2", *command])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        patch.setattr(sys.stdout, "write", gone, raising=False)
+        train_gpt2.main()
+    assert export.exists() == (command == ["--export"])
+
+
+def test_one_thing_at_a_time(runs):
+    """What would be ignored is refused; an export and a prompt are both done."""
+    for trainer, flags, words in (
+            (GPT2, ["--prompt", "a", "--prompt=b"], "--prompt and --prompt"),
+            (GPT2, ["--eval-only", "--prompt", "a"], "--eval-only and --prompt"),
+            (GPT2, ["--export", "--eval-only"], "--export and --eval-only"),
+            (GPT2, ["--export=gguf", "--export", "hf"], "--export and --export"),
+            (MLM, ["--fill", "[MASK]", "--eval-only"], "--fill and --eval-only")):
+        done = trainer.here("--out", runs / trainer.script, *flags)
+        assert done.code == 2 and f"{words} do not go together: give one of them" in done.out, done.out
+    done = GPT2.here("--dry-run", "--prompt", "a")
+    assert done.code == 2 and "--dry-run is alone: leave out --prompt" in done.out, done.out
+    done = GPT2.here("--out", runs / GPT2.script, "--prompt", "use --prompt and --chat")
+    assert done.code == 0 and done.out.startswith("use --prompt and --chat"), done.out
+
+
+# --------------------------------------------------------------------------------------------- in a terminal
+
+def typed(*parts: bytes) -> str:
+    """What a prompt of --chat makes of keys in a terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+        os.environ["TERM"] = "xterm"
+        answer = "nothing"
+        try:
+            answer = repr(use.typed())
+        except (EOFError, KeyboardInterrupt) as error:
+            answer = type(error).__name__
+        finally:
+            os.write(1, f"ANSWER {answer} END".encode())
+            os._exit(0)
+    shown, deadline, keys = b"", time.monotonic() + 20, list(parts)
+    while b" END" not in shown:
+        assert time.monotonic() < deadline, shown
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 65536)
+        elif b"> " in shown and keys:  # one after the other, as they are typed
+            os.write(terminal, keys.pop(0))
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    return shown.decode().partition("ANSWER ")[2].removesuffix(" END")
+
+
+def test_lines_are_edited_and_may_be_long():
+    pytest.importorskip("readline")
+    assert typed(b"abc\x1b[D\x1b[Dx\r") == "'axbc'"
+    assert typed(b"a" * 3000, b"b" * 3000, b"\r") == repr("a" * 3000 + "b" * 3000)
+    assert typed(b"abc", b"\x03") == "KeyboardInterrupt" and typed(b"\x04") == "EOFError"
+
+
+def test_a_pasted_text_of_several_lines_is_one_prompt(monkeypatch):
+    """Also of a terminal that does not mark what is pasted, and of a Python without readline."""
+    if importlib.util.find_spec("readline"):
+        assert typed(b"\x1b[200~one\ntwo", b"\nthree\x1b[201~", b"\r") == r"'one\ntwo\nthree'"
+        assert typed(b"one\ntwo\nthr", b"ee\r") == r"'one\ntwo\nthree'"
+    monkeypatch.setitem(sys.modules, "readline", None)
+    assert typed(b"one\ntwo\nthree\n") == r"'one\ntwo\nthree'"
+
+
+def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch):
+    asked = []
+
+    def ask(shown):
+        asked.append(shown)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return f"question {len(asked)}"
+
+    def answer(pieces):
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        print("answered")
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(use, "print_pieces", answer)
+    done = GPT2.here("--out", runs / GPT2.script, "--chat")
+    assert done.code == 0 and done.out == "\nanswered\n" and len(asked) == 3, done.out
+
+
+def test_lines_of_a_file_are_a_prompt_each(runs):
+    command = [sys.executable, "train_gpt2.py", "--out", runs / GPT2.script, "--chat", "--max-new-tokens=1"]
+    done = subprocess.run(command, cwd=ROOT, input="one\ntwo\n", text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.count("> ") == 3, done
+
+
+def test_main_after_a_script_has_read_stdin(monkeypatch):
+    for closed in (False, True):
+        stdin = io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"))
+        assert next(stdin) == "one\n"
+        if closed:
+            stdin.close()
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert train_gpt2.parse_args(["--lr", "1"]).given == {"lr": 1.0}
+
+
+# ----------------------------------------------------------------------------------------- what is no number
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "RANK", "WORLD_SIZE"])
+def test_what_is_no_number_in_the_environment(name, monkeypatch, capsys):
+    """Matters to several processes only; a help, an estimate and one process do without."""
+    monkeypatch.setenv(name, "x")
+    assert data.local_rank() == 0
+    with pytest.raises(SystemExit):
+        train_mlm.parse_args(["--help"])
+    assert "rarely needed:" in capsys.readouterr().out
+    assert GPT2.here("--dry-run").code == 0
+    for other in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if other != name:
+            monkeypatch.setenv(other, "1")
+    with pytest.raises(UserError, match=f"^{name} is not a number: start with torchrun"):
+        heartbeat.join(1)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "70000"])
+def test_a_port_that_there_is_not_is_named_by_each_rank(port, monkeypatch):
+    for rank in ("0", "1"):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} is not from 1 to 65535"):
+            heartbeat.join(600)
+
+
+@pytest.mark.parametrize("found", [None, 3.0, "much", {"own": None}, {"own": 3.0}, {"own": "ab"},
+                                   {"own": (torch.ones(2), 1)}, {"own": (1, None)}, {"own": (1, 2, 3)}])
+def test_a_metric_that_is_no_sum(found):
+    def own(model, x, y):
+        pass
+
+    with pytest.raises(UserError, match=r"^the metric own is no sum .* return .\"own\": .sum, count"):
+        check_metric(own, found)
+    for right in {"own": (1, 2)}, {"own": (torch.ones((), requires_grad=True), numpy.float32(2))}:
+        check_metric(own, right)
+
+
+def test_a_metric_that_returns_nothing(shards, tmp_path):
+    nothing = "def metric(model, x, y):\n    pass\nasked.metric = metric"
+    trainer = changed(tmp_path / "train_without_return.py", (nothing, USE))
+    done = trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2, save_every=2)
+    assert done.code == 2 and "error: the metric metric is no sum" in done.out, done.out
+
+
+@pytest.mark.parametrize("kind, value", [("text", "'much'"), ("weight", "model.embed.weight")])
+def test_what_is_no_number_is_not_logged(kind, value, shards, tmp_path):
+    line = f"=log.step(metrics, step, samples, grad_norm, lr=lr, mine={value})"
+    trainer = changed(tmp_path / f"train_logs_{kind}.py", (line, "log.step(metrics"))
+    done = trainer.train(0, shards, tmp_path / "run", steps=1)
+    assert done.code == 2 and "error: mine cannot be logged: it is no number but" in done.out, done.out
+
+
+def test_the_norm_of_a_gradient_after_the_step_is_explained(capsys):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    try:
+        parameter.grad.norm()
+    except AttributeError as error:
+        code, text, _ = explain(error, None, lambda error: None)
+    assert code == 1 and text.startswith("error: a gradient is None: optimizer_step clears them"), text
+
+
+# ------------------------------------------------------------------------------------------- broken packages
+
+def broken(folder, monkeypatch, package: str, error: str) -> None:
+    """Puts a package in front of the one that is installed, whose import fails."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(f"raise {error}('it is broken')")
+    monkeypatch.syspath_prepend(folder)
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError", "SystemExit"])
+@pytest.mark.parametrize("package", ["safetensors", "gguf", "pyarrow", "tokenizers", "tiktoken", "datasets"])
+def test_a_package_that_is_there_and_broken(package, error, runs, tmp_path, monkeypatch):
+    from prepare import bpe, sources, tokenizer, tokenizer_json
+    out = runs / GPT2.script
+    (tmp_path / "merges.txt").write_text("")
+    nothing, hub = (SimpleNamespace(dataset=name, files=[]) for name in ("parquet:x", f"hf:{tmp_path}"))
+    calls = {"safetensors": [lambda: GPT2.here("--out", out, "--export")],
+             "gguf": [lambda: GPT2.here("--out", out, "--export", "gguf")],
+             "pyarrow": [lambda: next(sources.read_parquet(nothing, None))],
+             "tokenizers": [lambda: bpe.train_bpe(["a"], 300),
+                            lambda: tokenizer.parse_tokenizer_json("own", "{}"),
+                            lambda: tokenizer_json.text_of_merges(str(tmp_path))],
+             "tiktoken": [lambda: tokenizer.load_tokenizer("gpt2")],
+             "datasets": [lambda: next(sources.read_hub(hub, None))]}
+    (tmp_path / "front").mkdir()
+    broken(tmp_path / "front", monkeypatch, package, error)
+    for call in calls[package]:
+        try:
+            text = call().out
+        except UserError as problem:
+            text = f"error: {problem}"
+        last = text.splitlines()[-1]
+        assert f"needs the package {package}, which is broken here ({error}: it is broken)" in last, text
+        assert last.endswith(f": pip install --force-reinstall {package}.")
+
+
+@pytest.mark.parametrize("package", ["gguf", "tokenizers"])
+def test_a_package_that_is_missing(package, runs, monkeypatch):
+    from prepare import bpe
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "gguf":
+        done = GPT2.here("--out", runs / GPT2.script, "--export", "gguf")
+        assert done.out.endswith("error: --export gguf needs the package gguf: pip install gguf.\n"), done.out
+        return
+    with pytest.raises(UserError, match="^bpe:N needs the package tokenizers: pip install tokenizers.$"):
+        bpe.train_bpe(["a"], 300)
