@@ -1087,7 +1087,7 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
     """The directory of a trainer's --data: itself, or the directory in which the source is prepared."""
-    if Path(data).is_dir() or (":" not in data and os.sep in data):
+    if Path(data).is_dir() or (":" not in data and os.sep in data and not Path(data).is_file()):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
 

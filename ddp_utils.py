@@ -791,12 +791,13 @@ def shape_of(command: Command, record: dict, resumed: bool) -> dict:
         asked = command.given.get(name)
         if asked is None or replace(known, **{name: asked}) == known:
             continue
+        flag = f"--{'no-' * (asked is False)}{name.replace('_', '-')}"
         if record.get("begun"):
             raise UserError(f"{record['path']}, {BEGUN} {name} {value}, but the flags say {name} {asked}: "
-                            f"leave out --{name.replace('_', '-')}, {ANOTHER_OUT}.")
+                            f"leave out {flag}, {ANOTHER_OUT}.")
         raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
-                            f"{asked}: leave out --{name.replace('_', '-')}, or start a new run with another "
-                            "--out and without --init-from.")
+                        f"{asked}: leave out {flag}, or start a new run with another --out and without "
+                        "--init-from.")
     return shape
 
 
@@ -1188,13 +1189,15 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
             continue
         if before.get(what, after[what]) == after[what]:
             continue
+        if what == "data":  # by their names, and the beginning of a digest
+            before, after = ({what: f"{run['settings'][what]} ({run[what][:12]})"} for run in (saved, now))
         if saved.get("begun"):
             raise UserError(f"{path}, {BEGUN} {what} {before[what]}, now {after[what]}: leave it as it was, "
                             f"{ANOTHER_OUT}.")
         way = f"; --resume {path} branches off" if what == "trainer" else ""
+        way = f" (--init-from {path} starts it from these weights{way})" * (what != "tokenizer")
         raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
-                        f"it as it was, or start a new run with another --out (--init-from {path} starts "
-                        f"it from these weights{way}).")
+                        f"it as it was, or start a new run with another --out{way}.")
     if (ops := after.get("ops", True)) != before.get("ops", True):
         say(f"resuming {'with' if ops else 'without'} the folder ops/, unlike before: from here on the last "
             "bits differ")
@@ -1879,7 +1882,7 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
                 runs = runs_beside(there, family)
             such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
-                            f"a model of Hugging Face is --init-from hf:{where}.")
+                            f"to train a model of Hugging Face, give --init-from hf:{where}.")
         damaged = []
         for path in candidates:
             try:

@@ -13,7 +13,8 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
     paths = [directory / name for name in names_in(directory) if name.endswith(".bin")]
     if not paths:
         refuse_saved(str(directory))
-        raise UserError(f"{directory} holds no data: prepare it first, or use one of {SOURCES}.")
+        raise UserError(f"{directory} holds no data: prepare it first, copy it from where it is, name texts "
+                        f"as 'text:{directory}' or 'text:{directory}/*', or use one of {SOURCES}.")
     if not tokenizer_name:
         raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
     tokenizer = load_tokenizer(tokenizer_name)

@@ -41,6 +41,7 @@ from prepare.sources import (
     TASK_ROW,
     TASK_TOKENS,
     UNTRAINED,
+    NoFile,
     Source,
     find_files,
     identity_of,
@@ -460,7 +461,10 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
             say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
                 "another number")
         options = {key: value for key, value in settings.items() if key not in ("source", "tokenizer")}
-        prepare(data, out, tokenizer_name, **options)
+        try:
+            prepare(data, out, tokenizer_name, **options)
+        except NoFile as error:
+            raise UserError(f"{str(error)[:-1]}; {out} with what was prepared of it elsewhere does as well.")
     return out
 
 

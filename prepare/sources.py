@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data import FILE_PREFIXES, NotNow, UserError, access, digest_json, first_line, names_in, sha256_of
-from prepare.tokenizer import require
+from prepare.packages import require
 
 SHORT_NAMES = {  # for hf:REPO[:CONFIG]
     "imdb": "stanfordnlp/imdb",
@@ -39,6 +39,10 @@ SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[
            + ", ".join(SHORT_NAMES))
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
+
+
+class NoFile(UserError):
+    """There is no file of a source here."""
 
 
 @dataclass
@@ -125,12 +129,23 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
         if files := find_files(where, print):
             return prefix, files
         hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
-        raise UserError(f"no file matches {where!r}{hint}.")
+        raise NoFile(f"no file matches {where!r}{hint}.")
     if dataset in SHORT_NAMES or prefix == "hf" and where:
         return "hub", find_files(f"{repository(dataset)[0]}/**")  # if it is a directory here
     if Path(dataset).is_file():
-        raise UserError(f"{dataset} is a file: use 'text:{dataset}', or jsonl: or parquet: before it.")
+        prefix = "jsonl" if ".jsonl" in dataset else "text"
+        way = conversion(Path(dataset)) or f"use '{prefix}:{dataset}', or text:, jsonl: or parquet: before it"
+        raise UserError(f"{dataset} is a file: {way}.")
     raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
+
+
+def conversion(path: Path) -> str:
+    """A command that makes a source of a table or of an array of JSON; "" of what is neither."""
+    with unpacked(path) as (file, _):
+        array = re.match(rb"\s*\[\s*\{", file.peek(100))
+    if not array and path.suffix not in (".csv", ".tsv"):
+        return ""
+    return (OF_ARRAY if array else OF_TABLE).format(shlex.quote(str(path)))
 
 
 def repository(dataset: str) -> list[str | None]:
@@ -280,8 +295,9 @@ def json_texts(source, path, number, line):
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
+        way = conversion(path)
         raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line must be one "
-                        "JSON object.")
+                        f"JSON object{way and f'; {way}'}.")
     source.check_fields(where, row)
     yield from source.texts(where, [row[name] for name in source.fields])
 
@@ -304,7 +320,8 @@ def read_hub(source, progress):
     with readable(name):
         if not Path(name).exists() and not reachable(hub):
             raise NotNow(f"no network, so {name} cannot be read: use local files (text:, jsonl:, parquet:) "
-                         "or the source stdlib, which every machine has.")
+                         "or the source stdlib, which every machine has, or copy the directory in shards/ "
+                         "from a machine that has prepared it.")
         require("datasets", source.dataset)
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
@@ -346,17 +363,31 @@ def unpacked(path: Path):
     try:
         with access(path), open(path, "rb") as raw:
             head = raw.peek(10)[:10]
-            unpack = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)
-            if unpack == "zstd":
-                raise UserError(f"{path} is packed: unpack it with zstd -d, and name what that writes.")
-            yield unpack(raw), raw
+            file = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)(raw)
+            head = file.peek(300)
+            for magic, what in NO_TEXT.items():
+                if re.match(magic, head, re.DOTALL):
+                    raise UserError(f"{path} is {what}.")
+            yield file, raw
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
 
 
-PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open,
-          rb"\x28\xb5\x2f\xfd": "zstd"}  # by the first bytes of a file
+# by the first bytes of a file
+PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open}
+NO_TEXT = {rb"\x28\xb5\x2f\xfd": "packed: unpack it with zstd -d, and name what that writes",
+           rb"PK\x03\x04": "a zip archive, as .docx, .xlsx and .epub are: save the document as plain text, "
+                           "or unpack it with unzip",
+           rb".{257}ustar|7z\xbc|Rar!": "an archive: unpack it, as with tar xf, and name what is in it",
+           rb"%PDF": "a PDF: make a text of it, as pdftotext does",
+           rb"PAR1": "a parquet file: put parquet: before its name",
+           rb"\xd0\xcf\x11\xe0|\{\\rtf": "a document: save it as plain text"}
+OF_TABLE = ("python -c \"import pandas, sys; pandas.read_csv(sys.argv[1], sep=None, engine='python')"
+            ".to_parquet('table.parquet')\" {} makes table.parquet of it, for parquet:table.parquet")
+OF_ARRAY = ("python -c \"import json, sys; open('lines.jsonl', 'w').writelines(json.dumps(row) + '\\n' "
+            "for row in json.load(open(sys.argv[1], 'rb')))\" {} makes lines.jsonl of it, for "
+            "jsonl:lines.jsonl")
 
 
 def stdlib_files() -> list[Path]:
@@ -433,8 +464,8 @@ def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
                      f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16 if "
                      "it begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
                      f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes "
-                     f"with tr -d '\\000' < {name} > new.txt. A packed file has to be unpacked before that, "
-                     "and a parquet file named as parquet:.")
+                     f"with tr -d '\\000' < {name} > new.txt. A packed file has to be unpacked before "
+                     "that, and a picture has no text.")
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:

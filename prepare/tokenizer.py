@@ -3,7 +3,6 @@ programs. On disk each is a Hugging Face tokenizer.json.
 """
 
 import contextlib
-import importlib
 import itertools
 import json
 import re
@@ -12,17 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import (
-    EOT,
-    MASK,
-    RESPONSE,
-    UserError,
-    Vocabulary,
-    access,
-    first_line,
-    tokenizer_id,
-    without_surrogates,
-)
+from data import EOT, MASK, RESPONSE, UserError, Vocabulary, access, tokenizer_id, without_surrogates
+from prepare.packages import require
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
@@ -45,19 +35,6 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 def spelled(token: bytes) -> str:
     """The token in the characters that stand for bytes in a tokenizer.json."""
     return "".join(BYTE_TO_CHAR[b] for b in token)
-
-
-def require(module: str, what: str):
-    """Imports from a package. UserError says that `what` needs it, if it is missing or broken."""
-    try:
-        importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        package = module.partition(".")[0]
-        text = f"{what} needs the package {package}"
-        if isinstance(error, ModuleNotFoundError) and error.name == package:
-            raise UserError(f"{text}: pip install {package}.")
-        raise UserError(f"{text}, which is broken here ({first_line(error)}): pip install --force-reinstall "
-                        f"{package}.")
 
 
 class Tokenizer(Vocabulary):

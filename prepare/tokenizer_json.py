@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data import ENDS, EOT, MASK, MASKS, UserError, Vocabulary, without_surrogates
-from prepare.tokenizer import require
+from prepare.packages import require
 
 
 class HuggingFaceTokenizer(Vocabulary):

@@ -194,7 +194,7 @@ def test_refusals(tmp_path, shards):
         done = GPT2.train(0, shards, tmp_path / "modern", **changes)
         assert done.code == 2 and words in done.out, done.out
     done = GPT2.here(*GPT2.flags(shards, tmp_path / "modern", steps=4), "--no-modern")
-    assert done.code == 2 and "the flags say modern False: leave out --modern, or" in done.out, done.out
+    assert done.code == 2 and "the flags say modern False: leave out --no-modern, or" in done.out, done.out
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path, shards, monkeypatch):

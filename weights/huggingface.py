@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data import UserError, access, first_line, names_in, read_json
+from data import UserError, access, first_line, names_in, read_json, room
 from model import (
     GPT2,
     HRM,
@@ -238,8 +238,9 @@ CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['conten
 
 
 def _safetensors():
-    from prepare.tokenizer import require
-    require("safetensors.torch", "a model of Hugging Face")
+    with room("prepare"):
+        from prepare.packages import require
+        require("safetensors.torch", "a model of Hugging Face")
     import safetensors.torch
     return safetensors
 

@@ -90,8 +90,9 @@ def use_model(run: Asked):
     if not args.eval_only:
         refuse_without("prepare", "using a run (--prompt, --export and the like)")
     if args.export == "gguf":
-        from prepare.tokenizer import require
-        require("gguf", "--export gguf")
+        with room("prepare"):
+            from prepare.packages import require
+            require("gguf", "--export gguf")
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
     args.compile = False  # which takes longer than an answer
@@ -242,7 +243,7 @@ def evaluate_only(model: nn.Module, asked: Asked):
     """
     args, world, saved = asked.args, asked.world, asked.saved
     dataset = load_data(asked)
-    assert_tokenizer(saved, dataset.tokenizer, "prepare the data with its tokenizer.json")
+    assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
         split = "hash:0.1"
         with room("prepare"):

@@ -1,0 +1,162 @@
+"""Advice that is followed as it stands: of a file, of a source that is missing, of other flags."""
+
+import bz2
+import gzip
+import io
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+
+import pytest
+from conftest import ROOT
+
+import ddp_utils
+import train_gpt2
+from data import UserError
+from prepare.pipeline import locate, prepare
+from prepare.sources import Source, find_source
+from weights.use import MODES
+
+TEXT = "the cat sat on the mat\n" * 50
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(dataset: str) -> str:
+    with pytest.raises(UserError) as problem:
+        prepare(dataset, "shards", "bytes", workers=1)
+    return str(problem.value)
+
+
+def archive(kind) -> bytes:
+    content = io.BytesIO()
+    if kind is zipfile:
+        with zipfile.ZipFile(content, "w") as file:
+            file.writestr("a.txt", TEXT)
+    else:
+        with tarfile.open(fileobj=content, mode="w") as file:
+            file.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("report.docx", archive(zipfile), "is a zip archive, as .docx, .xlsx and .epub are: save "),
+    ("texts.tar", archive(tarfile), "is an archive: unpack it, as with tar xf"),
+    ("texts.tar.gz", gzip.compress(archive(tarfile)), "is an archive: unpack it, as with tar xf"),
+    ("texts.tar.bz2", bz2.compress(archive(tarfile)), "is an archive: unpack it, as with tar xf"),
+    ("texts.7z", b"7z\xbc\xaf\x27\x1c", "is an archive: unpack it"),
+    ("paper.pdf", b"%PDF-1.4\nof letters alone", "is a PDF: make a text of it, as pdftotext does"),
+    ("table.parquet", b"PAR1\x15\x04", "is a parquet file: put parquet: before its name"),
+    ("old.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "is a document: save it as plain text"),
+    ("letter.rtf", b"{\\rtf1\\ansi plain letters}", "is a document: save it as plain text"),
+    ("packed.txt.zst", b"\x28\xb5\x2f\xfd\x04\x00", "is packed: unpack it with zstd -d, and name ")])
+def test_what_is_no_text_is_named(name, content, words, folder):
+    """And not offered iconv, nor learned where it happens to be UTF-8."""
+    (folder / name).write_bytes(content)
+    for dataset in (f"text:{name}", f"jsonl:{name}", name):
+        assert refused(dataset).startswith(f"{name} {words}"), dataset
+
+
+def texts_of(dataset: str) -> list[str]:
+    found = Source(dataset, {"val_split": "hash:0.1", "text_field": "text"}).documents(0)
+    return ["".join(texts) for texts, _, _ in found]
+
+
+def test_texts_that_look_a_little_like_those(folder):
+    for content in ("PK and other names\n", "%PDX\n", "x" * 257 + "ustas", "", "7z\n"):
+        (folder / "some.txt").write_text(content + TEXT)
+        assert texts_of("text:some.txt") == [content + TEXT]
+
+
+ROWS = [{"text": "One, two;\n\"three\"", "n": 1}, {"text": "ñandú 日本", "n": 2}] * 30
+
+
+def write(path):
+    if path.suffix == ".json":
+        indent = 2 if path.stem == "pretty" else None
+        path.write_text(json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
+    else:
+        pandas = pytest.importorskip("pandas")  # comes with datasets
+        pandas.DataFrame(ROWS).to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+
+
+@pytest.mark.parametrize("name", ["posts.csv", pytest.param("my posts.tsv", marks=pytest.mark.full), "array.json",
+                                  "pretty.json"])
+def test_a_table_and_an_array_are_converted_by_the_command_that_is_named(name, folder):
+    write(folder / name)
+    said = re.search(r"(python -c .*) makes [\w.]+ of it, for (\w+:[\w.]+)\.$", refused(name), re.M)
+    assert said and said[0] in refused(f"jsonl:{name}"), refused(f"jsonl:{name}")
+    subprocess.run(["bash", "-c", said[1]], check=True, timeout=100)
+    assert texts_of(said[2]) == [row["text"] for row in ROWS], said[1]
+
+
+@pytest.mark.parametrize("name, source", [("sub/book.txt", "text"), ("./book.txt", "text"),
+                                          ("book.txt", "text"), ("sub/rows.jsonl", "jsonl")])
+def test_a_file_without_a_prefix(name, source, folder):
+    """Also one with a slash in its name, which for a trainer was a directory."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(TEXT if source == "text" else '{"text": "a"}\n' * 99)
+    for ask in (find_source, lambda data: locate(data, "bytes", 1000, 0, print, 64)):
+        with pytest.raises(UserError, match=f"is a file: use '{source}:{name}', or ") as problem:
+            ask(name)
+    named = re.search(r"'(.*?)'", str(problem.value))[1]
+    assert prepare(named, "shards", "bytes", workers=1).is_dir()
+
+
+def test_a_source_that_is_elsewhere(folder):
+    """As for a run that was copied without its data: its shards do."""
+    (folder / "notes.txt").write_text(TEXT)
+    there = locate("text:notes.txt", "bytes", 1000, 0, print, 64)
+    shutil.move(there, folder / "elsewhere")
+    (folder / "notes.txt").unlink()
+    with pytest.raises(UserError, match="^no file matches 'notes.txt'; .* with what was") as problem:
+        locate("text:notes.txt", "bytes", 1000, 0, print, 64)
+    shutil.move(folder / "elsewhere", re.search(r"; (\S+) with", str(problem.value))[1])
+    assert locate("text:notes.txt", "bytes", 1000, 0, print, 64) == there
+
+
+def record(data: str, digest: str, tokenizer: str = "bytes (e74c5e34ccc0)") -> dict:
+    settings = {"data": data, "init_from": None, "trainer": "train_gpt2.py"}
+    return {"path": "run/step.pt", "settings": settings, "data": digest * 64, "tokenizer": tokenizer, "ema": 0.0}
+
+
+def test_other_data_are_named_and_another_tokenizer_is_not_sent_in_a_circle():
+    def sentence(now: dict, **begun) -> str:
+        with pytest.raises(UserError) as problem:
+            ddp_utils.check_resumable(record("text:a.txt", "1") | begun, now, False, print)
+        return str(problem.value)
+
+    other = record("text:b.txt", "2")
+    text = sentence(other)
+    assert "data was text:a.txt (111111111111), now text:b.txt (222222222222). Leave" in text
+    assert "--init-from run/step.pt starts it from these weights" in text
+    words = "data text:a.txt (111111111111), now text:b.txt (222222222222): leave it as it was"
+    assert words in sentence(other, begun=True)
+    text = sentence(record("text:a.txt", "2", "gpt2 (ce2c7b368254)"))
+    assert text.endswith("Leave it as it was, or start a new run with another --out."), text
+
+
+@pytest.mark.parametrize("given, flag", [({"modern": False}, "--no-modern"), ({"n_layer": 3}, "--n-layer")])
+def test_the_flag_that_was_given_is_the_one_to_leave_out(given, flag):
+    command = train_gpt2.parse_args([])
+    command.given |= given
+    config = {"vocab_size": 257, "padded_vocab": 320, "seq_len": 64, "n_layer": 2, "n_head": 2, "d_model": 32,
+              "modern": True}
+    for begun in (False, True):
+        run = {"path": "run", "model_config": config, "settings": {}, "begun": begun}
+        with pytest.raises(UserError, match=f"leave out {flag}, "):
+            ddp_utils.shape_of(command, run, True)
+
+
+def test_modes_are_flags_of_a_trainer():
+    known = {flag for module in ("gpt2", "mlm") for flag in re.findall(
+        r'"(--[\w-]+)"', (ROOT / f"train_{module}.py").read_text() + (ROOT / "ddp_utils.py").read_text())}
+    assert {*MODES} <= known
