@@ -204,6 +204,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
 
     def error(self, message):
+        message = message.replace("ignored explicit argument", "it takes no value, not")
         raise UserError(f"{message}; --help lists all flags.")
 
     def print_help(self, file=None):

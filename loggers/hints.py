@@ -5,17 +5,27 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-# flags of other programs, by ours; those that difflib finds by itself are not here
+# flags of other programs, by ours; those that difflib finds by itself are not here, and "" are none of ours
 OTHER_NAMES = {
-    "--lr": "learning-rate", "--steps": "max-steps max-iters iters", "--epochs": "num-train-epochs",
-    "--schedule": "lr-scheduler-type", "--warmup": "warmup-steps",
-    "--batch": "micro-batch-size per-device-train-batch-size", "--global-batch": "train-batch-size",
-    "--grad-accum": "gradient-accumulation-steps accumulate-grad-batches", "--grad-clip": "max-grad-norm",
-    "--weight-decay": "wd", "--seq-len": "block-size context-length max-length",
-    "--d-model": "n-embd hidden-size", "--precision": "dtype fp16 bf16", "--init-from": "model-name-or-path",
-    "--out": "out-dir output-dir", "--resume": "resume-from-checkpoint",
-    "--log-every": "log-interval logging-steps", "--eval-every": "eval-interval eval-steps",
-    "--checkpoint-activations": "gradient-checkpointing",
+    "--lr": "learning-rate", "--steps": "max-steps max-iters iters num-iterations total-steps train-steps",
+    "--epochs": "num-train-epochs", "--schedule": "lr-scheduler-type", "--warmup": "warmup-steps",
+    "--batch": "micro-batch-size micro-batch device-batch-size per-device-train-batch-size",
+    "--global-batch": "train-batch-size total-batch-size",
+    "--grad-accum": "gradient-accumulation gradient-accumulation-steps accumulate-grad-batches",
+    "--grad-clip": "max-grad-norm", "--weight-decay": "wd",
+    "--seq-len": "block-size context context-length max-length sequence-length n-ctx",
+    "--d-model": "n-embd hidden-size hidden-dim embed-dim dim width", "--size": "model model-size",
+    "--n-layer": "depth num-hidden-layers h-layers", "--n-head": "num-attention-heads",
+    "--precision": "dtype fp16 bf16 amp use-amp autocast",
+    "--init-from": "model-name-or-path model-name pretrained from-pretrained",
+    "--data": "data-path dataset-name train-data train-file",
+    "--out": "out-dir output-dir save-dir log-dir logging-dir run-name",
+    "--resume": "resume-from-checkpoint checkpoint load-checkpoint",
+    "--log-every": "log-interval logging-steps log-steps", "--eval-every": "eval-interval eval-steps",
+    "--save-every": "save-steps save-interval", "--keep-last": "save-total-limit",
+    "--checkpoint-activations": "gradient-checkpointing", "--wandb": "report-to", "--temperature": "temp",
+    "--compile": "torch-compile", "--eval-only": "evaluate do-eval",
+    "": "min-lr lr-min max-new-tokens lora port sample num-samples eval-strategy attention-dropout input",
 }
 
 
@@ -23,8 +33,8 @@ def nearest_flag(word: str, known: list[str]) -> str:
     """The one of the `known` flags that somebody may have meant who typed `word`, or ""."""
     name = word.partition("=")[0].replace("_", "-").lstrip("-")
     for flag, others in OTHER_NAMES.items():
-        if name in others.split() and flag in known:
-            return flag
+        if name in others.split():
+            return flag if flag in known else ""
     near = difflib.get_close_matches(name, [flag.removeprefix("--") for flag in known], 1, 0.65)
     return f"--{near[0]}" if near and word.startswith("--") else ""
 

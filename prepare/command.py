@@ -96,7 +96,7 @@ def main():
     parser = ArgumentParser(description="Prepares and inspects shards of tokens.")
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
-    p.add_argument("--dataset", required=True, help=f"one of {SOURCES}")
+    p.add_argument("--dataset", "--data", required=True, help=f"one of {SOURCES}")
     p.add_argument("--out", type=local_path,
                    help="directory to write (default: shards/<dataset>-<tokenizer>)")
     p.add_argument("--tokenizer", type=expanded, dest="tokenizer_name",

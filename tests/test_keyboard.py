@@ -4,6 +4,7 @@ import importlib.util
 import io
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -279,3 +280,36 @@ def test_a_package_that_is_missing(package, runs, monkeypatch):
         return
     with pytest.raises(UserError, match="^bpe:N needs the package tokenizers: pip install tokenizers.$"):
         bpe.train_bpe(["a"], 300)
+
+
+# ------------------------------------------------------------------------------------ flags of other programs
+
+@pytest.mark.parametrize("word, ours", [
+    ("--save-steps=9", "--save-every"), ("--model=gpt2", "--size"), ("--amp", "--precision"),
+    ("--save-total-limit=2", "--keep-last"), ("--report-to=wandb", "--wandb"), ("--train-file=a", "--data"),
+    ("--save-dir=a", "--out"), ("--min-lr=0", ""), ("--lr_min=0", ""), ("--lora", ""), ("--port=1", "")])
+def test_a_flag_of_another_program_leads_to_ours_or_to_none(word, ours):
+    for module in (train_gpt2, train_mlm):
+        with pytest.raises(UserError) as problem:
+            module.parse_args([word])
+        near = f"; the nearest flag to {word.partition('=')[0]} is {ours}" if ours else ""
+        assert str(problem.value) == f"unrecognized arguments: {word}{near}; --help lists all flags."
+
+
+def test_flags_that_a_trainer_lacks_and_switches_with_a_value():
+    for module, word, sentence in (
+            (train_mlm, "--max-new-tokens=5", "unrecognized arguments: --max-new-tokens=5; --help"),
+            (train_mlm, "--temp=1", "unrecognized arguments: --temp=1; --help"),
+            (train_gpt2, "--temp=1", "the nearest flag to --temp is --temperature; --help"),
+            (train_gpt2, "--compile=False", "argument --compile/--no-compile: it takes no value, not ")):
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            module.parse_args([word])
+
+
+def test_prepare_takes_the_flag_of_a_trainer(monkeypatch, tmp_path):
+    from prepare import command
+    asked = {}
+    monkeypatch.setattr(command, "prepare", lambda **options: asked.update(options))
+    monkeypatch.setattr(sys, "argv", ["data.py", "prepare", "--data", "text:a.txt"])
+    command.main()
+    assert asked["dataset"] == "text:a.txt"
