@@ -1882,7 +1882,7 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
                 runs = runs_beside(there, family)
             such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
-                            f"to train a model of Hugging Face, give --init-from hf:{where}.")
+                            f"a model of Hugging Face is trained with --init-from hf:{where}.")
         damaged = []
         for path in candidates:
             try:

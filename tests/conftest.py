@@ -67,6 +67,24 @@ def pytest_runtest_call(item):
         raise
 
 
+PACKAGES = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}  # that are not named as what they hold
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says in one line how many tests, or files of them, were skipped, and which packages some of them need."""
+    reasons = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", ())]
+    missing = {}
+    for reason in reasons:
+        found = re.search(r"could not import '(\w+)|module '(\w+)' has|pip install ([\w -]+)", reason)
+        if found:
+            names = next(filter(None, found.groups()))
+            missing[names] = missing.get(names, 0) + 1
+    if reasons:
+        names = sorted({PACKAGES.get(name, name) for name in " ".join(missing).split()})
+        install = f", {sum(missing.values())} of them for want of packages: pip install {' '.join(names)}"
+        terminalreporter.write_line(f"{len(reasons)} skipped{install if names else ''}; pytest -rs says why")
+
+
 at_end = []  # ends what a test has started, in case it fails before it has done so
 
 

@@ -61,7 +61,7 @@ TASKS = {  # name: output_type, context, text
 
 @each_family
 def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):
-    pytest.importorskip("lm_eval.models.huggingface", reason="lm_eval, accelerate and peft are not installed")
+    pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm_eval accelerate peft")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     model, tokenizer, directory = exported

@@ -36,7 +36,7 @@ from loggers.tensorboard import EventFile
 from monitor import GB, MB, RunLog
 
 COMMAND = [sys.executable, ROOT / "monitor.py"]
-needs_psutil = pytest.mark.skipif(not importlib.util.find_spec("psutil"), reason="needs psutil")
+needs_psutil = pytest.mark.skipif(not importlib.util.find_spec("psutil"), reason="pip install psutil")
 
 
 def block(monkeypatch, *names: str) -> None:

@@ -3,7 +3,9 @@
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
+import conftest
 import pytest
 from conftest import ROOT, finish, start
 
@@ -46,3 +48,19 @@ def test_a_test_in_no_tier_fails(tmp_path):
     done = run_pytest(tmp_path, BAD | {"test_good.py": GOOD})
     assert done.code == 2 and "test_good.py" not in done.out, done.out
     assert all(f"ERROR tests/{name}" in done.out for name in BAD), done.out
+
+
+def test_what_is_skipped_is_said_in_one_line_with_the_packages():
+    lines = []
+    reasons = ["Skipped: could not import 'wandb': No module named 'wandb'",
+               "Skipped: could not import 'tensorboard.backend': No module named 'tensorboard'",
+               "Skipped: could not import 'wandb': No module named 'wandb'", "Skipped: needs two GPUs",
+               "Skipped: module 'transformers' has __version__ '4.0', required is: '5.23'",
+               "Skipped: could not import 'pynvml': …", "Skipped: pip install lm_eval accelerate peft",
+               "Skipped: no wheel of llama.cpp fits this machine: pip install xllamacpp"]
+    reports = [SimpleNamespace(longrepr=("a.py", 1, reason)) for reason in reasons]
+    for skipped in (reports, reports[3:4], []):
+        conftest.pytest_terminal_summary(SimpleNamespace(stats={"skipped": skipped}, write_line=lines.append))
+    packages = "accelerate lm_eval nvidia-ml-py peft tensorboard transformers wandb xllamacpp"
+    assert lines == [f"8 skipped, 7 of them for want of packages: pip install {packages}; pytest -rs says "
+                     "why", "1 skipped; pytest -rs says why"]
