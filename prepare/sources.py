@@ -322,7 +322,6 @@ def read_hub(source, progress):
             raise NotNow(f"no network, so {name} cannot be read: use local files (text:, jsonl:, parquet:) "
                          "or the source stdlib, which every machine has, or copy the directory in shards/ "
                          "from a machine that has prepared it.")
-        require("datasets", source.dataset)
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
         if rows.column_names:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from data import EOT, MASK, RESPONSE, UserError, Vocabulary, access, tokenizer_id, without_surrogates
-from prepare.packages import require
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
@@ -51,7 +50,6 @@ class Tokenizer(Vocabulary):
         self._bytes |= {i: special.encode() for special, i in specials.items()}
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
-            require("tiktoken", f"the tokenizer {name}")
             import tiktoken
             self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                                special_tokens=specials)
@@ -168,7 +166,6 @@ def load_tokenizer(name: str) -> Vocabulary:
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
     if name in TIKTOKEN_IDS:
-        require("tiktoken", f"the tokenizer {name}")
         import tiktoken
         try:
             encoding = tiktoken.get_encoding(name)

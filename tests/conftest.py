@@ -71,7 +71,7 @@ PACKAGES = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}  # that are not named as
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Says in one line how many tests, or files of them, were skipped, and which packages some of them need."""
+    """One line: how many tests, or files of them, were skipped, and which packages some of them need."""
     reasons = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", ())]
     missing = {}
     for reason in reasons:

@@ -244,20 +244,18 @@ def broken(folder, monkeypatch, package: str, error: str) -> None:
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError", "SystemExit"])
-@pytest.mark.parametrize("package", ["safetensors", "gguf", "pyarrow", "tokenizers", "tiktoken", "datasets"])
+@pytest.mark.parametrize("package", ["safetensors", "gguf", "pyarrow", "tokenizers"])
 def test_a_package_that_is_there_and_broken(package, error, runs, tmp_path, monkeypatch):
     from prepare import bpe, sources, tokenizer, tokenizer_json
     out = runs / GPT2.script
     (tmp_path / "merges.txt").write_text("")
-    nothing, hub = (SimpleNamespace(dataset=name, files=[]) for name in ("parquet:x", f"hf:{tmp_path}"))
+    nothing = SimpleNamespace(dataset="parquet:x", files=[])
     calls = {"safetensors": [lambda: GPT2.here("--out", out, "--export")],
              "gguf": [lambda: GPT2.here("--out", out, "--export", "gguf")],
              "pyarrow": [lambda: next(sources.read_parquet(nothing, None))],
              "tokenizers": [lambda: bpe.train_bpe(["a"], 300),
                             lambda: tokenizer.parse_tokenizer_json("own", "{}"),
-                            lambda: tokenizer_json.text_of_merges(str(tmp_path))],
-             "tiktoken": [lambda: tokenizer.load_tokenizer("gpt2")],
-             "datasets": [lambda: next(sources.read_hub(hub, None))]}
+                            lambda: tokenizer_json.text_of_merges(str(tmp_path))]}
     (tmp_path / "front").mkdir()
     broken(tmp_path / "front", monkeypatch, package, error)
     for call in calls[package]:
