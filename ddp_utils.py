@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
@@ -852,19 +852,19 @@ class Asked:
     change_data: Callable | None = None  # what a trainer changes in its Dataset, see load_data
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run(Asked):
     """What will be trained."""
 
-    dataset: Dataset = field(kw_only=True)
-    steps: int = field(kw_only=True)
-    global_batch: int = field(kw_only=True)  # sequences in a step, over all processes
-    batch: int = field(kw_only=True)  # sequences in a micro-batch
-    grad_accum: int = field(kw_only=True)  # micro-batches in a step
-    checkpoints: "Checkpoints" = field(kw_only=True)
-    text: monitor.TrainLog = field(kw_only=True)  # train.log and the screen
-    sinks: list = field(kw_only=True)  # of the records, see monitor.RunLog
-    lost: Callable = field(kw_only=True)  # a RunLock's
+    dataset: Dataset
+    steps: int
+    global_batch: int  # sequences in a step, over all processes
+    batch: int  # sequences in a micro-batch
+    grad_accum: int  # micro-batches in a step
+    checkpoints: "Checkpoints"
+    text: monitor.TrainLog  # train.log and the screen
+    sinks: list  # of the records, see monitor.RunLog
+    lost: Callable  # a RunLock's
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
 
     def say(self, text: str):
