@@ -84,14 +84,14 @@ def compiled_once(function):
     return torch.compile(function, dynamic=False)
 
 
+aten = torch.ops.aten
 # Selective checkpointing keeps the results of matrix products and attention and recomputes the rest.
-_KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
-         torch.ops.higher_order.flex_attention}
+_KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, torch.ops.higher_order.flex_attention}
 # and where they have the probability of dropout
-_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
-              torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
-              torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
-              torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5}
+_ATTENTION = {aten._scaled_dot_product_flash_attention.default: 3,
+              aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+              aten._scaled_dot_product_efficient_attention.default: 5,
+              aten._scaled_dot_product_cudnn_attention.default: 5}
 
 
 def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -206,13 +206,14 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError(f"no GPU is visible on {HOST}: leave --device out, or use --device cpu.")
-    device = device if device != "auto" else "cuda" if gpus else "cpu"
-    if device == "cuda" and local_world_size > gpus:
-        raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
-                        f"--nproc_per_node={gpus}, or use --device cpu.")
-    if device == "cuda":
+    chosen = torch.device("cpu")
+    if gpus and device != "cpu":
+        if local_world_size > gpus:
+            raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
+                            f"--nproc_per_node={gpus}, or use --device cpu.")
+        chosen = torch.device("cuda", local_rank())  # of this node, each of which numbers its own GPUs
         try:  # the first use of a GPU
-            major, minor = torch.cuda.get_device_capability(local_rank())
+            major, minor = torch.cuda.get_device_capability(chosen)
         except Exception as error:  # torch has several for a driver
             raise UserError(
                 f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
@@ -222,16 +223,15 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
                 "drivers); or use --device cpu.") from None
         built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
         if built_for and 10 * major + minor < min(map(int, built_for)):
-            raise UserError(f"{torch.cuda.get_device_name(local_rank())} on {HOST} is too old for this build "
+            raise UserError(f"{torch.cuda.get_device_name(chosen)} on {HOST} is too old for this build "
                             "of torch: install the one that the table of drivers in docs/clusters.md names, "
                             "or use --device cpu.")
-    has_nccl = device == "cuda" and dist.is_nccl_available()
+    has_nccl = chosen.type == "cuda" and dist.is_nccl_available()
     if backend == "nccl" and not has_nccl:
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
     if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
         backend = "nccl" if has_nccl else "gloo"
-    # the local rank, because each node numbers its own GPUs
-    return torch.device("cuda", local_rank()) if device == "cuda" else torch.device("cpu"), backend
+    return chosen, backend
 
 
 def hardware(device: torch.device) -> str:
