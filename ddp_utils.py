@@ -1644,16 +1644,16 @@ class TrainState:
         """A context in which the model has the averaged weights, if the run keeps any. Afterwards its buffers
         are what they were before.
         """
-        def swap():
-            self.ema.swap()
-            free_gathered_params(self.model)
-
-        with copied_buffers(self.model), contextlib.ExitStack() as at_end:
-            at_end.callback(free_gathered_params, self.model)  # requires_grad is set on shards
+        with copied_buffers(self.model):
             if self.ema:
-                swap()
-                at_end.callback(swap)
-            yield
+                self.ema.swap()
+                free_gathered_params(self.model)
+            try:
+                yield
+            finally:
+                if self.ema:
+                    self.ema.swap()
+                free_gathered_params(self.model)  # also without an average: requires_grad is set on shards
 
     def tensors(self):
         """Yields (group, name, tensor, owner) for each tensor of a checkpoint, in the same order on all
@@ -1661,8 +1661,13 @@ class TrainState:
         `owner` has it, and the other ranks yield a meta tensor of its shape.
         """
         held = self.optimizer_tensors()
-        groups = {"model": self.model.state_dict(), **(self.ema.tensors() if self.ema else {}),
-                  "late": self.late.tensors() if self.late else {}, "optimizer": {} if self.zero1 else held}
+        groups = {"model": self.model.state_dict()}
+        if self.ema:
+            groups |= self.ema.tensors()
+        if self.late:
+            groups["late"] = self.late.tensors()
+        if not self.zero1:
+            groups["optimizer"] = held
         for group, named in groups.items():
             yield from ((group, name, tensor, None) for name, tensor in named.items())
         if self.zero1:
@@ -1741,10 +1746,8 @@ class TrainState:
             unlike = source is None or source.shape != tensor.shape
             if group in ("ema", "kept") and unlike:
                 tensor.copy_(parameters[name])
-            elif group == "late" and unlike:
-                pass  # saved with another --comm, or with other parameters frozen: it begins anew
-            elif name.rpartition("/")[0] in changed:
-                pass
+            elif group == "late" and unlike or name.rpartition("/")[0] in changed:
+                pass  # begins anew; late: saved with another --comm, or with other parameters frozen
             elif owner is None:
                 copy_from_rank0(tensor, source, self.world)
             elif (received := transfer(source, 0, owner, self.world)) is not None:
