@@ -322,18 +322,16 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     if compare:
         compare(where, backend)
     if heartbeat:
-        with_barrier(heartbeat.add, backend, 1)
-        if (same := heartbeat.add(backend, 0)) < world_size:  # ranks with different backends would hang
-            raise UserError(f"rank {rank} is one of {same} among {world_size} that use {backend}: see with "
-                            "nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
-    several_nodes = world_size > local_world_size
+        heartbeat.refuse_other_backends(backend)
     # cluster/heartbeat.py chooses it
     chosen = backend != "gloo" or "cluster" in rooms_here() or "GLOO_SOCKET_IFNAME" in env
-    if several_nodes and not chosen and local_rank() == 0:
+    if world_size > local_world_size and not chosen and local_rank() == 0:
         say("WARNING: there is no folder cluster/ beside ddp_utils.py, so gloo takes the network card of "
             "this machine's name: copy the folder, too, or set GLOO_SOCKET_IFNAME")
+    gpu = None
     if where.type == "cuda":
-        torch.cuda.set_device(where)
+        gpu = where
+        torch.cuda.set_device(gpu)
         with room("ops"):
             from ops.device import use_libdevice_of_triton
             use_libdevice_of_triton()
@@ -356,7 +354,6 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         env.setdefault("NCCL_NVLS_ENABLE", "0")
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    gpu = where if where.type == "cuda" else None
     store = store and dist.PrefixStore("process group", store)  # without cluster/ that of MASTER_ADDR
     connect(backend, lambda: dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout),
@@ -1122,15 +1119,15 @@ def new_model(run: Run, **config) -> nn.Module:
     # the rest of the configuration is that of the checkpoint or of the weights
     changes = {name: value for name, value in vars(config).items()
                if name in reading_of(config) or FLAGS.get(name) == OF_MODEL}
-    if saved:
-        config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-        model = build_model(model_class, config, world, args.strategy, args.comm)
-    elif args.init_from:
+    if args.init_from and not saved:
         with room("weights", "--init-from"):
             from weights.init_from import trained_model
         model = trained_model(run, asdict(config), changes)
     else:
+        if saved:
+            config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
+    if not saved and not args.init_from:
         run.say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
@@ -1177,9 +1174,7 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
     if before["tokenizer"].split()[-1] != after["tokenizer"].split()[-1]:  # the digests, whatever the names
         fixed = ["tokenizer"]
     for what in fixed:
-        if what == "trainer" and branch:
-            continue
-        if before.get(what, after[what]) == after[what]:
+        if what == "trainer" and branch or before.get(what, after[what]) == after[what]:
             continue
         if what == "data":  # by their names, and the beginning of a digest
             before, after = ({what: f"{run['settings'][what]} ({run[what][:12]})"} for run in (saved, now))
@@ -1803,12 +1798,12 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
     directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
     """
     try:
-        with access(path), zipfile.ZipFile(path) as file:
-            broken = checked and file.testzip()
-        if broken:
-            raise ValueError(f"{broken} has a wrong checksum")
-        load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
         with access(path):
+            with zipfile.ZipFile(path) as file:
+                broken = checked and file.testzip()
+            if broken:
+                raise ValueError(f"{broken} has a wrong checksum")
+            load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
             try:
                 saved = load(mmap=True)
             except RuntimeError as error:
@@ -2122,11 +2117,11 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         sync="shards" if settings["strategy"] in SHARDED else "OK")
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
-    log = monitor.RunLog(run.out, run.text, facts, records if world.is_rank0 else evaluated, run.sinks,
-                         run.lost)
-    writes = world.is_rank0 and not all_done(run, log, step)  # else its files would name flags of no step
+    log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
 
     def begin():
+        if all_done(run, log, step):  # the files would name flags of no step
+            return
         files = {}
         more = {}
         with room("loggers"):
@@ -2139,7 +2134,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
             more = describe(run, facts.mfu)
         log.begin(step, files | run_files(run, identity | more))
 
-    with_barrier(lambda: begin() if writes else None)
+    on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
     with room("loggers"):
         from loggers.start import say_plan

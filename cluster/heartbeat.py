@@ -130,6 +130,13 @@ class Heartbeat:
         if self.address is not None:
             choose_interface(self.address, self.server.get("a node's address").decode())
 
+    def refuse_other_backends(self, backend: str):
+        """Raises UserError on all ranks if some have chosen another one, with which they would hang."""
+        self.with_barrier(self.add, backend, 1)
+        if (same := self.add(backend, 0)) < self.world_size:
+            raise UserError(f"rank {self.rank} is one of {same} among {self.world_size} that use {backend}: "
+                            "see with nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
+
     def with_barrier(self, function, *args):
         """See ddp_utils.with_barrier."""
         what = f"wait {next(self._waits)}"
