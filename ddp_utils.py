@@ -1080,23 +1080,12 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
                  "chooses another number")
     begun = None if saved else asked.begun
     asked = replace(asked, args=args, settled=flags, saved=saved, begun=begun)
-    return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
-               grad_accum=grad_accum, checkpoints=checkpoints, text=text, lost=lock.lost,
-               sinks=sinks_of(args, out, text.say, lock.lost))
-
-
-def sinks_of(args: Namespace, out: Path, say, lost) -> list:
-    """What gets the records of a run."""
     sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
     with room("loggers"):
-        from loggers.picture import History
-        from loggers.tensorboard import EventFile
-        from loggers.wandb import WandbRun
-        sinks.append(EventFile(out / "tb", say))
-        if args.wandb:
-            sinks.append(WandbRun(out, say))
-        sinks.append(History(out, say, lost))
-    return sinks
+        from loggers.start import sinks_of
+        sinks += sinks_of(args, out, text.say, lock.lost)
+    return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
+               grad_accum=grad_accum, checkpoints=checkpoints, text=text, sinks=sinks, lost=lock.lost)
 
 
 def new_model(run: Run, **config) -> nn.Module:

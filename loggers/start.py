@@ -1,12 +1,16 @@
-"""What a run says before its first step."""
+"""What a run says before its first step, and what gets its records."""
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from data import room
 from loggers.machine import begin_curves
+from loggers.picture import History
+from loggers.tensorboard import EventFile
+from loggers.wandb import WandbRun
 from model import blocks_of, flag_fields, flags_of_model, num_params
 from monitor import NO_BYTES
 
@@ -20,6 +24,14 @@ def too_short(dataset) -> str:
     if longest > 0:
         text += f"; --seq-len {longest} would hold it, in a new run or with --eval-only"
     return text
+
+
+def sinks_of(args, out: Path, say, lost) -> list:
+    """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
+    sinks = [EventFile(out / "tb", say)]
+    if args.wandb:
+        sinks.append(WandbRun(out, say))
+    return [*sinks, History(out, say, lost)]
 
 
 def say_plan(run, state, facts, machines: Counter, compiled: bool):
