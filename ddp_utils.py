@@ -2389,8 +2389,9 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
                 for key, value in own.items():
                     found |= {key: value[0], f"{key} (count)": value[1]}
                 labels = micro_batch[-1]
-                found["labels"] = (labels >= 0).sum()
-                found["bytes"] = (token_bytes[labels.clamp(min=0)] * (labels >= 0)).sum()
+                learned = labels >= 0
+                found["labels"] = learned.sum()
+                found["bytes"] = (token_bytes[labels.clamp(min=0)] * learned).sum()
                 sums.update({key: torch.as_tensor(value, dtype=torch.float64, device=world.device)
                              for key, value in found.items()})
                 if stop.vote():

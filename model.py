@@ -291,7 +291,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
     """
     if logits is None and (fused := fused_loss()):
         objective, loss, correct = fused.apply(
-            hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), vocab_size, z_loss,
+            hidden.flatten(0, -2), weight, bias, targets.flatten(), vocab_size, z_loss,
             torch.is_grad_enabled(), hits, compiled)
         return objective, loss, correct.view(targets.shape)
     objective, loss, *correct = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, logits, hits)
@@ -331,7 +331,7 @@ def label_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: in
         return (*found, rows.argmax(-1) == y) if hits else found
 
     rows = 4096 if hidden.is_cuda else 512
-    chunks = zip(hidden.reshape(-1, hidden.size(-1)).split(rows), targets.reshape(-1).split(rows))
+    chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows))
     parts = [checkpoint(of_rows, h, y, use_reentrant=False) for h, y in chunks]
     return [torch.cat(part).view(targets.shape) for part in zip(*parts)]
 
@@ -543,10 +543,11 @@ class CausalLM(LanguageModel):
         sums = {"loss": loss}
         if hits:
             number, _, _ = documents(idx, c.start, c.response)
-            wrong = ((targets >= 0) & ~correct).float()
+            learned = targets >= 0
+            wrong = (learned & ~correct).float()
             # of each document in a row, of which there are at most T + 1
             mistakes = wrong.new_zeros(len(idx), idx.size(1) + 1).scatter_add_(1, number, wrong)
-            samples = (targets >= 0) & (idx == c.response)  # one position for each
+            samples = learned & (idx == c.response)  # one position for each
             exact = samples & (mistakes.gather(1, number) == 0)
             sums |= {"samples": samples.sum(), "exact": exact.sum()}
         return objective, sums
