@@ -2285,7 +2285,7 @@ class Metrics:
         epoch = saved["epoch"]
         self.world = world
         self.log = log
-        self._rows = rows if rows > run.args.eval_every * run.global_batch else 0
+        self._rows = rows if rows > run.args.eval_every * run.global_batch else math.inf
         self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
         self._samples = saved["samples"]
         self._steps = epoch["steps"]
@@ -2293,9 +2293,9 @@ class Metrics:
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # of the last step, over all ranks
         # this rank's part of each mean; the parts of all ranks add up to the mean
-        share = float(world.is_rank0)
-        self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
-        self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
+        loss, self._epoch_loss = torch.tensor([saved["loss"], epoch["loss"]], dtype=torch.float64,
+                                              device=world.device) * world.is_rank0
+        self._means = {"loss": loss}
         self._label_count = None
         self._machine_curves = lambda suffix: {}
         with room("loggers"):
@@ -2316,7 +2316,7 @@ class Metrics:
             self._label_count.counted += labels
         before = self._samples
         self._samples = samples
-        self.ends_epoch = self._rows > 0 and samples // self._rows > before // self._rows
+        self.ends_epoch = samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
         # float32 values sum exactly in float64, so a resumed run gets the same sum
@@ -2336,8 +2336,8 @@ class Metrics:
         *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, given], self.world)
         if self._label_count:
             self._label_count.compare(given, self.log.say)
-        seconds = time.perf_counter() - self._begun
-        return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
+        return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps,
+                                               "seconds": time.perf_counter() - self._begun}
 
     def machines(self) -> dict:
         """The most memory of any process, and the curves of each machine, with its name if there are several,
