@@ -667,14 +667,16 @@ def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dic
     for action in parser._actions:
         action.default = SUPPRESS  # what is not given is absent
     given = vars(parser.parse_args(argv))
-    if "steps" in given and "epochs" in given:
-        raise UserError("--epochs is not allowed with --steps: leave one of them out.")
     if "steps" in given:
+        if "epochs" in given:
+            raise UserError("--epochs is not allowed with --steps: leave one of them out.")
         given["epochs"] = None
-    if "dry_run" in given and "init_from" in given and "size" not in given:
-        raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
-    if "dry_run" in given and "out" in given and list_checkpoints(given["out"]):
-        raise UserError(f"--dry-run does not read the run in {given['out']}: give its flags, without --out.")
+    if "dry_run" in given:
+        if "init_from" in given and "size" not in given:
+            raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
+        if "out" in given and list_checkpoints(given["out"]):
+            raise UserError(f"--dry-run does not read the run in {given['out']}: give its flags, without "
+                            "--out.")
     return Command(parser, config_class, sizes, argv, given, defaults)
 
 
