@@ -1326,7 +1326,7 @@ def set_modes(model: nn.Module, run: Run) -> dict:
         run.say("compiling: the first step takes minutes")
     apply_modes(model, run.args, run.world)
     taken = False
-    if all(all_gather(torch.are_deterministic_algorithms_enabled())):
+    if not run.args.fast:
         with room("ops"):
             from ops.flash_attention_3 import take
             taken = take(model, run, all_gather, at_end)
