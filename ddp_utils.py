@@ -1056,14 +1056,14 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
     text = monitor.TrainLog(out / "train.log", world.prefix, world.is_rank0)
     checkpoints = Checkpoints(out, world, args.keep_last, text.say, lock.lost)
     saved = checkpoints.load(args.resume, asked.saved)
+    wanted = flags.wanted_batch
     global_batch, batch, grad_accum = plan_batch(world.world_size, args.global_batch, args.batch,
-                                                 args.grad_accum, flags.wanted_batch, flags.largest_batch)
+                                                 args.grad_accum, wanted, flags.largest_batch)
     if args.batch or args.grad_accum:
         flags = replace(flags, largest_batch=batch)  # also when the run is resumed
     if global_batch * args.seq_len > 1e9:
         raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
                         "--global-batch, or --batch and --grad-accum.")
-    wanted = flags.wanted_batch
     if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
         text.say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
                  f"{global_batch}")
@@ -1096,9 +1096,8 @@ def new_model(run: Run, **config) -> nn.Module:
     """
     model_class, args, dataset, world = run.model_class, run.args, run.dataset, run.world
     saved = run.saved
-    padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
-    config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
-                                **config)
+    config = model_class.Config(padded_vocab=args.vocab_size or pad_vocab(config["vocab_size"]),
+                                **flags_of_model(model_class.Config, args), **config)
     if vars(config).get("attention") == "prefix" and dataset.loss == "all":
         raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                         "they are to learn: use isolated or causal, or prepare the data with "
@@ -1301,11 +1300,11 @@ def config_of(config_class: type, saved: dict, where):
 
 def code_trained_with(where) -> str:
     """The code that trained the run of a checkpoint, by its commit where that is recorded."""
-    commit = None
     with room("loggers"):
         from loggers.source import last_commit
-        commit = last_commit(Path(where))
-    return "the code that trained it" + (f" (commit {commit})" if commit else "")
+        if commit := last_commit(Path(where)):
+            return f"the code that trained it (commit {commit})"
+    return "the code that trained it"
 
 
 def assert_family(saved: dict, model_class: type):
@@ -1452,8 +1451,8 @@ def skips_on_device(optimizer, whole) -> bool:
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     known = type(optimizer) in (AdamW, Adam, Adagrad) and not hooks
-    groups = whole.param_groups
-    return known and all(group["fused"] and p.is_cuda for group in groups for p in group["params"])
+    return known and all(group["fused"] and p.is_cuda for group in whole.param_groups
+                         for p in group["params"])
 
 
 class TrainState:
@@ -1764,10 +1763,11 @@ class TrainState:
             before = [dict(group) for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
-                for p in filter(operator.attrgetter("requires_grad"), group["params"]):
-                    p.grad = torch.zeros_like(p)
-                    optimizer.step()
-                    p.grad = None
+                for p in group["params"]:
+                    if p.requires_grad:
+                        p.grad = torch.zeros_like(p)
+                        optimizer.step()
+                        p.grad = None
             for group, values in zip(optimizer.param_groups, before):
                 group.clear()
                 group.update(values)
@@ -2143,12 +2143,11 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
 
 def warn_of_changes(run: Run, model: nn.Module):
     """Says where a model's shards have changed since new_model. All ranks."""
-    changed = []
-    if run.args.strategy in SHARDED and not run.saved:
-        changed = [name for name, p in model.named_parameters()
-                   if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
-    changed = sorted({*itertools.chain(*all_gather(changed))})  # each rank sees its own shards
-    if changed:
+    if run.saved or run.args.strategy not in SHARDED:
+        return
+    changed = [name for name, p in model.named_parameters()
+               if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
+    if changed := sorted({*itertools.chain(*all_gather(changed))}):  # each rank sees its own shards
         run.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
                 "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
 
