@@ -654,13 +654,14 @@ class Command:
     rows: dict[str, dict]  # the sizes
     argv: list[str] | None
     given: dict  # the flags that it gives
-    defaults: dict  # of all flags that it does not give, for what no row says either
+    defaults: dict  # of all flags, for what neither it nor a row says
 
 
 def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
                 argv: list[str] | None) -> Command:
     """Parses the command line of a trainer. Raises UserError for flags that exclude each other."""
     add_rare_flags(parser)  # after those of the trainer, so that --help ends with them
+    # argparse converts defaults that are texts; what argv gives is in there, too, and wins over them anyway
     defaults = vars(parser.parse_args(argv)) | {"vocab_size": None}
     defaults |= {option.name: option.default for option in flag_fields(config_class)}
     parser._defaults.clear()  # of set_defaults
@@ -1451,8 +1452,8 @@ def skips_on_device(optimizer, whole) -> bool:
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     known = type(optimizer) in (AdamW, Adam, Adagrad) and not hooks
-    return known and all(group["fused"] and p.is_cuda for group in whole.param_groups
-                         for p in group["params"])
+    return known and all(group["fused"] and p.is_cuda
+                         for group in whole.param_groups for p in group["params"])
 
 
 class TrainState:
@@ -2108,6 +2109,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         sync="shards" if settings["strategy"] in SHARDED else "OK")
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
+    # other ranks have no records, and need only the evaluations
     log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
 
     def begin():
