@@ -1,6 +1,6 @@
 """What a run says of a trainer that was edited: a loss that is divided twice, and an optimizer of its own."""
 
-import weakref
+import functools
 from contextlib import suppress
 
 import torch
@@ -13,7 +13,7 @@ from monitor import at_end
 def begin_checks(run, model, log):
     """Has the log say, once each, what these checks find. Before it is opened, and on rank 0 alone."""
     if log.active:
-        hook = register_optimizer_step_post_hook(Optimizers(model, log.say))  # of all in this process
+        hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # of all in this process
         at_end.callback(hook.remove)
         log.sinks.append(MeanLoss(run, log, hook))
 
@@ -82,30 +82,19 @@ class MeanLoss:
         self._hook.remove()  # what is trained after the run is not of it
 
 
-class Optimizers:
+def foreign_parameters(model, say):
     """A hook after each step of any optimizer: whether it has parameters that are not the model's."""
+    ours = {*model.parameters()}
+    say_once = functools.cache(say)
 
-    def __init__(self, model, say):
-        self._model, self._say = model, say
-        self._ours = {*model.parameters()}
-        self._seen = weakref.WeakKeyDictionary()  # optimizers, with the number of their parameters then
-        self._said = set()
-
-    def __call__(self, optimizer, args, kwargs):
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._seen.get(optimizer) == count:
-            return
-        self._seen[optimizer] = count
-        params = {p for group in optimizer.param_groups for p in group["params"]}
-        # where parameters are gathered from shards, the model has others than at the start
-        foreign = [list(p.shape) for p in params - self._ours - {*self._model.parameters()}]
+    def hook(optimizer, args, kwargs):
+        foreign = {p for group in optimizer.param_groups for p in group["params"]} - ours
+        if foreign:  # where parameters are gathered from shards, the model has others than at the start
+            foreign -= {*model.parameters()}
         if foreign:
-            self._say_once(f"WARNING: {type(optimizer).__name__} trains parameters that are not the model's "
-                           f"({len(foreign)}, one of shape {max(foreign)}): no checkpoint holds them, and "
-                           "each process trains its own. To keep them, let the model's constructor make "
-                           "them, see docs/changing.md")
+            say_once(f"WARNING: {type(optimizer).__name__} trains parameters that are not the model's "
+                     f"({len(foreign)}, one of shape {max(list(p.shape) for p in foreign)}): no checkpoint "
+                     "holds them, and each process trains its own. To keep them, let the model's constructor "
+                     "make them, see docs/changing.md")
 
-    def _say_once(self, text: str):
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+    return hook

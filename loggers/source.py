@@ -20,14 +20,12 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
 
 
-def model_files(run) -> dict[str, Path]:
-    """The files of the project that make the model of a run, by the names with which its directory keeps
-    them: model.py and what else of the project is imported, and trainer.py if that has the class.
+def kept_files(run) -> dict[str, Path]:
+    """The files of the project that a run is trained with, by the names with which its directory keeps them:
+    trainer.py, model.py and what else of the project is imported.
     """
     trainer = run.trainer.resolve()
-    found = {}
-    if run.model_class.__module__ in ("__main__", trainer.stem) and trainer.is_file():
-        found["trainer.py"] = trainer
+    found = {"trainer.py": trainer} if trainer.is_file() else {}  # otherwise it was typed into a notebook
     for module in sorted(sys.modules):
         name = f"{module.replace('.', '/')}.py"
         for folder in (Path(__file__).resolve().parents[1], trainer.parent):
@@ -41,9 +39,9 @@ def code_of(text: str) -> list[ast.stmt]:
     """The statements of a file, without comments and docstrings."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if documented and ast.get_docstring(node) is not None:
-            del node.body[0]
+        with suppress(TypeError):  # which has none
+            if ast.get_docstring(node) is not None:
+                del node.body[0]
     return tree.body
 
 
@@ -55,57 +53,37 @@ def first_difference(before: list[ast.stmt], now: list[ast.stmt]) -> int:
         if not old or not new:
             return line
         if ast.dump(old) != ast.dump(new):
-            inner = first_difference(vars(old).get("body", []), vars(new).get("body", []))
-            return inner or line
+            return first_difference(vars(old).get("body", []), vars(new).get("body", [])) or line
     return 0
 
 
-def say_changes(run, files: dict[str, Path]):
-    """Says on stderr which of model_files have other code than when the checkpoint's run began. Without its
+def say_changes(run):
+    """Says on stderr which of kept_files have other code than when the checkpoint's run began. Without its
     record, nothing.
     """
     directory = Path(run.saved["path"]).parents[1]
-    for name, path in files.items():
+    for name, path in kept_files(run).items():
         kept = directory / name
-        if not kept.is_file():
+        others = name == "trainer.py" and path.name != run.saved["settings"].get("trainer")
+        if others or not kept.is_file():
             continue
         line = 1
         with suppress(SyntaxError, ValueError, NotNow):  # it is only a note
             line = first_difference(code_of(text_of(kept)), code_of(text_of(path)))
         if line:
-            print(f"{path} has changed since {directory} began, first in line {line} (see {kept})",
-                  file=sys.stderr, flush=True)
+            since = "it began this run" if name == "trainer.py" else f"{directory} began"
+            print(f"{path} has changed since {since}, first in line {line} (see {kept})", file=sys.stderr,
+                  flush=True)
 
 
 def source_files(run) -> dict[str, str]:
-    """The texts to write into the run directory: trainer.py and model/, of the start that began the run, or
-    of today if they are not there yet. Says what has changed since.
+    """The texts to write into the run directory, as they are at the start that begins the run, or today if it
+    has none yet. Says what has changed since.
     """
-    files = model_files(run)
-    files.pop("trainer.py", None)  # see trainer_text
     if run.saved:
-        say_changes(run, files)
-    if run.saved and (run.out / "model").is_dir():
-        files = {}
-    texts = {name: text_of(path) for name, path in files.items()}
-    if run.trainer.is_file():  # otherwise it was typed into a notebook
-        texts["trainer.py"] = trainer_text(run)
-    return texts
-
-
-def trainer_text(run) -> str:
-    path = run.out / "trainer.py"
-    now = text_of(run.trainer)
-    if not run.saved or not path.exists():
-        return now
-    began = text_of(path)
-    pairs = itertools.zip_longest(began.splitlines(), now.splitlines())
-    for number, (before, after) in enumerate(pairs, 1):
-        if before != after:
-            run.say(f"{run.trainer.name} has changed since it began this run, first in line {number} (see "
-                    f"{path})")
-            break
-    return began
+        say_changes(run)
+    return {name: text_of(path) for name, path in kept_files(run).items()
+            if not run.saved or not (run.out / name).exists()}
 
 
 def commit_of(folder: Path) -> str | None:
@@ -132,12 +110,12 @@ def describe(run, mfu) -> dict:
     counted.
     """
     before = read_config(run.out)
-    commands, commits = (before.get(name) for name in ("commands", "commits"))
-    if not isinstance(commits, list):
-        commits = [None] * len(commands if isinstance(commands, list) else [])
+    commits = []
+    with suppress(TypeError, KeyError):
+        commits = list(before.get("commits") or [None] * len(before["commands"]))
     flops = before.get("flops_per_token") if run.saved else None
     if run.trainer.is_file():  # else there is no command either
-        commits = [*commits, commit_of(run.trainer.resolve().parent)]
+        commits.append(commit_of(run.trainer.resolve().parent))
     return {"commits": commits, "parameters": num_params(mfu.model),
             "training_tokens": run.dataset.train.num_tokens,
             "flops_per_token": flops or mfu.of_last_steps()}

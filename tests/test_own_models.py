@@ -1019,7 +1019,7 @@ def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
     said = f"train_mine.py has changed since it began this run, first in line {line} (see {out}/trainer.py)"
     assert changed.code == 0 and changed.out.count(said) == 1, changed.out
     assert (out / "trainer.py").read_text() == first
-    longer = copy_of_the_trainer(path, "", ("launch.main.\n", "launch(main)\n# the end\n"))
+    longer = copy_of_the_trainer(path, "", ("launch.main.\n", "launch(main)\nend = 1\n"))
     said = f"first in line {len(first.splitlines()) + 1} "
     assert said in longer.fork(ranks, shards, out, steps=5).out
     assert longer.fork(ranks, shards, tmp_path / "branch", resume=out, steps=6).code == 0

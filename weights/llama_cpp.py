@@ -21,8 +21,6 @@ GGUF_NAMES = {
     "z_l_init": "hrm.z_l_init", "attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "qkv": "attn_qkv",
     "attn_out": "attn_output", "up": "ffn_up", "down": "ffn_down",
     "gqkv": "attn_gate attn_q attn_k attn_v", "gate_up": "ffn_gate ffn_up"}
-# the names that llama.cpp has for the patterns by which words are cut; without merges any will do
-GGUF_CUTS = {"gpt2": "gpt-2", "cl100k_base": "dbrx"}
 GGUF_STATE, GGUF_CONV = 16, 4  # of the recurrent layers that llama.cpp wants between those of a modern GPT-2
 GGUF_PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
 
@@ -66,13 +64,12 @@ def _gguf_shape(writer, model, architecture: str):
 
 
 def _gguf_cut(tokenizer) -> str | None:
-    """The name that llama.cpp has for how the tokenizer cuts words, if it has one."""
+    """The name that llama.cpp has for the pattern by which the tokenizer cuts words, if it has one."""
     with room("prepare", "--export gguf"):
-        from prepare.tokenizer import PATTERNS, Tokenizer
-    if not isinstance(tokenizer, Tokenizer):
-        return None
-    names = {PATTERNS[name]: theirs for name, theirs in GGUF_CUTS.items()}
-    return ({None: "gpt-2"} | names).get(tokenizer.pattern)
+        from prepare.tokenizer import PATTERNS
+    # without merges any name will do
+    names = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx"}
+    return names.get(vars(tokenizer).get("pattern", ""))
 
 
 def _gguf_tokenizer(writer, tokenizer, c, TokenType):

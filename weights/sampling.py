@@ -54,29 +54,20 @@ def has_usual_loss(model: CausalLM) -> bool:
     return methods <= {CausalLM.forward, HRM.forward, CausalLM.loss, CausalLM.losses}
 
 
-def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
-    """What find_contradiction says; "" of a model that cannot be asked."""
-    try:
-        return find_contradiction(model, device, everywhere)
-    except (AttributeError, TypeError) as error:  # it has no `embed`, or its forward wants more than ids
-        say(f"WARNING: {type(model).__name__} is not checked before it writes ({first_line(error)})",
-            file=sys.stderr)
-        return ""
-
-
 @torch.no_grad()
-def find_contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
-    """Says why a model would write otherwise than it learns, or "". It reads a row in two passes with a cache
-    (all but the last token, then that): the logits must be those of the whole row. Its loss must be that of
-    these logits, unless the class has a loss of its own. All is computed in float32, which tells an error
-    from rounding. Less than the model itself makes of a millionth is no error: it may draw random numbers, or
-    be so deep that rounding grows. Buffers and torch's generator stay as they are. With `everywhere` all
-    ranks call this and find the same.
+def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
+    """Says why a model would write otherwise than it learns, or "", also of a model that cannot be asked. It
+    reads a row in two passes with a cache (all but the last token, then that): the logits must be those of
+    the whole row. Its loss must be that of these logits, unless the class has a loss of its own. All is
+    computed in float32, which tells an error from rounding. Less than the model itself makes of a millionth
+    is no error: it may draw random numbers, or be so deep that rounding grows. Buffers and torch's generator
+    stay as they are. With `everywhere` all ranks call this and find the same.
     """
     def nudged(embed, idx, x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * torch.randn_like(x))
 
     c = model.config
+    name = type(model).__name__
     cache = KVCache(c.seq_len)
     T = min(c.seq_len, 1024)  # of longer rows the logits would take gigabytes
     ids = {*range(c.vocab_size)} - {c.start, c.response, c.end}
@@ -84,21 +75,25 @@ def find_contradiction(model: CausalLM, device, everywhere: bool = False) -> str
     if c.response >= 0:
         row[0, 0], row[0, T // 2] = c.start, c.response
     targets = row.roll(-1)
-    # such as fixed_depth of the HRM, which else asks the other ranks
-    options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, model, "compute_dtype", model.compute_dtype)
-        stack.callback(model.train, model.training)
-        model.compute_dtype = torch.float32
-        model.eval()
-        stack.enter_context(copied_buffers(model))
-        stack.enter_context(torch.random.fork_rng([device] * row.is_cuda))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        whole = model(row, **options)[0].float()
-        with model.embed.register_forward_hook(nudged):
-            again = model(row, **options)[0]
-        passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
-        loss = model(row, targets, **options)[1]["loss"] / T
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, model, "compute_dtype", model.compute_dtype)
+            stack.callback(model.train, model.training)
+            model.compute_dtype = torch.float32
+            model.eval()
+            stack.enter_context(copied_buffers(model))
+            stack.enter_context(torch.random.fork_rng([device] * row.is_cuda))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # such as fixed_depth of the HRM, which else asks the other ranks
+            options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
+            whole = model(row, **options)[0].float()
+            with model.embed.register_forward_hook(nudged):
+                again = model(row, **options)[0]
+            passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
+            loss = model(row, targets, **options)[1]["loss"] / T
+    except (AttributeError, TypeError) as error:  # it has no `embed`, or its forward wants more than ids
+        say(f"WARNING: {name} is not checked before it writes ({first_line(error)})", file=sys.stderr)
+        return ""
     error = (passes - whole[-2:]).std() / whole.std()
     of_logits = F.cross_entropy(whole, targets[0])
     of_loss = (loss - of_logits).abs() / loss * has_usual_loss(model)
@@ -114,8 +109,8 @@ def find_contradiction(model: CausalLM, device, everywhere: bool = False) -> str
     elif of_loss > CLOSE:
         why = (f"the loss differs by {of_loss:.1%} from that of the logits: change these by overriding "
                "`logits` in a class of your own, which the loss follows")
-    name = type(model).__name__.removeprefix("FSDP")  # of shards
-    return f"{name} would write otherwise than it learns: {why}." if why else ""
+    # FSDP, of shards
+    return f"{name.removeprefix('FSDP')} would write otherwise than it learns: {why}." if why else ""
 
 
 def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:

@@ -100,8 +100,8 @@ def use_model(run: Asked):
     model.eval()
     if world.is_rank0:
         with room("loggers"):
-            from loggers.source import model_files, say_changes
-            say_changes(run, model_files(run))
+            from loggers.source import say_changes
+            say_changes(run)
     with suppress(BrokenPipeError):  # nobody reads on, as after `--prompt … | head`
         if args.eval_only:
             return evaluate_only(model, run)
@@ -134,11 +134,10 @@ def use_on_rank0(model: nn.Module, run: Asked):
     if args.export == "hf":
         export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
-        prefix = vars(model.config).get("attention") == "prefix"
-        if prefix and run.model_class is GPT2:
-            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
-        elif prefix:
-            print("its tokenizer takes one text for a question: to train on answers there, give each as the "
+        if vars(model.config).get("attention") == "prefix":
+            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before"
+                  if run.model_class is GPT2 else
+                  "its tokenizer takes one text for a question: to train on answers there, give each as the "
                   "second, tokenizer(question, answer), or it would see itself")
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
