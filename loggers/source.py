@@ -26,11 +26,14 @@ def kept_files(run) -> dict[str, Path]:
     """
     trainer = run.trainer.resolve()
     found = {"trainer.py": trainer} if trainer.is_file() else {}  # otherwise it was typed into a notebook
-    for module in sorted(sys.modules):
-        name = f"{module.replace('.', '/')}.py"
-        for folder in (Path(__file__).resolve().parents[1], trainer.parent):
+    for folder in (Path(__file__).resolve().parents[1], trainer.parent):
+        ours = {path.stem for path in folder.glob("*")} - OTHERS
+        for module in sorted(sys.modules):
+            if module.partition(".")[0] not in ours:  # asked first: there are thousands of modules
+                continue
+            name = f"{module.replace('.', '/')}.py"
             path = folder / name
-            if path.is_file() and path != trainer and module.partition(".")[0] not in OTHERS:
+            if path.is_file() and path != trainer:
                 found[f"model/{name}"] = path
     return found
 

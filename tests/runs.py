@@ -123,9 +123,11 @@ class Trainer:
         """
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         text, code = io.StringIO(), 0
-        gc.freeze()  # all that the tests have imported, which a collection in the run would go through
+        gc.freeze()  # all that the tests have imported, which collections in the run would go through
         try:
             with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
+                for name in ("freeze", "unfreeze"):  # the end of the run would thaw that, too
+                    patch.setattr(gc, name, lambda: None)
                 patch.setattr(sys, "argv", [self.script, *map(str, arguments)])
                 patch.setitem(sys.modules, "matplotlib.figure", None)  # its import fails
                 patch.setenv("OMP_NUM_THREADS", "1")  # as conftest.start does: the number of threads
@@ -135,7 +137,7 @@ class Trainer:
             code = error.exit_code
             text.write(f"error: {error}\n")
         finally:
-            gc.unfreeze()  # what a run has frozen; a process of its own would be at its end
+            gc.unfreeze()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             for number, handler in handlers.items():
