@@ -92,13 +92,15 @@ class Tokenizer(Vocabulary):
         return json.dumps(spec | {"model": spec["model"] | {"merges": merges}}, ensure_ascii=False)
 
 
+def added_token(text: str, i: int) -> dict:
+    return {"id": i, "content": text, "single_word": False, "lstrip": text == MASK, "rstrip": False,
+            "normalized": False, "special": True}
+
+
 def spec_of(ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]) -> dict:
     """The content of a tokenizer.json without its merges, which take long."""
     model = {"type": "BPE", "vocab": {spelled(token): ranks[token] for token in sorted(ranks, key=ranks.get)}}
-    added = []
-    for text in sorted(specials, key=specials.get):
-        added.append({"id": specials[text], "content": text, "single_word": False,
-                      "lstrip": text == MASK, "rstrip": False, "normalized": False, "special": True})
+    added = [added_token(text, specials[text]) for text in sorted(specials, key=specials.get)]
     stage = BYTE_LEVEL
     if pattern is not None:
         cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -202,8 +204,7 @@ def with_roles(tokenizer: Vocabulary) -> Vocabulary:
     if tokenizer.roles:
         return tokenizer
     spec = json.loads(tokenizer.to_json())
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    spec["added_tokens"].append({"id": tokenizer.num_ids, "content": RESPONSE, "special": True} | plain)
+    spec["added_tokens"].append(added_token(RESPONSE, tokenizer.num_ids))
     return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
 
 
