@@ -35,6 +35,7 @@ def start_server() -> None:
     with contextlib.chdir(ROOT), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a run in this process
         forkserver.ensure_running()
 
 

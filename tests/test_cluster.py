@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, finish, run, start
-from processes import Group
+from processes import Group, fork
 
 import data
 import test_ddp
@@ -71,8 +71,7 @@ def faulty(tmp_path_factory) -> Path:
 
 
 def test_check_says_ok(shards):
-    # unbuffered, a line and its end are written one after the other, and another rank writes between them
-    ended = run(2, "test_ddp.py", "--device", "cpu", "--data", shards, timeout=60, PYTHONUNBUFFERED=None)
+    ended = fork(2, "test_ddp.py", "--device", "cpu", "--data", shards, timeout=60)
     assert ended.code == 0 and ended.out.splitlines()[-1] == "OK", ended.out
     for line in (r"^rank 1: \S+, cpu ; backend gloo, python 3\.",
                  r"^collectives are right$",

@@ -45,7 +45,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     """Nothing, or half a checkpoint, fits: each loss is said, no half file stays, and once there is room
     again the run saves again, and ends as if nothing had happened."""
     out = disk / "run"
-    flags = {"steps": 600, "save_every": 10, "eval_every": 100, "batch": 6, "schedule": "constant"}
+    flags = {"steps": 300, "save_every": 5, "eval_every": 50, "batch": 6, "schedule": "constant"}
     group = Group(GPT2.script, *GPT2.flags(shards, out, **flags))
     deadline = time.monotonic() + 30
 
@@ -54,7 +54,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
             assert group.all_alive and time.monotonic() < deadline, group.text
             time.sleep(0.002)
 
-    wait_for_step(50)
+    wait_for_step(25)
     ballast = fill(disk, leave)
     while not leave and "was not written" not in group.text:
         assert group.all_alive and time.monotonic() < deadline, group.text
@@ -62,7 +62,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     if not leave:  # a checkpoint that was half written then has given its room back
         fill(disk)
     full = max(map(int, re.findall(r"step (\d+)/", group.text)))
-    wait_for_step(full + 110)
+    wait_for_step(full + 55)
     assert not [p for p in out.glob("checkpoints/.tmp-*") if time.time() - p.stat().st_mtime > 1]
     for path in list_checkpoints(out):
         read_checkpoint(path)
@@ -74,7 +74,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     if not leave:  # else its lines fit
         assert re.search(r"WARNING: MetricsFile lacks a record \(.*\); the next one tries again", done.out)
     assert TRACEBACK not in done.out
-    assert [line["step"] for line in steps_of(out)] == list(range(1, 601))
+    assert [line["step"] for line in steps_of(out)] == list(range(1, 301))
     whole = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "whole", **flags)).finish()
     assert whole.code == 0
     assert_same_run(out, tmp_path / "whole")
