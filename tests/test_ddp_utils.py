@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Finished, finish, run, start
+from processes import fork
 from states import run_of, train_state
 
 import ddp_utils
@@ -48,7 +49,7 @@ def run_checks() -> dict[str, str]:
     failed, left = {}, CHECKS
     while left:
         try:
-            done = run(2, "tests/ddp_worker.py", *left, timeout=180)
+            done = fork(2, "tests/ddp_worker.py", *left, timeout=180)
         except pytest.fail.Exception as hung:
             done = Finished(1, str(hung))
         passed = sum(f"check_{name} OK" in done.out for name in left)

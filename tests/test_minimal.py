@@ -46,6 +46,14 @@ LOSS = re.compile(r"step (\d+) \| (loss|validation loss) (\S+)")
 
 
 @pytest.fixture(scope="session")
+def shards(corpus, tmp_path_factory):
+    """A part of the corpus: each run evaluates all that is held out, 100 rows, three times."""
+    directory = tmp_path_factory.mktemp("part")
+    (directory / "part.txt").write_text(corpus.read_text(encoding="utf-8")[:64_000], encoding="utf-8")
+    return prepare(f"text:{directory}/part.txt", directory / "bytes", "bytes", workers=1)
+
+
+@pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
     """Pairs with responses of many lengths, in rows of the 64 tokens of SHAPE."""
     directory = tmp_path_factory.mktemp("pairs")

@@ -229,8 +229,8 @@ def test_what_needs_a_folder_says_so(flags, sentence, tmp_path, shards):
     copy_without(ROOMS, tmp_path)
     usual = [] if "--data" in flags else TRAINERS["gpt2"].flags(shards, tmp_path / "run", steps=1)
     if "--prompt" in flags:
-        assert run(0, tmp_path / "train_gpt2.py", *usual, PYTHONPATH=None).code == 0
-    done = run(0, tmp_path / "train_gpt2.py", *usual, *flags, cwd=tmp_path, PYTHONPATH=None)
+        assert fork(0, tmp_path / "train_gpt2.py", *usual, PYTHONPATH="").code == 0
+    done = fork(0, tmp_path / "train_gpt2.py", *usual, *flags, cwd=tmp_path, PYTHONPATH="")
     assert done.code == 2 and f"error: {sentence}, which is not beside data.py" in done.out, done.out
     assert "Traceback" not in done.out and ((tmp_path / "run").exists() == ("--prompt" in flags))
 
@@ -322,7 +322,7 @@ def test_a_start_that_needs_ops_leaves_no_directory(asked, tmp_path, shards):
     (tmp_path / "program").mkdir()
     copy_without(["ops"], tmp_path / "program")
     flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", **SHORT)
-    done = run(0, tmp_path / "program" / "train_gpt2.py", *flags, *asked.split(), PYTHONPATH=None)
+    done = fork(0, tmp_path / "program" / "train_gpt2.py", *flags, *asked.split(), PYTHONPATH="")
     assert done.code == 2 and f"error: {asked.removesuffix(' 0.9')} needs the folder ops/, which" in done.out
     assert "Traceback" not in done.out and not (tmp_path / "run").exists()
 
