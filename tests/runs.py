@@ -173,9 +173,10 @@ class Trainer:
         self.kill_after(8, ranks, shards, tmp_path / "killed", **changes)
         killed_at = log_of(tmp_path / "killed")[-1]["step"]
         assert killed_at < settings["steps"], "the run was over before it could be killed"
+        again = undisturbed if ranks and not settings.get("compile") else self.train
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))  # Triton's cache is in it
-            resumed = self.train(ranks, shards, tmp_path / "killed", **changes)
+            resumed = again(ranks, shards, tmp_path / "killed", **changes)
         assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
         assert_same_run(tmp_path / "whole", tmp_path / "killed")
         assert [r["step"] for r in steps_of(tmp_path / "killed")] == list(range(1, settings["steps"] + 1))

@@ -27,7 +27,7 @@ RECURRENT = "examples/train_recurrent.py"
 TRAINERS = {
     "train_gpt2.py": ({}, {"modern": True, "optimizer": "muon", "ema": 0.9, "batch": 2}),
     "train_hrm.py": ({"ff": 64}, {"global_batch": 24, "batch": 6, "ema": 0.9, "halt": True, "dropout": 0.1,
-                                  "precision": "bf16", "optimizer": "adam-atan2"}),
+                                  "precision": "bf16", "optimizer": "adam-atan2", "steps": 28}),
     "train_mlm.py": ({"ff": 48, "window": 16}, {"precision": "bf16", "batch": 2}),
     RECURRENT: ({"depth": 2, "width": 32}, {"optimizer": "muon", "batch": 2}),
 }

@@ -167,11 +167,13 @@ FAKE = {"import": "raise TypeError('Descriptors cannot be created directly')",
     ("import", "nothing is sent to Weights & Biases: TypeError: Descriptors"),
     ("init", "nothing is sent to Weights & Biases: OSError: no network"),
     ("log", "WandbRun lacks a record (ValueError: odd)")])
-def test_nothing_that_wandb_raises_ends_a_run(when, said, shards, tmp_path):
+def test_nothing_that_wandb_raises_ends_a_run(when, said, shards, tmp_path, monkeypatch):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "wandb.py").write_text(FAKE[when])
-    command = [sys.executable, "train_gpt2.py", *TRAINER.flags(shards, tmp_path / "run"), "--wandb"]
-    done = finish(start(command, cwd=ROOT, PYTHONPATH=str(tmp_path / "path")), 120)
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # afterwards it is as before
+    del sys.modules["wandb"]
+    done = TRAINER.train(0, shards, tmp_path / "run", wandb=True)
     assert done.code == 0 and said in done.out and "training complete" in done.out, done.out
 
 
