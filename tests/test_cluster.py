@@ -286,7 +286,7 @@ def test_the_launcher_tells_a_mistake_from_what_may_go_well_later(tmp_path, shar
             lock.flush()
         ended = finish(Nodes(1).start(0, "train_gpt2.py", "--data", shards, "--out", tmp_path / "run",
                                       "--lr", "0.001" if held else "much", "--device", "cpu", "--seq-len", 32,
-                                      GPUS_PER_NODE=2))
+                                      GPUS_PER_NODE=1 + held))
     assert ended.code == code and sentence in ended.out, ended.out
 
 

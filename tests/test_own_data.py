@@ -52,7 +52,7 @@ def assert_resumes(trainer: Trainer, shards, tmp_path, ranks: int = 0, **flags) 
 # ------------------------------------------------------------------------------------------------ the guide's
 
 
-SMALL_ROWS = {"seq_len": 4, "eval_batches": 0}
+SMALL_ROWS = {"seq_len": 4, "eval_batches": 0, "eval_every": 8}
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=FULL)])
