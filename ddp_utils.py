@@ -151,7 +151,8 @@ def ending_of(error: BaseException, explain=None) -> tuple[int, str, str]:
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped", "it was stopped by Ctrl-C."
     if isinstance(error, BrokenPipeError):  # as after `--dry-run | head`, or before the first step of a run
-        return int(dist.is_initialized()), "", "its standard output was closed."
+        late = dist.is_initialized()
+        return int(late), "error: standard output is closed." * late, "its standard output was closed."
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
     if explain and (found := explain(error, heartbeat, show_traceback)):

@@ -19,6 +19,7 @@ from runs import Trainer
 from test_own_evaluation import USE, changed
 
 import data
+import ddp_utils
 import train_gpt2
 import train_mlm
 from cluster import heartbeat
@@ -69,6 +70,13 @@ def test_a_reader_that_is_gone_is_no_error(command, runs, monkeypatch):
         patch.setattr(sys.stdout, "write", gone, raising=False)
         train_gpt2.main()
     assert export.exists() == (command == ["--export"])
+
+
+def test_a_start_that_trains_says_that_it_has_not(monkeypatch):
+    """If its output was closed before its log begins, which does without a screen."""
+    assert ddp_utils.ending_of(BrokenPipeError())[:2] == (0, "")  # of a help or an estimate
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert ddp_utils.ending_of(BrokenPipeError())[:2] == (1, "error: standard output is closed.")
 
 
 def test_one_thing_at_a_time(runs):
