@@ -159,6 +159,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch):
     assert done.code == 0 and done.out == "\nanswered\n" and len(asked) == 3, done.out
 
 
+@pytest.mark.full  # a process that imports torch
 def test_lines_of_a_file_are_a_prompt_each(runs):
     command = [sys.executable, "train_gpt2.py", "--out", runs / GPT2.script, "--chat", "--max-new-tokens=1"]
     done = subprocess.run(command, cwd=ROOT, input="one\ntwo\n", text=True, capture_output=True, timeout=200)
