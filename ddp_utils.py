@@ -105,6 +105,8 @@ from data import (
     without_surrogates,
 )
 from model import (
+    SHARDED,
+    STRATEGIES,
     CausalConfig,
     ModelConfig,
     blocks_of,
@@ -121,9 +123,7 @@ from model import (
 )
 from monitor import at_end
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
-SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # what a run does without where a folder is not there
@@ -678,6 +678,8 @@ def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dic
             raise UserError("--epochs is not allowed with --steps: leave one of them out.")
         given["epochs"] = None
     if "dry_run" in given:
+        if uses_model(Namespace(**given)):
+            raise UserError("--dry-run is alone: leave out --prompt, --export and the like.")
         if "init_from" in given and "size" not in given:
             raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
         if "out" in given and list_checkpoints(given["out"]):

@@ -200,6 +200,9 @@ def blocks_of(model: nn.Module) -> list[Block]:
 # -----------------------------------------------------------------------------------------------------------
 # How a model computes on a device
 
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
+SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
+
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
     """This process's device and the backend. UserError if the machine lacks either."""

@@ -26,8 +26,18 @@ from data import (
     say,
     sources_of,
 )
-from ddp_utils import SHARDED, STRATEGIES, Asked, Settled, flags_of_model, uses_model
-from model import MLM, blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
+from model import (
+    MLM,
+    SHARDED,
+    STRATEGIES,
+    blocks_of,
+    compute_dtype,
+    flags_of_model,
+    hidden_matrices,
+    num_params,
+    pad_vocab,
+    use_device,
+)
 
 
 def expected_ids(data: str, tokenizer_name: str | None) -> int:
@@ -164,9 +174,10 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def before_data(asked: Asked, example: dict) -> int:
+def before_data(asked, example: dict) -> int:
     """How many tokens of a source on the hub are worth preparing: 20 for each parameter of the model. Before
     they are prepared for training on GPUs, warns if that does not fit; UserError if it is far from it.
+    `asked` and `flags` below are ddp_utils.Asked and Settled.
     """
     args, world = asked.args, asked.world
     unasked = args.eval_only or any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
@@ -183,15 +194,13 @@ def before_data(asked: Asked, example: dict) -> int:
     return 20 * num_params(empty_model(asked.model_class, args))
 
 
-def dry_run(model_class: type, flags: Settled, say=print, **example) -> float:
+def dry_run(model_class: type, flags, say=print, **example) -> float:
     """--dry-run: says the memory that each process would need with each strategy, and whether it fits.
     Returns the part that --strategy needs.
     """
     if from_launcher("RANK") > 0:
         return 0
     args = flags.args
-    if uses_model(args):
-        raise UserError("--dry-run is alone: leave out --prompt, --export and the like.")
     processes, gigabytes = machine(args.dry_run, args.device)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, flags.wanted_batch,
                              flags.largest_batch)
