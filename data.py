@@ -857,7 +857,7 @@ class Dataset:
             split = first.name[:-10]  # such as "val_"
             unknown = 1 if self.tokenizer.exact else math.nan
             ratio = counted.get(f"{split}bytes", unknown) / counted.get(f"{split}tokens", 1)
-            # of the bytes of its text to those that its tokens spell; NaN if nobody has counted them
+            # of the bytes of its text to those that its tokens spell; NaN if `prepare` has not counted them
             shards.byte_ratio = 1 if abs(ratio - 1) < 5e-4 else ratio
         self.manifest = [*manifests.values()][-1]  # of the last directory
         digests = [digest_of(manifests[directory]) for directory in directories]

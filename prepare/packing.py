@@ -103,7 +103,7 @@ class ShardWriter:
         self.splits = {shard["split"] for shard in shards}
         self.packers: dict[str, Packer] = {}
         self.writing = self.thread.submit(lambda: None)  # the last write, a Future
-        self.lost = Counter(self.manifest.get("lost"))
+        self.lost = Counter(self.manifest.get("lost"))  # and the bytes of each split, see lost_in
         self.lowest = self.manifest.get("lowest_hash", 2**64)  # of the documents, until one is held out
         self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
