@@ -164,6 +164,9 @@ class Block(nn.Module):
                                                   is_causal=is_causal)
         return self.cpu_attention(q, k, v, mask, is_causal)
 
+    def dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
     def forward(self, x: Tensor, *args) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self.block(x, *args)
@@ -679,9 +682,9 @@ class HRMBlock(Block):
     def block(self, x: Tensor, rope: Tensor, mask=None, cache=None) -> Tensor:
         gate, q, k, v = self.gqkv(rms_norm(x, self.eps)).chunk(4, dim=-1)  # (B, T, C) each
         y = self.attn_out(gate.sigmoid() * self.attention(q, k, v, rope, mask, cache))
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + self.dropped(y)
         gate, up = self.gate_up(rms_norm(x, self.eps)).chunk(2, dim=-1)  # (B, T, F) each
-        return x + F.dropout(self.down(F.silu(gate) * up), self.dropout, self.training)
+        return x + self.dropped(self.down(F.silu(gate) * up))
 
 
 class Stack(nn.Module):
@@ -869,9 +872,9 @@ class GPT2Block(Block):
     def block(self, x: Tensor, rope: None, mask=None, cache=None) -> Tensor:
         q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
         y = self.attn_out(self.attention(q, k, v, rope, mask, cache))
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + self.dropped(y)
         y = self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))  # (B, T, 4 C) inside
-        return x + F.dropout(y, self.dropout, self.training)
+        return x + self.dropped(y)
 
 
 class GPT2(CausalLM):
@@ -966,9 +969,9 @@ class MLMBlock(Block):
         """x (B, T, C); the mask is boolean (B, 1, T, T), True where attention is allowed, or a BlockMask."""
         q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
         y = self.attn_out(self.attention(q, k, v, rope, mask))
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + self.dropped(y)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (B, T, F) each
-        return x + self.down(F.dropout(F.gelu(gate) * up, self.dropout, self.training))
+        return x + self.down(self.dropped(F.gelu(gate) * up))
 
 
 class MLM(LanguageModel):
