@@ -1375,7 +1375,7 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
     """Wraps the model in DistributedDataParallel, unless there is one process, the model is sharded or `comm`
     is late. Parameters must agree before the first step.
     """
-    if world.world_size == 1 or comm == "late" or any(isinstance(p, DTensor) for p in model.parameters()):
+    if world.world_size == 1 or comm == "late" or isinstance(model, FSDPModule):
         return model
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
@@ -1395,7 +1395,7 @@ def assert_all_train(model: nn.Module, optimizers: list):
             raise UserError(f"{type(optimizer).__name__} evaluates the loss again in its step, and a trainer "
                             "has one loss for each step: use an optimizer whose step needs no closure.")
     whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
-    if whole and any(isinstance(p, DTensor) for p in model.parameters()):
+    if whole and isinstance(model, FSDPModule):
         raise UserError(f"{listed(whole)} came into the model after new_model, so it is in no shard and its "
                         "gradient would never be averaged: let the model's constructor make it, or use "
                         "--strategy ddp or zero1.")
