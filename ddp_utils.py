@@ -1091,8 +1091,7 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
         of_size, args.warmup = args.warmup, round(args.warmup * steps / usual)
         text.say(f"warm-up over {args.warmup} of {steps} steps, as over {of_size} of {usual}: --warmup "
                  "chooses another number")
-    begun = None if saved else asked.begun
-    asked = replace(asked, args=args, settled=flags, saved=saved, begun=begun)
+    asked = replace(asked, args=args, settled=flags, saved=saved, begun=None if saved else asked.begun)
     sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
     with room("loggers"):
         from loggers.start import sinks_of
