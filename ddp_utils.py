@@ -668,10 +668,9 @@ def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dic
             action.default = parser._get_value(action, action.default)
         if action.default is not SUPPRESS:
             defaults[action.dest] = action.default
+        action.default = SUPPRESS  # what is not given is absent
     parser._defaults.clear()
     defaults |= {"vocab_size": None} | {option.name: option.default for option in flag_fields(config_class)}
-    for action in parser._actions:
-        action.default = SUPPRESS  # what is not given is absent
     given = vars(parser.parse_args(argv))
     if "steps" in given:
         if "epochs" in given:
@@ -764,16 +763,13 @@ def gentler(row: dict) -> dict:
 
 def flags_of_run(saved: dict, command: Command) -> dict:
     """What a resumed run keeps of its settings."""
-    given, settings = Namespace(**command.given), saved["settings"]
+    given, settings = command.given, saved["settings"]
     names = command.defaults.keys() | {"largest_batch", "eval_batch"}
-    gone = [ANEW]
-    if vars(given).get("data", settings["data"]) != settings["data"]:
-        gone.append(OF_DATA)
     kept = {name: value for name, value in settings.items()
-            if name in names and (name == "largest_batch" or FLAGS.get(name) not in gone)}
-    if OF_DATA in gone:
+            if name in names and (name == "largest_batch" or FLAGS.get(name) != ANEW)}
+    if given.get("data", settings["data"]) != settings["data"]:
         kept |= {name: None for name, kind in FLAGS.items() if kind == OF_DATA}
-    if uses_model(given) and not vars(given).get("eval_only"):
+    if uses_model(Namespace(**given)) and not given.get("eval_only"):
         kept["precision"] = "auto"  # whatever this machine computes fast
     return kept
 
