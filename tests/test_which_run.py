@@ -407,14 +407,14 @@ def test_a_run_goes_on_from_best_pt_if_nothing_else_is_left(tmp_path, shards, na
         assert ddp_utils.step_of(run / "checkpoints" / "best.pt") == best
 
 
-def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, monkeypatch):
+def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, capsys):
     run = tmp_path / "run"
     assert GPT2.train(0, shards, run, steps=4, eval_every=4).code == 0
     best = run / "checkpoints" / "best.pt"
     content = best.read_bytes()
     list_checkpoints(run)[0].unlink()
     used = GPT2.here("--out", run, "--prompt", "def")
-    assert used.code == 0 and f"step 4 from {best}" in used.out, used.out
+    assert used.code == 0 and f"step 4 from {best}" in capsys.readouterr().err, used.out
     new = GPT2.train(0, shards, tmp_path / "new", init_from=run, steps=1)
     assert new.code == 0, new.out
     branch = GPT2.train(0, shards, run, resume=list_checkpoints(tmp_path / "new")[0], steps=9)
