@@ -46,9 +46,10 @@ class HFFamily:
     divided: Callable[[dict, Any], dict] = lambda tensors, c: tensors
 
 
-def refuse_export(model: nn.Module, family: HFFamily):
+def refuse_export(model: nn.Module):
     """Raises UserError for a field or a parameter that an export would lose. Both exports call this."""
     c = model.config
+    family = hf_family(type(model), c)
     known = {*family.fields, *family.covered.split(), "padded_vocab", "start", "response", "end"}
     for f in fields(c):
         if f.name not in known and getattr(c, f.name) != f.default:
@@ -280,7 +281,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     """
     c, masked = model.config, isinstance(model, MLM)
     family = hf_family(type(model), c)
-    refuse_export(model, family)
+    refuse_export(model)
     prefix = isinstance(model, HRM) and c.attention == "prefix"
     first, last, template = ends_of(c, tokenizer)
     ends = {"bos_token_id": first, "eos_token_id": last}

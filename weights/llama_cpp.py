@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data import EOT, UserError, room
 from model import GPT2, HRM, MODERN_THETA
-from weights.huggingface import ends_of, hf_family, query_and_gate, refuse_export
+from weights.huggingface import ends_of, query_and_gate, refuse_export
 
 # ours → theirs: the last part of a parameter's name; a matrix with several names is divided
 GGUF_NAMES = {
@@ -119,7 +119,7 @@ def to_gguf(model, path: Path, tokenizer):
     from gguf import GGMLQuantizationType, GGUFWriter, TokenType
     if type(model) not in (GPT2, HRM):
         raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
-    refuse_export(model, hf_family(type(model), model.config))
+    refuse_export(model)
     if not _gguf_cut(tokenizer):
         raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
                         "bytes or bpe:N.")

@@ -63,9 +63,6 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     is no error: it may draw random numbers, or be so deep that rounding grows. Buffers and torch's generator
     stay as they are. With `everywhere` all ranks call this and find the same.
     """
-    def nudged(embed, idx, x: Tensor) -> Tensor:
-        return x * (1 + 1e-6 * torch.randn_like(x))
-
     c = model.config
     name = type(model).__name__
     cache = KVCache(c.seq_len)
@@ -87,7 +84,9 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             # such as fixed_depth of the HRM, which else asks the other ranks
             options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
             whole = model(row, **options)[0].float()
-            with model.embed.register_forward_hook(nudged):
+            nudged = model.embed.register_forward_hook(
+                lambda embed, idx, x: x * (1 + 1e-6 * torch.randn_like(x)))
+            with nudged:
                 again = model(row, **options)[0]
             passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
             loss = model(row, targets, **options)[1]["loss"] / T
