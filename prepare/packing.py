@@ -24,6 +24,11 @@ def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
     return sha256_of(path)
 
 
+def total(shards: list[dict], what: str, split: str = "") -> int:
+    """The sum of `what`, tokens or documents, over the shards of a split, or over all."""
+    return sum(shard[what] for shard in shards if split in ("", shard["split"]))
+
+
 def write_manifest(directory: Path, manifest: dict):
     manifest["checksum"] = manifest_digest(manifest)
     write_atomically(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
@@ -107,8 +112,8 @@ class ShardWriter:
         self.lowest = self.manifest.get("lowest_hash", 2**64)  # of the documents, until one is held out
         self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
-            self.counts["read"] = sum(s["tokens"] for s in shards if s["split"] == "train")  # before packing
-            self.counts["documents"] = sum(s["documents"] for s in shards)
+            self.counts["read"] = total(shards, "tokens", "train")  # before packing
+            self.counts["documents"] = total(shards, "documents")
         self._begin_shard()
 
     def _begin_shard(self):

@@ -32,7 +32,7 @@ from data import (
     write_atomically,
 )
 from prepare.bpe import BPE_TRAIN_CHARS, train_bpe
-from prepare.packing import ShardWriter, shard_dtype, write_manifest
+from prepare.packing import ShardWriter, shard_dtype, total, write_manifest
 from prepare.sources import (
     BLOCK,
     LARGEST_READ,
@@ -69,7 +69,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         manifest = read_manifest(out)
         if not manifest or not manifest["shards"]:
-            manifest = start_manifest(dataset, out, source, settings)
+            manifest = start_manifest(out, source)
         recorded = manifest["settings"]
         settings["source"] = current_identity(source, out)
         if options.get("val_split") is None:  # shards of an older default stay
@@ -177,15 +177,16 @@ def lock_directory(out: Path):
         yield
 
 
-def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> dict:
+def start_manifest(out: Path, source: Source) -> dict:
     """Writes tokenizer.json, training it for bpe:N, and a manifest without shards. Returns the manifest."""
+    settings = source.settings
     name = settings["tokenizer"]
     if bpe := re.fullmatch(r"bpe:(\d+)", name):
         size = int(bpe[1])
         if not 300 <= size <= 1_000_000:
             raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
-        say(f"training {name} on {dataset}")
-        texts = first_texts(source, settings)
+        say(f"training {name} on {source.dataset}")
+        texts = first_texts(source)
         (_, tokenizer), = in_order([texts], 1, train_bpe, size)  # in a thread, for Ctrl-C's sake
         if tokenizer.num_ids < size:
             say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
@@ -193,13 +194,14 @@ def start_manifest(dataset: str, out: Path, source: Source, settings: dict) -> d
         tokenizer = load_tokenizer(name)
     if source.pairs:
         tokenizer = with_roles(tokenizer)
-        settings["row"] = settings["row"] or row_for(source, settings, tokenizer)
+        settings["row"] = settings["row"] or row_for(source, tokenizer)
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
     recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
                 "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
-    manifest = {"format": 1, "dataset": dataset, "settings": settings, "complete": False, "shards": [],
-                "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
-    manifest |= {"row": settings["row"], "roles": tokenizer.roles} if source.pairs else {}
+    manifest = {"format": 1, "dataset": source.dataset, "settings": settings, "complete": False,
+                "shards": [], "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
+    if source.pairs:
+        manifest |= {"row": settings["row"], "roles": tokenizer.roles}
     manifest["whole"] = identity_of(source, LARGEST_READ)
     write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
     return manifest
@@ -214,20 +216,20 @@ def check_loss(name: str, counts: Counter) -> str:
     return f"WARNING: {text}" if lost else ""
 
 
-def row_for(source: Source, settings: dict, tokenizer) -> int:
+def row_for(source: Source, tokenizer) -> int:
     """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. With longer rows, a
     small data set would fill only a few, and one step would pass over it several times.
     """
-    first = itertools.islice(read_pieces(source, settings), 10_000)
+    first = itertools.islice(read_pieces(source), 10_000)
     arrays, _ = encode(first, source, tokenizer)
     return min(64 * (max(map(len, arrays), default=0) // 64 + 1), LARGEST_ROW)
 
 
-def first_texts(source: Source, settings: dict) -> list[str]:
+def first_texts(source: Source) -> list[str]:
     """About the first BPE_TRAIN_CHARS characters of the training split."""
     texts = []
     budget = BPE_TRAIN_CHARS
-    for _, _, split, text in read_pieces(source, settings):
+    for *_, split, text in read_pieces(source):
         if split == "train":
             parts = text if source.pairs else [text]
             texts += parts
@@ -242,7 +244,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     but no pair. With tail:F, what is held out follows.
     """
     from tqdm import tqdm  # comes with datasets
-    settings = writer.manifest["settings"]
+    settings = source.settings
     counts = writer.counts
     marks = 0
     returns = 0
@@ -251,7 +253,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     full = limit and counts["read"] >= limit
     progress = source.progress
     progress.done = 0  # beginnings may have been read
-    found = read_pieces(source, settings, writer.position, counts["documents"])
+    found = read_pieces(source, writer.position, counts["documents"])
     batches = in_batches(item for item in found if not full or item[2] != "train")
     lines = not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE")
     said = time.monotonic()
@@ -271,7 +273,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                     marks += str(text).count(EOT)  # of a text or of a pair
                     returns += str(text).count("\r\n")  # of a text, for those of a pair are escaped
                 if piece == 0 and writer.splits <= {"train"}:
-                    writer.lowest = min(writer.lowest, hash64(text[0] if source.pairs else text))
+                    writer.lowest = min(writer.lowest, hash64(text))
                 writer.lost += counted
                 writer.add(document, piece, split, tokens)
                 if not full:
@@ -302,10 +304,11 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 
 
-def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 0):
+def read_pieces(source: Source, position=(0, 0), samples: int = 0):
     """Yields (document, piece, split, text) from `position` on, up to max_samples documents in total. A text
     is a string, or a tuple with the fields of a pair.
     """
+    settings = source.settings
     fraction = float(settings["val_split"].partition(":")[2])
     first, skip = position
     samples -= skip > 0  # a document that is resumed in the middle has been counted already
@@ -316,12 +319,11 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
                 least = settings["min_words"]
                 if content.isspace() or least and len(content.split()) < least:
                     break
-                if settings["max_samples"] and samples >= settings["max_samples"]:
+                if samples == settings["max_samples"]:
                     return
                 samples += 1
-                if split is None:  # a pair's prompt decides, so no prompt is in both
-                    decides = text[0] if source.pairs else text
-                    split = "val" if hash64(decides) < fraction * 2**64 else "train"
+                if split is None:
+                    split = "val" if hash64(text) < fraction * 2**64 else "train"
                 if split == "val" and name:
                     split = f"val_{name}"
             if document > first or piece >= skip:
@@ -329,8 +331,12 @@ def read_pieces(source: Source, settings: dict, position=(0, 0), samples: int = 
         source.progress.seen = document + 1
 
 
-def hash64(text: str) -> int:
-    """A number below 2^64 that depends on the text alone."""
+def hash64(text: str | tuple) -> int:
+    """A number below 2^64 that depends on the text alone, of a pair on its prompt, so no prompt is in both
+    training and validation.
+    """
+    if isinstance(text, tuple):
+        text = text[0]
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -387,18 +393,17 @@ def would_split(manifest: dict) -> str:
     """A --val-split with which there would be a validation set, if there is none."""
     if "lowest_hash" not in manifest:
         return "hash:0.1 or a larger fraction"
-    if sum(shard["documents"] for shard in manifest["shards"]) == 1:
+    if total(manifest["shards"], "documents") == 1:
         return "tail:0.1" if manifest["dataset"].startswith("text:") else "hash:0.1 and more documents"
     return f"hash:{max(manifest['lowest_hash'] / 2**64 + 1e-4, 0.1):.4g}"  # holds out that document
 
 
 def describe(manifest: dict) -> str:
     shards = manifest["shards"]
-    train = sum(s["tokens"] for s in shards if s["split"] == "train")
-    val = sum(s["tokens"] for s in shards) - train
-    documents = sum(s["documents"] for s in shards)
+    train = total(shards, "tokens", "train")
+    val = total(shards, "tokens") - train
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
-            f"{documents:,} documents")
+            f"{total(shards, 'documents'):,} documents")
     if not val:
         text += (f" (nothing to evaluate: prepare with --val-split {would_split(manifest)} in another "
                  "directory)")
@@ -421,51 +426,50 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     """
     out = directory_of(data, tokenizer_name)
     manifest = read_manifest(out)
-    if manifest and not manifest["shards"]:  # `prepare` failed early and starts over
-        manifest = None
+    # without shards, `prepare` failed early and starts over
+    settings = manifest["settings"] if manifest and manifest["shards"] else {}
     for flag, limit in limits.items():
-        before = manifest["settings"].get(flag) if manifest else None
-        if limit not in (None, before) and (manifest or out == Path(data)):
+        before = settings.get(flag)
+        if limit not in (None, before) and (settings or out == Path(data)):
             flag = f"--{flag.replace('_', '-')}"
             raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave it out, "
                             "delete that directory, or give data.py prepare another --out, and name that.")
     if out == Path(data):
         return out
+    prefix = data.partition(":")[0]
+    max_tokens = limits.get("max_tokens")
+    endless = not max_tokens and (prefix in ("task", "hf") or data in SHORT_NAMES)
+    if prefix == "task":
+        useful = TASK_TOKENS
+        limits["row"] = row
+    if endless and not (useful or settings):
+        raise UserError(f"{data} is prepared up to 20 tokens for each parameter, which only the folder "
+                        "cluster/ counts: copy it there, too, or say how many with --max-tokens.")
     if local_rank > 0:
         while not (manifest and manifest["complete"]):
             watch()
             time.sleep(0.2)
             manifest = read_manifest(out)
         return out
-
-    prefix = data.partition(":")[0]
-    max_tokens = limits.get("max_tokens")
-    endless = prefix in ("task", "hf") or data in SHORT_NAMES
-    useful = TASK_TOKENS if prefix == "task" else useful
-    if manifest:
-        settings = manifest["settings"]
-    else:
-        settings = limits | {"max_tokens": max_tokens or (useful if endless else None)}
-        if prefix == "task":
-            settings["row"] = row
-    if manifest and manifest["complete"]:
+    if settings and manifest["complete"]:
         check_source(data, out, settings)
-        tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
-        if endless and not max_tokens and useful > tokens == settings["max_tokens"]:
+        tokens = total(manifest["shards"], "tokens", "train")
+        if endless and useful > tokens == settings["max_tokens"]:
             say(f"note: {out} was prepared up to {tokens:,} tokens, and this model would take {useful:,}, 20 "
                 f"for each parameter: for these run python data.py prepare --dataset {data} --tokenizer "
                 f"{settings['tokenizer']} --max-tokens {useful} --out {out}-more, and give --data {out}-more")
-    else:
-        if endless and not max_tokens:
-            why = "" if prefix == "task" else ", 20 for each parameter"
-            say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses "
-                "another number")
-        options = {key: value for key, value in settings.items() if key not in ("source", "tokenizer")}
-        try:
-            prepare(data, out, tokenizer_name, **options)
-        except NoFile as error:
-            raise UserError(f"{str(error)[:-1]}; {out} with what was prepared of it elsewhere does as well.")
-    return out
+        return out
+    settings = settings or limits | {"max_tokens": useful if endless else max_tokens}
+    if endless and settings["max_tokens"]:
+        why = "" if prefix == "task" else ", 20 for each parameter"
+        say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses another "
+            "number")
+    for key in ("source", "tokenizer"):  # of an unfinished manifest
+        settings.pop(key, None)
+    try:
+        return prepare(data, out, tokenizer_name, **settings)
+    except NoFile as error:
+        raise UserError(f"{str(error)[:-1]}; {out} with what was prepared of it elsewhere does as well.")
 
 
 def current_identity(source: Source, out: Path) -> str:

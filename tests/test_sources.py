@@ -681,3 +681,30 @@ def test_a_larger_model_on_the_same_hub_source(hub, monkeypatch, capsys):
     assert not any((note(30_000, directory), note(30_000, max_tokens=2000), note(2000), note(1999)))
     shutil.rmtree("shards")
     assert not note(10**6) and not note(10**7)  # there is no more
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_samples": 5}])
+def test_a_hub_source_without_a_number_of_tokens_is_refused(hub, limits):
+    """As where cluster/ was deleted, which counts them: by each process, and only if it is not prepared."""
+    for local_rank in (0, 1):
+        with pytest.raises(data.UserError, match="only the folder cluster/ counts: .* with --max-tokens[.]$"):
+            pipeline.locate("hf:corpus", "bytes", 0, local_rank, **limits)
+    assert not Path("shards").exists()
+    there = pipeline.locate("hf:corpus", "bytes", 0, 0, max_tokens=2000, **limits)
+    assert pipeline.locate("hf:corpus", "bytes", 0, 0, **limits) == there
+    assert pipeline.locate("task:addition", "bytes", 0, 0, max_samples=9).is_dir()
+
+
+def test_a_hub_source_that_was_begun_without_max_tokens_is_resumed(hub, monkeypatch):
+    """As the shell's `prepare` was killed, and a trainer goes on with it."""
+    def killed(self, arrays, documents, position, complete):
+        if position[0] > 8:
+            raise KeyboardInterrupt
+        return write(self, arrays, documents, position, complete)
+
+    write = packing.ShardWriter._write
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(packing.ShardWriter, "_write", killed)
+        pipeline.prepare("hf:corpus", None, "bytes", shard_tokens=1000, workers=1, max_samples=20)
+    settings = data.read_manifest(pipeline.locate("hf:corpus", "bytes", 1000, 0))["settings"]
+    assert settings["max_samples"] == 20 and settings["max_tokens"] is None
