@@ -29,6 +29,6 @@ def train_bpe(texts, vocab_size: int) -> Tokenizer:
         pre_tokenizers.Split(Regex(pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.train_from_iterator(short_runs(texts), trainers.BpeTrainer(
-        vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        vocab_size=vocab_size - 2, initial_alphabet=[*CHAR_TO_BYTE]))
     ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in bpe.get_vocab().items()}
     return Tokenizer(f"bpe:{vocab_size}", ranks, pattern, {EOT: len(ranks), MASK: len(ranks) + 1})

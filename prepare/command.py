@@ -35,16 +35,15 @@ from prepare.tokenizer import TOKENIZERS
 
 
 def parse_val_split(text: str) -> str:
-    match = re.fullmatch(r"(hash|tail):0\.\d+", text if ":" in text else f"{text}:0.01")
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a fraction F such as 0.01")
-    return match[0]
+    if match := re.fullmatch(r"(hash|tail):0\.\d+", text if ":" in text else f"{text}:0.01"):
+        return match[0]
+    raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a fraction F such as 0.01")
 
 
 def verify(directory: Path):
     """Compares every byte of tokenizer and shards with the manifest. Raises UserError if one differs."""
     manifest = read_manifest(directory)
-    if manifest is None:
+    if not manifest:
         raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
     read_tokenizer_json(directory, manifest)
     for shard in manifest["shards"]:
@@ -58,19 +57,17 @@ def verify(directory: Path):
 
 def splits_of(dataset: Dataset) -> dict[str, Shards]:
     """All sets by split: `train`, `val` or `val_NAME`."""
-    held_out = {f"val_{name}".rstrip("_"): shards for name, shards in dataset.val.items()}
-    return {"train": dataset.train, **held_out}
+    return {"train": dataset.train} | {
+        f"val_{name}".rstrip("_"): shards for name, shards in dataset.val.items()}
 
 
 def info(directory: Path, tokenizer_name: str | None):
     dataset = Dataset([directory], row_of(directory) or 1, tokenizer_name, plain=manifest_of_plain_shards)
-    manifest = dataset.manifest
-    print(f"{manifest['dataset']}: {describe(manifest)}")
-    print("settings: " + ", ".join(f"{k} {v}" for k, v in manifest["settings"].items() if v))
+    print(f"{dataset.manifest['dataset']}: {describe(dataset.manifest)}")
+    print("settings: " + ", ".join(f"{k} {v}" for k, v in dataset.manifest["settings"].items() if v))
     for split, shards in splits_of(dataset).items():
-        entropy = unigram_entropy([shards])
         print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
-              f"unigram entropy {entropy:.4f} nats")
+              f"unigram entropy {unigram_entropy([shards]):.4f} nats")
     tokenizer = dataset.tokenizer
     print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
           f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")

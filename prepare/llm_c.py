@@ -18,8 +18,8 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
     if not tokenizer_name:
         raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
     tokenizer = load_tokenizer(tokenizer_name)
-    val = re.compile(r"(?<![a-z])(e?val|valid|validation)(?![a-z])")  # not of "retrieval"
-    shards = [{"split": "val" if val.search(path.name) else "train", "file": path.name, "documents": 0,
+    val = r"(?<![a-z])(e?val|valid|validation)(?![a-z])"  # not of "retrieval"
+    shards = [{"split": "val" if re.search(val, path.name) else "train", "file": path.name, "documents": 0,
                "tokens": len(open_shard(path)), "sha256": sample_digest(path)} for path in paths]
     return {"dataset": str(directory), "settings": {}, "shards": shards,
             "tokenizer": {"name": tokenizer_name, "sha256": tokenizer_name}}, tokenizer

@@ -18,7 +18,7 @@ def shard_dtype(vocab_size: int) -> str:
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
     """Writes the arrays as one shard. Returns its sha256."""
-    header = np.zeros(256, dtype="int32")
+    header = np.zeros(256, "int32")
     header[:3] = *FORMATS[dtype], sum(map(len, arrays))
     write_atomically(path, header, *(a.astype(dtype, copy=False) for a in arrays))
     return sha256_of(path)
@@ -56,17 +56,18 @@ class Packer:
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Adds a sample; returns the rows that this closes."""
         prompt = 1 + int((tokens == self.roles["response"]).argmax())
+        too_long = len(tokens) > self.space
         dropped = None
         if len(tokens) - (self.roles["end"] >= 0) == prompt:
             dropped = "empty responses"
         elif prompt >= self.row:
             dropped = "too long prompts"
-        elif len(tokens) > self.space and not self.truncate:
+        elif too_long and not self.truncate:
             dropped = "too long responses"
         if dropped:
             self.counts[dropped] += 1
             return []
-        if len(tokens) > self.space:
+        if too_long:
             self.counts["truncated responses"] += 1
             tokens = tokens[:self.row]
         if prompt == 2:  # the start and the marker alone
@@ -82,7 +83,7 @@ class Packer:
     def close(self, count: int) -> list[np.ndarray]:
         """Closes the `count` fullest open rows and returns them."""
         rows = []
-        for _, _, samples in self.open[:count]:
+        for *_, samples in self.open[:count]:
             used = np.concatenate(samples)
             rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.roles["start"]))
         del self.open[:count]
@@ -146,10 +147,11 @@ class ShardWriter:
         """Starts writing the collected tokens. Raises UserError if the previous write failed."""
         self.writing.result()
         for split, packer in self.packers.items():
-            self.arrays[split] += packer.close(Packer.WINDOW)
-            if self.arrays[split]:
-                self.arrays[split].append(self.arrays[split][0][:1])
-        if not complete and not any(self.arrays.values()):
+            rows = self.arrays[split]
+            rows += packer.close(Packer.WINDOW)
+            if rows:
+                rows.append(rows[0][:1])
+        if not (complete or any(self.arrays.values())):
             return  # all pairs so far were dropped; only a shard records the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
@@ -162,11 +164,11 @@ class ShardWriter:
     def _write(self, arrays: dict, documents: Counter, position: list, complete: bool):
         shards = self.manifest["shards"]
         number = int(shards[-1]["file"][-10:-4]) + 1 if shards else 0
-        for split in sorted(arrays):
-            if arrays[split]:
+        for split, parts in sorted(arrays.items()):
+            if parts:
                 file = f"{split}_{number:06d}.bin"
-                digest = write_shard(self.directory / file, arrays[split], self.manifest["dtype"])
-                shards.append({"split": split, "file": file, "tokens": sum(map(len, arrays[split])),
+                digest = write_shard(self.directory / file, parts, self.manifest["dtype"])
+                shards.append({"split": split, "file": file, "tokens": sum(map(len, parts)),
                                "documents": documents[split], "sha256": digest, "end": position})
         self.manifest["complete"] = complete
         write_manifest(self.directory, self.manifest)

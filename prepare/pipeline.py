@@ -61,7 +61,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
-    settings = {"source": "", "tokenizer": tokenizer_name, **settings_of(dataset, **options)}
+    settings = {"source": "", "tokenizer": tokenizer_name} | settings_of(dataset, **options)
     if workers is not None and workers < 1:
         raise UserError("--workers must be 1 or more.")
     source = Source(dataset, settings)  # the same dict, of which some values follow
@@ -110,15 +110,16 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     defaults. Raises UserError for options that conflict.
     """
     prefix, _, where = dataset.partition(":")
+    task = prefix == "task"
     if val_split is None:
         files = find_files(where)
         # each text file is one document, so a few of them cannot be split by a hash
         few = prefix == "text" and not split_on and len(files) < 100
-        small = 0 < sum(path.stat().st_size for path in files) < 4e7
-        small = small or (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
-        # Python as Linux distributions have it lacks its tests, the larger half
-        small = small or prefix == "stdlib" and len(stdlib_files()) < 1000
-        fraction = UNTRAINED if prefix == "task" else 0.1 if small else 0.01
+        small = (0 < sum(path.stat().st_size for path in files) < 4e7
+                 or (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
+                 # Python as Linux distributions have it lacks its tests, the larger half
+                 or prefix == "stdlib" and len(stdlib_files()) < 1000)
+        fraction = UNTRAINED if task else 0.1 if small else 0.01
         val_split = "tail:0.1" if few else f"hash:{fraction}"
     if val_split.startswith("tail:") and max_samples:
         raise UserError("--max-samples does not go with --val-split tail:F, also the default for a few text "
@@ -132,24 +133,24 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
             raise UserError(f"{flag} must be 1 or more.")
 
     fieldless = prefix in ("text", "stdlib")
-    if prefix == "task":
+    if task:
         if not (max_tokens or max_samples):
             raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
         val_field = val_field or "level"
     elif val_field and fieldless:
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
-    pairs = prefix == "task" or prompt_field or response_field or condition_field
+    pairs = task or prompt_field or response_field or condition_field
     if text_field != "text" and (pairs or fieldless):
         raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
                         "out.")
     if pairs and fieldless:
         raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
-    if pairs and prefix != "task" and not (prompt_field and response_field):
+    if pairs and not (task or prompt_field and response_field):
         raise UserError("--prompt-field and --response-field go together: name both.")
     if pairs:
         if row is not None and row < 4:
             raise UserError("--row, in training --seq-len, must be 4 or more.")
-        row, long = row or (TASK_ROW if prefix == "task" else 0), long or "truncate"  # 0: see row_for
+        row, long = row or (TASK_ROW if task else 0), long or "truncate"  # 0: see row_for
     elif row or long:
         raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
     return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
@@ -220,8 +221,7 @@ def row_for(source: Source, tokenizer) -> int:
     """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. With longer rows, a
     small data set would fill only a few, and one step would pass over it several times.
     """
-    first = itertools.islice(read_pieces(source), 10_000)
-    arrays, _ = encode(first, source, tokenizer)
+    arrays, _ = encode(itertools.islice(read_pieces(source), 10_000), source, tokenizer)
     return min(64 * (max(map(len, arrays), default=0) // 64 + 1), LARGEST_ROW)
 
 
@@ -313,7 +313,7 @@ def read_pieces(source: Source, position=(0, 0), samples: int = 0):
     first, skip = position
     samples -= skip > 0  # a document that is resumed in the middle has been counted already
     for document, (blocks, split, name) in enumerate(source.documents(first), first):
-        for piece, text in enumerate(pieces(blocks)):
+        for piece, text in enumerate([blocks] if source.pairs else pieces(blocks)):
             if piece == 0:
                 content = whole(text)
                 least = settings["min_words"]
@@ -337,8 +337,8 @@ def hash64(text: str | tuple) -> int:
     """
     if isinstance(text, tuple):
         text = text[0]
-    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def whole(text: str | tuple) -> str:
@@ -383,7 +383,7 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
         except BaseException as error:  # a panic of Rust is not an Exception
             reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
             raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
-        arrays.append(np.concatenate([np.asarray(part, dtype) for part in parts]))
+        arrays.append(np.concatenate(parts, dtype=dtype, casting="unsafe"))
         split = "train" if source.pairs else split  # of pairs the bytes are not counted
         lost.append(tokenizer.lost_in(whole(text), arrays[-1], split))
     return arrays, lost
@@ -428,13 +428,14 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     manifest = read_manifest(out)
     # without shards, `prepare` failed early and starts over
     settings = manifest["settings"] if manifest and manifest["shards"] else {}
+    prepared = out == Path(data)
     for flag, limit in limits.items():
         before = settings.get(flag)
-        if limit not in (None, before) and (settings or out == Path(data)):
-            flag = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{out} was prepared with another {flag} ({before}, now {limit}): leave it out, "
-                            "delete that directory, or give data.py prepare another --out, and name that.")
-    if out == Path(data):
+        if limit not in (None, before) and (settings or prepared):
+            raise UserError(f"{out} was prepared with another --{flag.replace('_', '-')} ({before}, now "
+                            f"{limit}): leave it out, delete that directory, or give data.py prepare another "
+                            "--out, and name that.")
+    if prepared:
         return out
     prefix = data.partition(":")[0]
     max_tokens = limits.get("max_tokens")

@@ -36,7 +36,7 @@ SHORT_NAMES = {  # for hf:REPO[:CONFIG]
     "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
 }
 SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
-           + ", ".join(SHORT_NAMES))
+           f"{', '.join(SHORT_NAMES)}")
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
 
@@ -66,6 +66,7 @@ class Source:
         self.dataset = dataset
         self.settings = settings
         self.pairs = settings.get("row") is not None
+        self.val_field = settings.get("val_field")
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.kind, self.files = find_source(dataset)
@@ -77,29 +78,28 @@ class Source:
     @property
     def tail(self) -> float | None:
         """The fraction at the end of a text that is held out, if it is not one of the documents."""
-        val_split = self.settings["val_split"]
-        return float(val_split[5:]) if val_split.startswith("tail:") else None
+        kind, _, fraction = self.settings["val_split"].partition(":")
+        return float(fraction) if kind == "tail" else None
 
     def documents(self, start: int):
         """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
         of text, or a tuple with the fields of a pair. If split is None, a hash of the text or prompt decides.
         """
-        val_field = self.settings.get("val_field")
         named = {}  # the value behind the name of each validation set
         found = READERS[self.kind](self, self.progress)
         for texts, split in itertools.islice(found, start, None):  # skipped texts stay unread
             name = ""
-            if val_field:
+            if self.val_field:
                 *texts, value = texts
                 name = re.sub(r"[^\w-]+", "-", value).strip("-") or "none"
                 if named.setdefault(name, value) != value:
-                    raise UserError(f"the values {named[name]!r} and {value!r} of {val_field} "
+                    raise UserError(f"the values {named[name]!r} and {value!r} of {self.val_field} "
                                     f"would share the validation set val_{name}: rename one in the data.")
             yield (tuple(texts) if self.pairs else texts), split, name
 
-    def texts(self, where, values) -> list[str]:
-        """The values of the `fields` as texts."""
-        return [text_of(value, f"{where} field {name!r},") for name, value in zip(self.fields, values)]
+    def texts(self, where, row: dict) -> list[str]:
+        """The values of the `fields` of a row as texts."""
+        return [text_of(row[name], f"{where} field {name!r},") for name in self.fields]
 
     def check_fields(self, where, there):
         """Raises UserError unless all `fields` are `there`."""
@@ -107,7 +107,7 @@ class Source:
         if not (missing := [name for name in self.fields if name not in there]):
             return
         flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
-        if missing[0] == self.settings.get("val_field"):
+        if missing[0] == self.val_field:
             flag = "--val-field NAME"
         if tokenizer := self.settings.get("tokenizer"):
             flag = f"--tokenizer {shlex.quote(tokenizer)} {flag}"
@@ -143,9 +143,8 @@ def conversion(path: Path) -> str:
     """A command that makes a source of a table or of an array of JSON; "" of what is neither."""
     with unpacked(path) as (file, _):
         array = re.match(rb"\s*\[\s*\{", file.peek(100))
-    if not array and path.suffix not in (".csv", ".tsv"):
-        return ""
-    return (OF_ARRAY if array else OF_TABLE).format(shlex.quote(str(path)))
+    way = OF_ARRAY if array else OF_TABLE if path.suffix in (".csv", ".tsv") else ""
+    return way.format(shlex.quote(str(path)))
 
 
 def repository(dataset: str) -> list[str | None]:
@@ -180,7 +179,7 @@ def read_stdlib(source, progress):
         raw = path.read_bytes()
         progress.done += len(raw)
         try:
-            yield [raw.decode("utf-8")], None
+            yield [raw.decode()], None
         except UnicodeDecodeError:  # Python's own tests include a few files in other encodings
             yield [], None
 
@@ -205,22 +204,36 @@ def read_text(source, progress):
         if not split_on:
             yield blocks, split
             continue
-        for text in divide(blocks, split_on, path, progress):
-            yield [text], split
+        rest = ""
+        for block in blocks:
+            *texts, rest = (rest + block).split(split_on)
+            progress.divided |= bool(texts)
+            for text in texts:
+                yield [text], split
+            if len(rest) > 64 * BLOCK:
+                raise UserError(f"{path} has {len(rest):,} characters without a {split_on!r}: leave "
+                                "--split-on out, or name what is between its documents.")
+        yield [rest], split
 
 
 def parts_of(source, progress):
     """Yields (path, begin, end, split) for each file, or with tail:F for what is trained on and for the rest,
     in bytes.
     """
-    sizes = [length_of(path) for path in source.files]
+    sizes = []
+    for path in source.files:
+        with unpacked(path) as (file, _):
+            sizes.append(file.seek(0, os.SEEK_END))
     progress.total = sum(sizes)
-    train_bytes = int(sum(sizes) * (1 - (source.tail or 0)))
+    train_bytes = int(progress.total * (1 - (source.tail or 0)))
     for path, size in zip(source.files, sizes):
         if source.tail is None:
             yield path, 0, size, None
             continue
-        cut = end_of_character(path, min(max(train_bytes, 0), size))
+        cut = min(max(train_bytes, 0), size)
+        with unpacked(path) as (file, _):
+            file.seek(cut)
+            cut += re.match(rb"[\x80-\xbf]*", file.read(BLOCK)).end()  # to where a UTF-8 character begins
         if cut:
             yield path, 0, cut, "train"
         if cut < size:
@@ -228,47 +241,20 @@ def parts_of(source, progress):
         train_bytes -= size
 
 
-def length_of(path):
-    with unpacked(path) as (file, _):
-        return file.seek(0, os.SEEK_END)
-
-
-def end_of_character(path, at):
-    """The first byte from `at` on that begins a UTF-8 character."""
-    with unpacked(path) as (file, _):
-        file.seek(at)
-        while (byte := file.read(1)) and byte[0] & 0xC0 == 0x80:
-            at += 1
-    return at
-
-
-def divide(blocks, split_on, path, progress):
-    """The texts between two `split_on`."""
-    rest = ""
-    for block in blocks:
-        *texts, rest = (rest + block).split(split_on)
-        progress.divided |= bool(texts)
-        yield from texts
-        if len(rest) > 64 * BLOCK:
-            raise UserError(f"{path} has {len(rest):,} characters without a {split_on!r}: leave "
-                            "--split-on out, or name what is between its documents.")
-    yield rest
-
-
 def text_blocks(path, begin, end, progress):
     decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()  # without its mark
     with unpacked(path) as (file, _):
         file.seek(begin)
         while raw := file.read(min(BLOCK, end - begin)):
+            begin += len(raw)
             try:
-                text = decoder.decode(raw, final=begin + len(raw) == end)
+                text = decoder.decode(raw, final=begin == end)
                 refuse_zero(raw)
             except UnicodeDecodeError as error:
-                at = begin + len(raw) - len(error.object) + error.start
+                at = begin - len(error.object) + error.start
                 file.seek(0)
                 line = 1 + sum(end <= at for end in itertools.accumulate(map(len, file)))
                 raise not_utf8(path, f"byte {at + 1} in line {line}", error)
-            begin += len(raw)
             progress.done += len(raw)
             yield text
 
@@ -289,7 +275,9 @@ def json_texts(source, path, number, line):
     try:
         text = line.decode("utf-8-sig", "surrogatepass")
         refuse_zero(line)
-        row = json.loads(text, parse_float=str, parse_int=str, parse_constant=constant)
+        # numbers stay as they are written, and NaN is missing
+        row = json.loads(text, parse_float=str, parse_int=str,
+                         parse_constant=lambda text: text.replace("NaN", ""))
     except UnicodeDecodeError as error:
         raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
     except (ValueError, RecursionError):
@@ -299,7 +287,7 @@ def json_texts(source, path, number, line):
         raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line must be one "
                         f"JSON object{way and f'; {way}'}.")
     source.check_fields(where, row)
-    yield from source.texts(where, [row[name] for name in source.fields])
+    yield from source.texts(where, row)
 
 
 def read_parquet(source, progress):
@@ -344,14 +332,14 @@ def readable(name):
     except (UserError, MemoryError):
         raise
     except Exception as error:  # or any of httpx
-        reason = first_line(error).rstrip(".")
-        raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
+        raise UserError(f"{name} cannot be read ({first_line(error).rstrip('.')}): check it, and run the "
+                        "same command again.")
 
 
 def rows_of(source, where, batch):
     """The documents of a batch of rows, with a list for each field."""
-    for values in zip(*(batch[name] for name in source.fields)):
-        yield source.texts(where, values), None
+    for values in zip(*batch.values()):
+        yield source.texts(where, dict(zip(batch, values))), None
 
 
 @contextlib.contextmanager
@@ -361,16 +349,15 @@ def unpacked(path: Path):
     """
     try:
         with access(path), open(path, "rb") as raw:
-            head = raw.peek(10)[:10]
+            head = raw.peek(10)
             file = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)(raw)
-            head = file.peek(300)
             for magic, what in NO_TEXT.items():
-                if re.match(magic, head, re.DOTALL):
+                if re.match(magic, file.peek(300), re.DOTALL):
                     raise UserError(f"{path} is {what}.")
             yield file, raw
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read to its end ({reason}): check it, or copy it again.")
+        raise UserError(f"{path} cannot be read to its end ({getattr(error, 'strerror', None) or error}): "
+                        "check it, or copy it again.")
 
 
 # by the first bytes of a file
@@ -393,7 +380,7 @@ def stdlib_files() -> list[Path]:
     """The sources of Python's standard library, sorted."""
     skipped = {"site-packages", "dist-packages"}
     files = Path(sysconfig.get_path("stdlib")).rglob("*.py")
-    return sorted(path for path in files if not skipped & {*path.parts})
+    return sorted(path for path in files if skipped.isdisjoint(path.parts))
 
 
 def find_files(where: str, say=lambda text: None) -> list[Path]:
@@ -403,7 +390,7 @@ def find_files(where: str, say=lambda text: None) -> list[Path]:
         if glob.has_magic(pattern.name):
             for folder in glob.glob(f"{pattern.parent}/", recursive=True):
                 names_in(Path(folder))  # glob leaves out what cannot be listed
-    names = glob.glob(str(path), recursive=True) if not path.is_file() else [path]
+    names = [path] if path.is_file() else glob.glob(str(path), recursive=True)
     names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
     found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
     # some file systems give no numbers
@@ -417,15 +404,16 @@ def refuse_saved(where: str):
     """Raises UserError for a folder that save_to_disk of datasets has written, or files in it."""
     path = Path(os.path.expanduser(where))
     for folder in (path, path.parent):
-        part = ""
         if (several := folder / "dataset_dict.json").is_file():
             names = re.findall(r'"([^"]+)"', several.read_text(encoding="utf-8").partition("[")[2])
             part = f"[{'train' if 'train' in names else names[0]!r}]" if names else ""
-        single = (folder / "state.json").is_file() and [*folder.glob("*.arrow")]
-        if several.is_file() or single:
-            raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
-                            f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
-                            "file for parquet:x.parquet.")
+        elif (folder / "state.json").is_file() and [*folder.glob("*.arrow")]:
+            part = ""
+        else:
+            continue
+        raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
+                        f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
+                        "file for parquet:x.parquet.")
 
 
 def refuse_zero(raw: bytes):
@@ -434,26 +422,19 @@ def refuse_zero(raw: bytes):
         raise UnicodeDecodeError("utf-8", raw, zero, zero + 1, "a zero byte")
 
 
-def constant(text: str) -> str | None:
-    """NaN, Infinity or -Infinity in JSON; numbers stay as they are written."""
-    return None if text == "NaN" else text
-
-
 def text_of(value, where: str) -> str:
     """A value of JSON or of a table as text, "" for null and NaN. Raises UserError for what is no text."""
-    if isinstance(value, numbers.Number) and value != value:  # missing, among numbers
+    if value is None or isinstance(value, numbers.Number) and value != value:  # missing, among numbers
         return ""
     if isinstance(value, bytes):
         value = value.decode()  # ValueError if it is no text
     if isinstance(value, bool):
         value = "true" if value else "false"
-    if isinstance(value, str | None):
-        return value or ""
-    if not isinstance(value, numbers.Number | datetime.date | datetime.time):
-        raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
-                        'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field '
-                        "prompt --response-field response (docs/running.md, Chats).")
-    return str(value)
+    if isinstance(value, str | numbers.Number | datetime.date | datetime.time):
+        return str(value)
+    raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
+                    'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field '
+                    "prompt --response-field response (docs/running.md, Chats).")
 
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
@@ -503,10 +484,7 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
 
 
 def pieces(blocks):
-    """Cuts a document, unless it is a pair, into about BLOCK characters that end with a line or a word."""
-    if isinstance(blocks, tuple):
-        yield blocks
-        return
+    """Cuts a document into about BLOCK characters that end with a line or a word."""
     rest = ""
     for block in blocks:
         for i in range(0, len(block), BLOCK):

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data import EOT, MASK, RESPONSE, UserError, Vocabulary, access, tokenizer_id, without_surrogates
+from data import (
+    BYTE_CHARS,
+    EOT,
+    MASK,
+    RESPONSE,
+    UserError,
+    Vocabulary,
+    access,
+    tokenizer_id,
+    without_surrogates,
+)
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
@@ -24,10 +34,9 @@ PATTERNS = {
 }
 GPT2_DIGEST = "ce2c7b368254)"  # with which tokenizer_id ends
 LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
-# in the order of GPT-2's encoder
-BYTE_TO_CHAR = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
-BYTE_TO_CHAR |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_TO_CHAR)}
-CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
+# in the order of GPT-2's encoder: the bytes that are among the characters, then the others
+CHAR_TO_BYTE = dict(zip(sorted(BYTE_CHARS), sorted(range(256), key=lambda b: chr(b) not in BYTE_CHARS)))
+BYTE_TO_CHAR = {b: c for c, b in CHAR_TO_BYTE.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
@@ -45,19 +54,28 @@ class Tokenizer(Vocabulary):
         self.ranks = ranks
         self.pattern = pattern
         specials = {MASK: max(*ranks.values(), *specials.values()) + 1} | specials
-        super().__init__(name, spec_of(ranks, pattern, specials))
-        self._bytes = {i: token for token, i in ranks.items()}
-        self._bytes |= {i: special.encode() for special, i in specials.items()}
+        vocab = {spelled(token): ranks[token] for token in sorted(ranks, key=ranks.get)}
+        added = [added_token(text, specials[text]) for text in sorted(specials, key=specials.get)]
+        stage = BYTE_LEVEL
         self._encoding = None
         if pattern is not None:  # without a pattern there are no merges: plain bytes
             import tiktoken
             self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                                special_tokens=specials)
+            cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            stage = {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL]}
+        # the content of its tokenizer.json without the merges, which take long
+        self._spec = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+                      "normalizer": None, "pre_tokenizer": stage, "post_processor": None,
+                      "decoder": BYTE_LEVEL, "model": {"type": "BPE", "vocab": vocab}}
+        super().__init__(name, self._spec)
+        self._bytes = ({i: token for token, i in ranks.items()}
+                       | {i: special.encode() for special, i in specials.items()})
 
     def encode(self, text: str) -> np.ndarray:
         """Ids (n,) of ordinary text; `<|endoftext|>` inside it is text like any other."""
         if self._encoding is None:
-            return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+            return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:  # a lone surrogate is replaced, a very long run of white space is cut
@@ -76,8 +94,7 @@ class Tokenizer(Vocabulary):
         *before, last = text.split(MASK)
         found = []
         for part in before:
-            part = part.removesuffix(" " * self.takes_blank)
-            found += [*self.encode(part).tolist(), self.mask]
+            found += [*self.encode(part.removesuffix(" " * self.takes_blank)).tolist(), self.mask]
         return found + self.encode(last).tolist()
 
     def decode(self, ids) -> str:
@@ -86,10 +103,10 @@ class Tokenizer(Vocabulary):
 
     def to_json(self) -> str:
         """The text of a tokenizer.json that encodes and decodes like this tokenizer."""
-        tokens = sorted(self.ranks, key=self.ranks.get)
-        merges = [[*map(spelled, last_merge(t, self.ranks))] for t in tokens if len(t) > 1]
-        spec = spec_of(self.ranks, self.pattern, self.specials)
-        return json.dumps(spec | {"model": spec["model"] | {"merges": merges}}, ensure_ascii=False)
+        merges = [[*map(spelled, last_merge(token, self.ranks))]
+                  for token in sorted(self.ranks, key=self.ranks.get) if len(token) > 1]
+        model = self._spec["model"] | {"merges": merges}
+        return json.dumps(self._spec | {"model": model}, ensure_ascii=False)
 
 
 def added_token(text: str, i: int) -> dict:
@@ -97,22 +114,9 @@ def added_token(text: str, i: int) -> dict:
             "normalized": False, "special": True}
 
 
-def spec_of(ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]) -> dict:
-    """The content of a tokenizer.json without its merges, which take long."""
-    model = {"type": "BPE", "vocab": {spelled(token): ranks[token] for token in sorted(ranks, key=ranks.get)}}
-    added = [added_token(text, specials[text]) for text in sorted(specials, key=specials.get)]
-    stage = BYTE_LEVEL
-    if pattern is not None:
-        cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        stage = {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL]}
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-            "normalizer": None, "pre_tokenizer": stage, "post_processor": None, "decoder": BYTE_LEVEL,
-            "model": model}
-
-
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The two parts that merge into `token`: those left after merging its bytes by all earlier ranks."""
-    parts = [token[i:i + 1] for i in range(len(token))]
+    parts = [bytes([b]) for b in token]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
         i = pairs.index(min(pairs))
@@ -123,6 +127,7 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
     """What Tokenizer.to_json wrote, or GPT-2's as others write it, as a Tokenizer; None for any other."""
     model = spec["model"]
+    vocab = model["vocab"]
     stage = spec["pre_tokenizer"]
     others = model.keys() - {"type", "vocab", "merges"}
     ours = not others
@@ -137,13 +142,11 @@ def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
     if stage != BYTE_LEVEL or spec.get("normalizer") or any(model[key] for key in others):
         return None
     specials = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    if EOT not in specials:
-        return None
-    words = sorted(model["vocab"].keys() - specials.keys(), key=model["vocab"].get)
+    words = sorted(vocab.keys() - specials.keys(), key=vocab.get)
     merged = ["".join(parts).replace(" ", "") for parts in model["merges"]]
-    if [word for word in words if len(word) > 1] != merged:
+    if EOT not in specials or [word for word in words if len(word) > 1] != merged:
         return None
-    ranks = {bytes(CHAR_TO_BYTE[c] for c in word): model["vocab"][word] for word in words}
+    ranks = {bytes(CHAR_TO_BYTE[c] for c in word): vocab[word] for word in words}
     found = Tokenizer(name, ranks, pattern, specials)
     return found if ours or tokenizer_id(found).endswith(GPT2_DIGEST) else None
 
@@ -178,9 +181,9 @@ def load_tokenizer(name: str) -> Vocabulary:
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
                          encoding._special_tokens)
     with access(name):
-        path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-        if path.is_file():
-            return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
+        for path in (Path(name), Path(name, "tokenizer.json")):
+            if path.is_file():
+                return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
         from prepare.tokenizer_json import text_of_merges
         return parse_tokenizer_json(name, text_of_merges(name))
@@ -195,7 +198,9 @@ def is_tokenizer(name: str, text: str, pairs: bool) -> bool:
     """
     if name.startswith("bpe:"):
         return False
-    named = with_roles(load_tokenizer(name)) if pairs else load_tokenizer(name)
+    named = load_tokenizer(name)
+    if pairs:
+        named = with_roles(named)
     return named.to_json() == parse_tokenizer_json(name, text).to_json()
 
 
@@ -218,6 +223,9 @@ def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
     if ids in roles.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
         known = ", ".join(name for name, i in tokenizer.specials.items() if i not in roles.values())
         raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
-    text = condition + prompt if ids is None else prompt
-    before = [] if ids is None else [ids]
-    return np.concatenate([[roles["start"], *before], tokenizer.encode(text), [roles["response"]]])
+    before = [roles["start"]]
+    if ids is None:
+        prompt = condition + prompt
+    else:
+        before.append(ids)
+    return np.concatenate([before, tokenizer.encode(prompt), [roles["response"]]])

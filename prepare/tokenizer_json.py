@@ -23,9 +23,8 @@ class HuggingFaceTokenizer(Vocabulary):
         if hasattr(package.model, "dropout"):  # with which a text has other ids each time
             package.model.dropout = None
         vocab = package.get_vocab()
-        eot = next((s for s in ENDS if s in vocab), EOT)
-        mask = next((s for s in MASKS if s in vocab), MASK)
-        package.add_special_tokens([eot, mask])
+        for names in (ENDS, MASKS):
+            package.add_special_tokens([next((s for s in names if s in vocab), names[0])])
         vocab = package.get_vocab()
         spec = json.loads(text)
         declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
@@ -60,7 +59,7 @@ class HuggingFaceTokenizer(Vocabulary):
     def encode(self, text: str) -> np.ndarray:
         # unlike `encode`, this releases Python's lock; a batch of one text takes one core
         found, = self._tokenizer.encode_batch([without_surrogates(text)], add_special_tokens=False)
-        return np.array(found.ids, dtype=np.uint32)
+        return np.array(found.ids, np.uint32)
 
     def encode_masked(self, text: str) -> list[int]:
         """As an export does it: the parts between masks are no texts of their own, before which some
@@ -68,9 +67,7 @@ class HuggingFaceTokenizer(Vocabulary):
         """
         import tokenizers
         whole = tokenizers.Tokenizer.from_str(self.to_json())
-        mask = tokenizers.AddedToken(self.mask_token, lstrip=self.takes_blank)
-        whole.add_special_tokens([mask])
-        whole.no_truncation()
+        whole.add_special_tokens([tokenizers.AddedToken(self.mask_token, lstrip=self.takes_blank)])
         return whole.encode(text.replace(MASK, self.mask_token), add_special_tokens=False).ids
 
     def decode(self, ids) -> str:
