@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.heartbeat import WAY_BACK
-from data import UserError, first_line
+from data import UserError, first_line, from_launcher
 
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
@@ -20,33 +20,34 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
     """What ddp_utils.ending_of returns, where the cause of an unforeseen error is known, else None. Shows its
     traceback, too, where the cause is no more than a guess.
     """
+    code = 1
+    # whether a lost or late process caused it, rather than a mistake in this one
+    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     if (asked := memory_asked_for(error)) is not None:
         reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
                   "such as a smaller --batch or --checkpoint-activations block.")
-        return 1, f"error: {reason}", reason
-    if lacks_compiler(error):
+    elif lacks_compiler(error):
+        code = 2
         reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
                   "sudo apt install g++ python3-dev, or give --no-compile.")
-        return 2, f"error: {reason}", reason
-    if isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
+    elif isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
         show_traceback(error)
         reason = ("a gradient is None: optimizer_step clears them, so take their norms before it, and log "
                   "them as docs/changing.md shows.")
-        return 1, f"error: {reason}", reason
-    # whether a lost or late process caused it, rather than a mistake in this one
-    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
-    if not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
+    elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
-    if cause := heartbeat.ask():
+    elif cause := heartbeat.ask():
         return 1, f"error: {cause}", ""
-    show_traceback(error)
-    reason = first_line(error)
-    if heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
+    else:
+        show_traceback(error)
+        if heartbeat.stood <= heartbeat.PATIENCE:
+            reason = first_line(error)
+            return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than "
+                       "--timeout, or cannot reach another."), reason
+        # had others gone on, they would have named this process
         reason = (f"all processes stood still for {heartbeat.stood:.0f} s, as on a suspended machine: "
                   f"{WAY_BACK}.")
-        return 1, f"error: {reason}", reason
-    return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
-               "cannot reach another."), reason
+    return code, f"error: {reason}", reason
 
 
 def when_cut_off(backend: str, heartbeat) -> str:
@@ -59,9 +60,8 @@ def when_cut_off(backend: str, heartbeat) -> str:
 
 def lacks_compiler(error: BaseException) -> bool:
     """Whether the error says that Inductor or Triton found no compiler, or the compiler no Python.h."""
-    signs = (r"InvalidCxxCompiler|Failed to find C compiler|Python\.h: No such|"
-             r"Command '\['[^']*(gcc|clang|cc)'")
-    return re.search(signs, str(error)) is not None
+    return bool(re.search(r"InvalidCxxCompiler|Failed to find C compiler|Python\.h: No such|"
+                          r"Command '\['[^']*(gcc|clang|cc)'", str(error)))
 
 
 def memory_asked_for(error: BaseException) -> str | None:
@@ -79,13 +79,13 @@ def memory_asked_for(error: BaseException) -> str | None:
 def refuse_lone_tasks():
     """UserError in one of several processes that know nothing of each other: each would train alone."""
     for name, starter in STARTERS.items():
-        tasks = os.environ.get(name, "")
-        if "RANK" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
-            script = sys.argv[0]
+        tasks = from_launcher(name)
+        if "RANK" not in os.environ and tasks > 1:
             raise UserError(
                 f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "
-                f"torchrun start them, on one machine with `torchrun --nproc_per_node={tasks} {script} …` "
-                f"instead, on several with `sbatch cluster/slurm.sbatch {script} …` or, on each, "
+                "torchrun start them, on one machine with "
+                f"`torchrun --nproc_per_node={tasks} {sys.argv[0]} …` instead, on several with "
+                f"`sbatch cluster/slurm.sbatch {sys.argv[0]} …` or, on each, "
                 "cluster/ddp_launch.sh.")
 
 

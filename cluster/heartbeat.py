@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from cluster import roll_call
-from data import HOST, NotNow, RunError, UserError, access, listed
+from data import HOST, NotNow, RunError, UserError, access, from_launcher, listed
 
 OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # which torchrun sets, too
 _joins = itertools.count()  # in this process, which may call main() again
@@ -26,9 +26,9 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *OF_NODES):
         value = env.get(name) or "1" * (name in OF_NODES)
         if not value or name != "MASTER_ADDR" and not value.isdecimal():
-            wrong = "not a number" if value else "not set"
-            raise UserError(f"{name} is {wrong}: start with torchrun, or give each process RANK, WORLD_SIZE, "
-                            "MASTER_ADDR and MASTER_PORT, or for a single one `unset RANK WORLD_SIZE`.")
+            raise UserError(f"{name} is {'not a number' if value else 'not set'}: start with torchrun, or "
+                            "give each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or for a "
+                            "single one `unset RANK WORLD_SIZE`.")
     rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
@@ -44,8 +44,7 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
                        if "EADDRINUSE" in str(error) else
                        f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
                        "if nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
-    attempt = f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}"
-    store = dist.PrefixStore(attempt, store)
+    store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}", store)
     heartbeat = None
     if world_size > 1:
         if store.add(f"rank {rank}", 1) > 1:
@@ -55,10 +54,10 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
                             "store still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
                             "on every node before torchrun, and start again; a run resumes from its newest "
                             "checkpoint.")
-        several_nodes = world_size > int(env.get("LOCAL_WORLD_SIZE") or 1)
+        several_nodes = world_size > from_launcher("LOCAL_WORLD_SIZE", 1)
         address = address_towards(env["MASTER_ADDR"]) if several_nodes else None
         store.compare_set("a node's address", "", address or "")
-        leaves_last = hosts_store or several_nodes and (env.get("GROUP_RANK") or "0") == "0"
+        leaves_last = hosts_store or several_nodes and from_launcher("GROUP_RANK") == 0
         heartbeat = Heartbeat(store, rank, world_size, where, timeout, leaves_last, address)
     return rank, world_size, store, heartbeat
 
@@ -69,15 +68,6 @@ def address_towards(address: str) -> str:
     with suppress(roll_call.Problem):  # as with IPv6
         own = roll_call.address_towards(address)
     return "" if own.startswith("127.") else own
-
-
-def choose_interface(own: str, other: str):
-    """Makes gloo use the network interface of the address `own`, or that on the way to another node. By
-    default it takes that of this machine's name, which is 127.0.1.1 on Debian and Ubuntu.
-    """
-    own = own or address_towards(other)  # where MASTER_ADDR is this machine's name
-    if interface := roll_call.interface_of(own):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 @dataclass
@@ -99,7 +89,7 @@ class Heartbeat:
     where: str
     timeout: float
     leaves_last: bool  # because this process or machine hosts the store
-    address: str | None = None  # of this machine on the way to node 0, if there are several nodes
+    address: str | None  # of this machine on the way to node 0, if there are several nodes
 
     def __post_init__(self):
         self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
@@ -127,8 +117,13 @@ class Heartbeat:
             if self.cause:
                 raise RunError(self.cause)
             time.sleep(0.05)
-        if self.address is not None:
-            choose_interface(self.address, self.server.get("a node's address").decode())
+        if self.address is None:
+            return
+        # By default gloo takes the interface of this machine's name, which is 127.0.1.1 on Debian and Ubuntu.
+        # Where MASTER_ADDR is this machine's name, the one on the way to another node
+        own = self.address or address_towards(self.server.get("a node's address").decode())
+        if interface := roll_call.interface_of(own):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def refuse_other_backends(self, backend: str):
         """Raises UserError on all ranks if some have chosen another one, with which they would hang."""
@@ -221,12 +216,11 @@ class Heartbeat:
             self.call(self._beat, timeout=2 * self.BEAT)
         deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
         with suppress(RunError):  # it hosts the store of those that still wait in `with_barrier`
-            while self.leaves_last and time.monotonic() < deadline and not self._all_ended():
+            while self.leaves_last and time.monotonic() < deadline:
+                beats = self.call(self.store.multi_get, self.keys, timeout=self.PATIENCE)
+                if all(beat.endswith(b"|ended") for beat in beats):
+                    break
                 time.sleep(self.BEAT / 20)
-
-    def _all_ended(self) -> bool:
-        beats = self.call(self.store.multi_get, self.keys, timeout=self.PATIENCE)
-        return all(beat.endswith(b"|ended") for beat in beats)
 
     def _beat_on(self):
         with suppress(Exception):  # the store is gone
