@@ -34,6 +34,10 @@ def dequantise(packed: Tensor) -> Tensor:
     return (levels * scales.contiguous().view(torch.bfloat16).float()).view(-1)
 
 
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
 class Late:
     """Delays the gradients of all parameters by a step, and corrects what the optimizers do with them. The
     first tenth of a run, in which a delay costs most, waits for its own gradients.
@@ -45,7 +49,7 @@ class Late:
         self._waits = run.steps // 10  # steps
         if run.saved:
             self._waits -= run.saved["step"]
-        self.gradient = torch.zeros_like(self._flat())  # to be applied next; 0 if it is that already
+        self.gradient = torch.zeros_like(flat(self.params))  # to be applied next; 0 if it is that already
         self.moved = torch.zeros_like(self.gradient)  # u of the step before
         # of its own, because gloo matches calls by their order
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.args.timeout))
@@ -65,8 +69,8 @@ class Late:
         """Starts averaging the gradients over all ranks. Takes those of the step before instead, or its own
         if the step waits.
         """
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        packed = self.pack(gradients).cpu()
+        packed = self.pack(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]).cpu()
         self._wait()
         self._under_way = self._thread.submit(self._mean, packed)
         if self._waits > 0 and not self.gradient.any():  # not again in a run that gets longer
@@ -90,8 +94,8 @@ class Late:
 
     def pack(self, gradients: list[Tensor]) -> Tensor:
         """Gradients in int8 (ranks, blocks, BLOCK + 2): for each rank the share that it adds up."""
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        whole = F.pad(flat, (0, -len(flat) % (BLOCK * self.size)))
+        whole = flat(gradients)
+        whole = F.pad(whole, (0, -len(whole) % (BLOCK * self.size)))
         return quantise(whole).view(self.size, -1, BLOCK + 2)
 
     def add_up(self, received: Tensor) -> Tensor:
@@ -115,20 +119,17 @@ class Late:
                 self._split(self.gradient)[i].zero_()
             self._left_out = []
 
-    def _flat(self) -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in self.params])
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([p.numel() for p in self.params])
+    def _split(self, whole: Tensor) -> list[Tensor]:
+        parts = whole.split([p.numel() for p in self.params])
         return [part.view_as(p) for p, part in zip(self.params, parts)]
 
     def _before_step(self, *_):
         if self._under_way:
-            self._start = self._flat()
+            self._start = flat(self.params)
 
     def _after_step(self, *_):
         if self._under_way:
-            moved = self._flat() - self._start
+            moved = flat(self.params) - self._start
             for p, more in zip(self.params, self._split(moved - self.moved)):
                 p.detach().add_(more)
             self.moved = moved
