@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from data import (
     UserError,
@@ -101,8 +101,7 @@ def kept_for_backward(model_class: type, config, device: torch.device, dtype: to
         compiling = {"backend": "aot_eager_decomp_partition"} if compiled else {}
         use_device(model, device, dtype, checkpointing, **compiling)
         model.compile_loss = False
-        inputs = {name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value
-                  for name, value in inputs.items()}
+        inputs = tree_map_only(Tensor, lambda value: torch.zeros_like(value, device="cpu"), inputs)
         return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
 
 
@@ -114,7 +113,6 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
     other strategies, the largest gradient exists twice for a while, as parts from embedding and head, and
     before there is optimizer state, `warm_up` holds each gradient twice.
     """
-    largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
     everything = 4 * num_params(model)
     outside = everything - sum(blocks)
@@ -127,12 +125,11 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     optimizer = 0 if offload else state if strategy == "ddp" else state / processes
-    again = max(largest_one, everything - optimizer)
+    again = max(4 * max(p.numel() for p in model.parameters()), everything - optimizer)
     gradients = held + (outside + block if sharded else again)
-    averaged = (args.ema > 0) * held
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # the next gradient, the last move
     return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
-            "other": averaged + late, "activations": activations}  # the first late: copies
+            "other": (args.ema > 0) * held + late, "activations": activations}  # the first late: copies
 
 
 def pinned_bytes(model: nn.Module, args: Namespace) -> int:
@@ -201,13 +198,13 @@ def dry_run(model_class: type, flags, say=print, **example) -> float:
     if from_launcher("RANK") > 0:
         return 0
     args = flags.args
-    processes, gigabytes = machine(args.dry_run, args.device)
+    gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
+    processes, gigabytes = machine(args.dry_run, gpus)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, flags.wanted_batch,
                              flags.largest_batch)
     model = empty_model(model_class, args)
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))
-    gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
     compiled = gpus if args.compile is None else args.compile
     inputs = model.example(batch, "meta", **example)
     mode = args.checkpoint_activations
@@ -245,14 +242,14 @@ def dry_run(model_class: type, flags, say=print, **example) -> float:
     return sum(table[chosen].values()) / 1e9 / gigabytes
 
 
-def machine(text: str, device: str) -> tuple[int, float]:
+def machine(text: str, gpus: bool) -> tuple[int, float]:
     """Processes and GB of memory for each: '8x141' → (8, 141.0), '' → those that torchrun started here."""
     if text:
         match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
         if not match:
             raise UserError(f"--dry-run {text} is not GPUs and the GB of each, such as 8x141.")
         return int(match[1]), float(match[2])
-    if device != "cpu" and torch.cuda.is_available():
+    if gpus:
         total = torch.cuda.get_device_properties(0).total_memory
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
