@@ -41,9 +41,6 @@ class HFFamily:
     to_hf: Callable[[Any], dict]  # our configuration → their other fields
     from_hf: Callable[[dict], dict]  # their configuration → our other fields; may raise UserError
     transposed: tuple[str, ...] = ()  # name endings (ours) of matrices that they store transposed
-    # what a name cannot say: changes tensors by name, given the configuration, and changes them back
-    joined: Callable[[dict, Any], dict] = lambda tensors, c: tensors
-    divided: Callable[[dict, Any], dict] = lambda tensors, c: tensors
 
 
 def refuse_export(model: nn.Module):
@@ -129,7 +126,8 @@ def query_and_gate(query: Tensor, gate: Tensor, c: GPT2Config) -> Tensor:
     return torch.cat(parts, dim=1).view(2 * c.d_model, c.d_model)
 
 
-def modern_joined(tensors: dict, c: GPT2Config) -> dict:
+def join_modern(tensors: dict, c: GPT2Config):
+    """Changes tensors by their names into those of Qwen3.5, in what a name cannot say."""
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * c.d_model ** 0.5
     tensors["model.norm.weight"] = torch.zeros(c.d_model)  # their norms multiply by 1 + weight
     norms = {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim, "input_layernorm": c.d_model,
@@ -139,10 +137,10 @@ def modern_joined(tensors: dict, c: GPT2Config) -> dict:
         query, gate = (tensors.pop(f"{layer}self_attn.{name}.weight") for name in ("query", "gate"))
         tensors[f"{layer}self_attn.q_proj.weight"] = query_and_gate(query, gate, c)
         tensors |= {f"{layer}{norm}.weight": torch.zeros(size) for norm, size in norms.items()}
-    return tensors
 
 
-def modern_divided(tensors: dict, c: GPT2Config) -> dict:
+def divide_modern(tensors: dict, c: GPT2Config):
+    """Changes them back. Raises UserError for norms with weights."""
     for name in tensors:
         if "norm" in name and tensors[name].count_nonzero():
             raise UserError(f"this model has weights in {name}, which train_gpt2.py does not support.")
@@ -152,7 +150,6 @@ def modern_divided(tensors: dict, c: GPT2Config) -> dict:
         joined = tensors.pop(f"{layer}q_proj.weight").view(c.n_head, 2, c.head_dim, c.d_model)
         for name, matrix in zip(("query", "gate"), joined.unbind(1)):
             tensors[f"{layer}{name}.weight"] = matrix.reshape(c.d_model, c.d_model)
-    return tensors
 
 
 def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
@@ -230,7 +227,7 @@ MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
      "gqkv": "self_attn.gate self_attn.query self_attn.k_proj self_attn.v_proj",
      "attn_out": "self_attn.o_proj", "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj"},
     USUAL_FIELDS | {"n_layer": "num_hidden_layers", "norm_eps": "rms_norm_eps"},
-    "attention dropout modern", modern_to_hf, modern_from_hf, joined=modern_joined, divided=modern_divided)
+    "attention dropout modern", modern_to_hf, modern_from_hf)
 CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['content'] or [] %}"  # text or parts
                  "{% set text = parts if parts is string else parts | map(attribute='text') | join %}"
                  "{% if m['role'] == 'assistant' %}ANSWER{% generation %}{{ text + eos_token }}"
@@ -303,12 +300,15 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     if template:
         around |= {tokenizer.decode([c.response]): c.response, eos: last}
         special["chat_template"] = template  # sets no types, so with a prefix pass token_type_ids of ones
+    words = json.loads(tokenizer.to_json())
+    contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
     if masked:
         special["mask_token"] = {"__type": "AddedToken", "content": tokenizer.mask_token,
                                  "lstrip": tokenizer.takes_blank, "rstrip": False, "normalized": False,
                                  "single_word": False, "special": True}
-    words = json.loads(tokenizer.to_json())
-    if not masked:  # [MASK] may be the only id beyond the table
+    else:
+        contents["generation_config.json"] = ends | {"do_sample": True}
+        # [MASK] may be the only id beyond the table
         words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < c.vocab_size]
     for token in words["added_tokens"]:
         if token["id"] == tokenizer.mask:
@@ -318,13 +318,12 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
         if template and part.get("prepend_scheme") == "first":  # here a prompt and a response are texts of
             part["prepend_scheme"] = "always"  # their own, in a chat parts of one
     words["post_processor"] = _post_processor(around, prefix)
-    contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
-    if not masked:
-        contents["generation_config.json"] = ends | {"do_sample": True}
 
     directory, safetensors = Path(directory), _safetensors()
     tensors = {name: t.float().cpu() for name, t in _as_theirs(model).items()}
-    tensors = {name: t.contiguous() for name, t in family.joined(tensors, c).items()}
+    if family is MODERN:
+        join_modern(tensors, c)
+    tensors = {name: t.contiguous() for name, t in tensors.items()}
     file = directory / "model.safetensors"
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -354,17 +353,14 @@ def _post_processor(around: dict[str, int], prefix: bool) -> dict:
     the third. With `prefix`, a question has type 1, by which each of its tokens sees all of it, and an answer
     type 0. data.py ignores post-processors.
     """
-    def token(name: str, kind: int = int(prefix)) -> dict:
-        return {"SpecialToken": {"id": name, "type_id": kind}}
-
-    def text(name: str, kind: int = int(prefix)) -> dict:
-        return {"Sequence": {"id": name, "type_id": kind}}
+    def part(name: str, kind: int = int(prefix)) -> dict:  # A and B are texts
+        return {"SpecialToken" if name in around else "Sequence": {"id": name, "type_id": kind}}
 
     start, *answers = around
-    question = [token(start), text("A"), *map(token, answers[:1])]
-    pair = [*question, token(start), text("B")]
+    question = [part(start), part("A"), *map(part, answers[:1])]
+    pair = [*question, part(start), part("B")]
     if answers:
-        pair = [*question, text("B", 0), token(answers[-1] if len(answers) > 1 else start, 0)]
+        pair = [*question, part("B", 0), part(answers[-1] if len(answers) > 1 else start, 0)]
     known = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in around.items()}
     return {"type": "TemplateProcessing", "single": question, "pair": pair, "special_tokens": known}
 
@@ -431,14 +427,15 @@ def from_hf(model_class: type, source: str) -> nn.Module:
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
     try:
-        tensors = hf_family(model_class, config).divided(tensors, config)
+        if hf_family(model_class, config) is MODERN:
+            divide_modern(tensors, config)
     except (KeyError, RuntimeError) as error:
         raise UserError(f"{source} has no tensor {error} of the shape that its config.json says.")
     with torch.no_grad():
         for name, tensor in _as_theirs(model).items():
-            if name not in tensors:  # files of the original GPT-2 models lack the prefix
-                tensors[name] = tensors.get(name.removeprefix("transformer."))
-            if tensors[name] is None or tensors[name].shape != tensor.shape:
+            # files of the original GPT-2 models lack the prefix
+            found = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
+            if found is None or found.shape != tensor.shape:
                 raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
-            tensor.copy_(tensors[name])
+            tensor.copy_(found)
     return model
