@@ -155,15 +155,16 @@ def enlarged(found: dict, seq_len: int, vocab_size: int) -> tuple[dict, dict]:
 
 def new_tensors(model_class: type, model: nn.Module, weights: dict, source: str, seed: int) -> dict:
     """What the weights lack, as in a new model. Raises UserError if what they have does not fit into it."""
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name in shapes.keys() & weights.keys():
-        if weights[name].shape != shapes[name]:
+    tensors = model.state_dict()
+    for name in tensors.keys() & weights.keys():
+        if weights[name].shape != tensors[name].shape:
             raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
-                            f"{[*shapes[name]]} in {model_class.__name__}: give it another name there.")
+                            f"{[*tensors[name].shape]} in {model_class.__name__}: give it another name "
+                            "there.")
         if not weights[name].isfinite().all():
             raise UserError(f"{name} of {source} is not finite, so nothing can be learned from it: take "
                             "an earlier checkpoint, or other weights.")
-    lacking = shapes.keys() - weights.keys()
+    lacking = tensors.keys() - weights.keys()
     torch.manual_seed(seed)
     fresh = model_class(model.config).state_dict() if lacking else {}
     return {name: fresh[name] for name in lacking}
@@ -191,10 +192,9 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     whole = model_class.Config(**config | known | changes | chosen | larger)
     model = build_model(model_class, whole, world, args.strategy, args.comm)
 
-    def complete() -> dict:
-        return new_tensors(model_class, model, weights, source, args.seed) if world.is_rank0 else {}
-
-    new = with_barrier(complete)  # the weights are on rank 0
+    # the weights are on rank 0
+    new = with_barrier(
+        lambda: new_tensors(model_class, model, weights, source, args.seed) if world.is_rank0 else {})
     lacking = sorted(config.keys() - known.keys()) + sorted(new)
     if lacking:
         say(f"{source} lacks {listed(lacking)}: as in a new model")

@@ -25,8 +25,7 @@ GGUF_STATE, GGUF_CONV = 16, 4  # of the recurrent layers that llama.cpp wants be
 GGUF_PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
 
 
-def _gguf_shape(writer, model, architecture: str):
-    c = model.config
+def _gguf_shape(writer, c, architecture: str):
     writer.add_context_length(c.seq_len)
     writer.add_embedding_length(c.d_model)
     writer.add_head_count(c.n_head)
@@ -130,7 +129,7 @@ def to_gguf(model, path: Path, tokenizer):
     modern = vars(c).get("modern", False)
     architecture = "hrm_text" if isinstance(model, HRM) else "qwen35" if modern else "gpt2"
     writer = GGUFWriter(path, architecture)
-    _gguf_shape(writer, model, architecture)
+    _gguf_shape(writer, c, architecture)
     _gguf_tokenizer(writer, tokenizer, c, TokenType)
     for ours, tensor in model.state_dict().items():
         stack, number, part, kind = GGUF_PARAMETER.fullmatch(ours).groups()

@@ -50,8 +50,8 @@ CLOSE = 2e-3  # in float32 right models differ by up to 2e-6, one whose window i
 
 
 def has_usual_loss(model: CausalLM) -> bool:
-    methods = {type(model).forward, type(model).loss, type(model).losses}
-    return methods <= {CausalLM.forward, HRM.forward, CausalLM.loss, CausalLM.losses}
+    return {type(model).forward, type(model).loss, type(model).losses} <= {
+        CausalLM.forward, HRM.forward, CausalLM.loss, CausalLM.losses}
 
 
 @torch.no_grad()
@@ -64,7 +64,6 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     stay as they are. With `everywhere` all ranks call this and find the same.
     """
     c = model.config
-    name = type(model).__name__
     cache = KVCache(c.seq_len)
     T = min(c.seq_len, 1024)  # of longer rows the logits would take gigabytes
     ids = {*range(c.vocab_size)} - {c.start, c.response, c.end}
@@ -91,16 +90,15 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
             loss = model(row, targets, **options)[1]["loss"] / T
     except (AttributeError, TypeError) as error:  # it has no `embed`, or its forward wants more than ids
-        say(f"WARNING: {name} is not checked before it writes ({first_line(error)})", file=sys.stderr)
+        say(f"WARNING: {type(model).__name__} is not checked before it writes ({first_line(error)})",
+            file=sys.stderr)
         return ""
     error = (passes - whole[-2:]).std() / whole.std()
-    of_logits = F.cross_entropy(whole, targets[0])
-    of_loss = (loss - of_logits).abs() / loss * has_usual_loss(model)
+    of_loss = (loss - F.cross_entropy(whole, targets[0])).abs() / loss * has_usual_loss(model)
     errors = torch.stack([error, of_loss]) - 4 * (again - whole).std() / whole.std()
     if everywhere:
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     error, of_loss = errors.tolist()
-    why = ""
     if error > CLOSE:
         why = (f"after a text of {T} tokens that is read in two passes with a cache, the logits differ by "
                f"{error:.1%} from those of one pass: a mask, a position or a layer ignores that cache.length "
@@ -108,8 +106,10 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     elif of_loss > CLOSE:
         why = (f"the loss differs by {of_loss:.1%} from that of the logits: change these by overriding "
                "`logits` in a class of your own, which the loss follows")
+    else:
+        return ""
     # FSDP, of shards
-    return f"{name.removeprefix('FSDP')} would write otherwise than it learns: {why}." if why else ""
+    return f"{type(model).__name__.removeprefix('FSDP')} would write otherwise than it learns: {why}."
 
 
 def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
@@ -170,8 +170,8 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
             raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
                             "shorten it.")
     else:
-        isolated = getattr(c, "attention", "causal") != "causal"
-        end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
+        # with causal attention in training the text continues past eot
+        end = tokenizer.eot if stop or getattr(c, "attention", "causal") != "causal" else None
         ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
         if len(ids) > c.seq_len:
             print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
@@ -233,10 +233,9 @@ def first_pair(dataset) -> tuple[str, str]:
     for shards in [*dataset.val.values()][:1]:
         row = read_rows(shards, np.arange(1))[0][0, 1:].tolist()
     middle = row.index(roles["response"]) if roles["response"] in row else 0
-    ends = roles["start"], roles["end"]
     prompt = dataset.tokenizer.decode(row[:middle])
-    response = dataset.tokenizer.decode(
-        itertools.takewhile(lambda token: token not in ends, row[middle + 1:]))
+    response = dataset.tokenizer.decode(itertools.takewhile(
+        lambda token: token not in (roles["start"], roles["end"]), row[middle + 1:]))
     same = middle and prompt_ids(dataset.tokenizer, prompt).tolist()[1:-1] == row[:middle]
     return (prompt, response) if same else ("", "")
 
@@ -246,18 +245,16 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
     the response is empty. Raises UserError if the prompt of a pair fills a row. Without prepare/, which
     encodes, no sample is written, and both are empty.
     """
-    if "prepare" not in rooms_here():
-        return "", ""
-    with room("prepare", "a prompt"):
+    prompt = expected = ""
+    with room("prepare"):
         from prepare.tokenizer import prompt_ids
-    prompt = args.sample_prompt
-    expected = ""
-    if dataset.roles["response"] >= 0:
-        if not prompt and not args.condition:
-            prompt, expected = first_pair(dataset)
-        tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
-        if tokens >= args.seq_len:
-            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
+        prompt = args.sample_prompt
+        if dataset.roles["response"] >= 0:
+            if not prompt and not args.condition:
+                prompt, expected = first_pair(dataset)
+            tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
+            if tokens >= args.seq_len:
+                raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
     return prompt, expected
 
 
@@ -274,14 +271,13 @@ def write_sample(model, run, step: int, with_barrier):
     def write() -> str:
         if not hasattr(run, "contradiction"):  # once in a start, on the same ranks each time
             run.contradiction = contradiction(model, world.device, everywhere=sharded)
-        why_not = run.contradiction
-        return f"(none: {why_not})" if why_not else "".join(
+        return f"(none: {run.contradiction})" if run.contradiction else "".join(
             continue_text(model, dataset.tokenizer, world.device, prompt, args))
 
     text = with_barrier(write if sharded or world.is_rank0 else str)
     if dataset.roles["response"] < 0:
         return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
-        command = f"python {sys.argv[0]} --out {shlex.quote(str(run.out))} --prompt {shlex.quote(prompt)}"
-        text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
+        text += (f"\nresponse in the data:\n{expected}\nask it yourself: python {sys.argv[0]} --out "
+                 f"{shlex.quote(str(run.out))} --prompt {shlex.quote(prompt)}")
     run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")

@@ -1,6 +1,5 @@
 """Uses a run: --prompt, --chat, --fill, --export and --eval-only, and load_run for a script of one's own."""
 
-import contextlib
 import functools
 import json
 import os
@@ -10,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,8 +52,8 @@ def load_model(model_class: type, saved: dict, world: World, strategy: str = "dd
     """The model of a checkpoint, with averaged weights if there are any. `changes` replaces fields of the
     configuration that do not affect the parameters.
     """
-    config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-    model = build_model(model_class, config, world, strategy)
+    config = saved["model_config"] | changes
+    model = build_model(model_class, config_of(model_class.Config, config, saved["path"]), world, strategy)
     assert_same_parameters(model, saved)
     copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
     return model
@@ -257,18 +256,17 @@ def evaluate_only(model: nn.Module, asked: Asked):
         raise UserError(f"{lacks}.")
     masker = None
     if isinstance(model, MLM):
-        rate = saved["settings"].get("EVAL_RATE", 0.15)
-        masker = dataset.masker_class(dataset.tokenizer, args.seq_len, rate, 0)
-    state = SimpleNamespace(model=model, world=world, averaged_weights=contextlib.nullcontext)
-    batch = args.batch or saved["settings"]["batch"]
-    run = SimpleNamespace(**vars(asked), dataset=dataset, batch=batch)
+        masker = dataset.masker_class(
+            dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
+    state = SimpleNamespace(model=model, world=world, averaged_weights=nullcontext)
+    run = SimpleNamespace(**vars(asked), dataset=dataset, batch=args.batch or saved["settings"]["batch"])
     found = evaluate(state, run, StopVote(world), masker)
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
     if world.is_rank0:
         if not {"val_exact", "val_bits_per_byte"} & found.keys():
             print(monitor.NO_BYTES)
-        where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
-        print(" | ".join([where, *monitor.results(found)]))
+        print(" | ".join([f"step {saved['step']} from {saved['path']} on {dataset.name}",
+                          *monitor.results(found)]))
         record = {"step": saved["step"], "data": dataset.name} | found
         print(json.dumps(monitor.without_nan(record)), flush=True)
