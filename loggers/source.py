@@ -116,9 +116,8 @@ def describe(run, mfu) -> dict:
     commits = []
     with suppress(TypeError, KeyError):
         commits = list(before.get("commits") or [None] * len(before["commands"]))
-    flops = before.get("flops_per_token") if run.saved else None
     if run.trainer.is_file():  # else there is no command either
         commits.append(commit_of(run.trainer.resolve().parent))
     return {"commits": commits, "parameters": num_params(mfu.model),
             "training_tokens": run.dataset.train.num_tokens,
-            "flops_per_token": flops or mfu.of_last_steps()}
+            "flops_per_token": run.saved and before.get("flops_per_token") or mfu.of_last_steps()}

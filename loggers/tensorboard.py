@@ -26,18 +26,18 @@ class EventFile:
             from tensorboard.summary.writer import event_file_writer
             from torch.utils.tensorboard import SummaryWriter
             self._directory.mkdir(exist_ok=True)
-            made = self._directory.glob("events.out.tfevents.[0-9]*.*")
-            stamps = [int(path.name.split(".")[3]) for path in made]
+            later = [int(path.name.split(".")[3]) + 1
+                     for path in self._directory.glob("events.out.tfevents.[0-9]*.*")]
             # TensorBoard reads files in the order of their names, so a clock that goes back must not matter:
             # the name begins with what this module's clock says
-            stamp = max([time.time(), *(stamp + 1 for stamp in stamps)])
+            stamp = max([time.time(), *later])
             event_file_writer.time = SimpleNamespace(time=lambda: stamp)
             try:
                 self._writer = SummaryWriter(self._directory, purge_step=0, filename_suffix=".run")
             finally:
                 event_file_writer.time = time
-            text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
-            self._writer.add_text("settings", text, 0)
+            self._writer.add_text(
+                "settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()), 0)
             for record in records:
                 self._add(record)
             self._writer.flush()
