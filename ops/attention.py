@@ -34,8 +34,10 @@ class _BlockAttention(torch.autograd.Function):
             last = S if after is None else min(math.ceil((end + after) / step) * step, S)
             first = 0 if before is None else _first(max(begin - before, 0) // step * step, last)
             scores = q[:, :, begin:end] @ k[:, :, first:last].mT
-            seen = None if mask is None else mask[..., begin:end, first:last]
-            if mask is None and after == 0:
+            seen = None
+            if mask is not None:
+                seen = mask[..., begin:end, first:last]
+            elif after == 0:
                 seen = q.new_ones(end - begin, last - first, dtype=torch.bool).tril(begin - first)
             if seen is not None:
                 scores = scores + torch.where(seen, 0.0, -torch.inf).to(scores.dtype)
@@ -50,7 +52,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, *weights = ctx.saved_tensors
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        grad_q, grad_k, grad_v = map(torch.empty_like, (q, k, v))
         grads = []  # of the scores
         for (begin, end, first, last), p in zip(ctx.blocks, weights):
             grad_p = grad[:, :, begin:end] @ v[:, :, first:last].mT

@@ -45,8 +45,6 @@ class EMA:
         zero3 have gathered of them is stale then.
         """
         for name, p in self.params.items():
-            p = local_shard(p)
-            average = local_shard(self.average[name])
             held = p.clone()
-            p.copy_(average)
-            average.copy_(held)
+            p.copy_(self.average[name])
+            self.average[name].copy_(held)

@@ -39,8 +39,8 @@ def activate(model, device: torch.device) -> str | None:
     if model.compute_dtype == torch.float32 or not importlib.util.find_spec("flash_attn_3"):
         return None
     about = vars(model.config)
-    narrow = getattr(model.config, "head_dim", 256) <= 192  # which a model of one's own may not have
-    if about.get("attention") != "causal" or about.get("dropout") or not narrow:
+    wide = getattr(model.config, "head_dim", 256) > 192  # which a model of one's own may not have
+    if about.get("attention") != "causal" or about.get("dropout") or wide:
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
