@@ -65,6 +65,9 @@ def show_run(run: Path):
     try:
         own = path.with_name(f".tmp-{os.getpid()}.png")  # the run or another command may draw it, too
         draw_curves(name, records, own)
+        if path.is_dir():
+            own.unlink()
+            raise UserError(f"{path} cannot be written: it is a directory")
         os.replace(own, path)
         print(f"the curves are in {path}", file=sys.stderr)
     except FAULTS as error:  # a run may be there for reading only

@@ -3,7 +3,7 @@
 import re
 
 from data import EOT, MASK, without_surrogates
-from prepare.packages import require
+from prepare.packages import needed
 from prepare.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
 
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
@@ -20,9 +20,9 @@ def short_runs(texts):
 
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE on texts; end-of-text and [MASK] are among its `vocab_size` ids."""
-    require("tokenizers", "bpe:N")
-    from tokenizers import Regex, models, pre_tokenizers, trainers
-    from tokenizers import Tokenizer as Trainable
+    with needed("tokenizers", "bpe:N"):
+        from tokenizers import Regex, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Trainable
     pattern = PATTERNS["cl100k_base"]
     bpe = Trainable(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([

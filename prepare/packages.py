@@ -1,16 +1,16 @@
 """Packages that only some commands need."""
 
-import importlib
+import contextlib
 
 from data import UserError, first_line
 
 
-def require(module: str, what: str):
-    """Imports from a package. UserError says that `what` needs it, if it is missing or broken."""
+@contextlib.contextmanager
+def needed(package: str, what: str):
+    """Where a package is imported. UserError says that `what` needs it, if it is missing or broken."""
     try:
-        importlib.import_module(module)
+        yield
     except (Exception, SystemExit) as error:
-        package = module.partition(".")[0]
         text = f"{what} needs the package {package}"
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             raise UserError(f"{text}: pip install {package}.")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data import FILE_PREFIXES, NotNow, UserError, access, digest_json, first_line, names_in, sha256_of
-from prepare.packages import require
+from prepare.packages import needed
 
 SHORT_NAMES = {  # for hf:REPO[:CONFIG]
     "imdb": "stanfordnlp/imdb",
@@ -291,8 +291,8 @@ def json_texts(source, path, number, line):
 
 
 def read_parquet(source, progress):
-    require("pyarrow.parquet", source.dataset)
-    from pyarrow import parquet
+    with needed("pyarrow", source.dataset):
+        from pyarrow import parquet
     for path in source.files:
         with readable(path):
             file = parquet.ParquetFile(path)

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from data import ENDS, EOT, MASK, MASKS, UserError, Vocabulary, without_surrogates
-from prepare.packages import require
+from prepare.packages import needed
 
 
 class HuggingFaceTokenizer(Vocabulary):
     """Any tokenizer.json that tokenizer.py did not write, run by the `tokenizers` package."""
 
     def __init__(self, name: str, text: str):
-        require("tokenizers", f"the tokenizer {name}")
-        import tokenizers
+        with needed("tokenizers", f"the tokenizer {name}"):
+            import tokenizers
         self._tokenizer = package = tokenizers.Tokenizer.from_str(text)
         package.encode_special_tokens = True  # "</s>" inside a text is text like any other
         package.no_truncation()
@@ -77,9 +77,9 @@ class HuggingFaceTokenizer(Vocabulary):
 def text_of_merges(name: str) -> str:
     """The tokenizer.json of GPT-2's older form, vocab.json and merges.txt, in the directory `name`."""
     merges = Path(name, "merges.txt")
-    require("tokenizers", f"the tokenizer {name}")
-    try:
+    with needed("tokenizers", f"the tokenizer {name}"):
         from tokenizers import ByteLevelBPETokenizer
+    try:
         old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{merges} and vocab.json beside it cannot be read by tokenizers: {error}.")

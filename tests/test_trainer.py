@@ -104,7 +104,7 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch, pytest
         return
     answers = [trainer.here("--out", tmp_path / "run", "--prompt", "def", "--temperature", "0").out
                for _ in range(2)]
-    assert answers[0] == answers[1] and "\ndef" in answers[0], answers
+    assert answers[0] == answers[1] and answers[0].startswith("def"), answers
     world = ddp_utils.init("gloo", "cpu")
     try:
         saved = ddp_utils.load_checkpoint(tmp_path / "run", print)

@@ -237,8 +237,9 @@ CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['conten
 
 def _safetensors():
     with room("prepare"):
-        from prepare.packages import require
-        require("safetensors.torch", "a model of Hugging Face")
+        from prepare.packages import needed
+        with needed("safetensors", "a model of Hugging Face"):
+            import safetensors.torch
     import safetensors.torch
     return safetensors
 

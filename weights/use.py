@@ -90,8 +90,9 @@ def use_model(run: Asked):
         refuse_without("prepare", "using a run (--prompt, --export and the like)")
     if args.export == "gguf":
         with room("prepare"):
-            from prepare.packages import require
-            require("gguf", "--export gguf")
+            from prepare.packages import needed
+            with needed("gguf", "--export gguf"):
+                import gguf  # noqa: F401
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
     args.compile = False  # which takes longer than an answer

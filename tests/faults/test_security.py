@@ -88,7 +88,7 @@ def test_server_advice_binds_to_localhost():
 # Malicious files
 
 
-def test_checkpoints(tmp_path, shards, planted):
+def test_checkpoints(tmp_path, shards, planted, capsys):
     """A pickle anywhere in a checkpoint: beside the tensors, in place of the file, and by way of a resume."""
     saved = {"format": 1, "step": 3, "tensors": {}, "sums": {}, "x": Planted(planted)}
     out = tmp_path / "run"
@@ -103,7 +103,8 @@ def test_checkpoints(tmp_path, shards, planted):
         for flags in ({"out": out}, {"out": out, "prompt": "x"},
                       {"out": tmp_path / "other", "size": "tiny", "init_from": path}):
             done = GPT2_RUN.here(*GPT2_RUN.flags(shards, **flags))
-            assert done.code == 2 and "damaged and left out" in done.out, done.out
+            said = done.out + capsys.readouterr().err
+            assert done.code == 2 and "damaged and left out" in said, said
 
 
 def test_the_plant_grows(tmp_path):
