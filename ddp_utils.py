@@ -505,9 +505,9 @@ KINDS = {
           "list_presets wanted_batch largest_batch usual_steps usual_warmup ops",
     PLANNED: "global_batch batch grad_accum",
     MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
-                "strategy comm fast wandb log_every eval_every eval_batches save_every keep_last init_from "
-                "loss condition sample_prompt sample_every max_new_tokens temperature top_k bp_steps "
-                "mask_rate",
+                "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every "
+                "keep_last init_from loss condition sample_prompt sample_every max_new_tokens temperature "
+                "top_k bp_steps mask_rate",
     OF_DATA: "max_tokens max_samples min_words",
     OF_MODEL: "dropout eval_cycles bp_cycles",
     CHOSEN: "attention init",
@@ -571,8 +571,9 @@ def add_training_flags(parser: ArgumentParser):
     flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
     flag("--lr", number(0), "peak learning rate")
-    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: the rate falls in the last fifth only; both end "
-         "at a tenth of --lr, also in a run of one step", "cosine")
+    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: the rate falls only in --decay", "cosine")
+    flag("--min-lr", fraction, "rate of the last step of cosine and wsd, as a fraction of --lr", 0.1)
+    flag("--decay", number(0.001, 1), "part of wsd, after the warm-up, in which the rate falls", 0.2)
     flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run "
          "(default: see below; in proportion where a run has fewer steps than its size)")
     flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
@@ -764,6 +765,8 @@ def gentler(row: dict) -> dict:
 def flags_of_run(saved: dict, command: Command) -> dict:
     """What a resumed run keeps of its settings."""
     given, settings = command.given, saved["settings"]
+    if "MIN_LR_RATIO" in settings:  # a constant of the trainers until 2026-11-27
+        settings["min_lr"] = settings["MIN_LR_RATIO"]
     names = command.defaults.keys() | {"largest_batch", "eval_batch"}
     kept = {name: value for name, value in settings.items()
             if name in names and (name == "largest_batch" or FLAGS.get(name) != ANEW)}

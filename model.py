@@ -1092,10 +1092,11 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str,
-                  min_ratio: float) -> float:
+                  min_ratio: float, decay: float = 0.2) -> float:
     """The learning rate of a step, counted from 0. Warm-up is linear, over `warmup` steps or, if below 1,
     that fraction of all steps. `cosine`, `constant` or `wsd` follows; `wsd` is constant, then falls linearly
-    over the last fifth. The last step of `cosine` and `wsd` has the rate lr · min_ratio.
+    over the last part, `decay`, of the steps after the warm-up. The last step of `cosine` and `wsd` has the
+    rate lr · min_ratio.
     """
     if schedule != "constant" and step >= steps - 1:
         return lr * min_ratio
@@ -1106,7 +1107,7 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
     if schedule == "constant":
         return lr
     done = (step - warmup) / (steps - 1 - warmup)
-    fraction = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else min((1 - done) / 0.2, 1.0)
+    fraction = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else min((1 - done) / decay, 1.0)
     return lr * (min_ratio + (1 - min_ratio) * fraction)
 
 

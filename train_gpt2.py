@@ -34,7 +34,7 @@ SIZES = {
     "gpt2-xl": dict(n_layer=48, n_head=25, d_model=1600, batch=8, lr=2e-4, warmup=1000, steps=60000,
                     eval_every=500, save_every=500, **WEB),
 }
-BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
+BETAS = 0.9, 0.95
 
 
 def parse_args(argv: list[str] | None = None) -> ddp.Command:
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None):
         if metrics.ends_epoch:
             metrics.begin_epoch()
 
-        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
         labels = ddp.async_sum(count, world)  # of the step, over all ranks; labels() waits for the sum

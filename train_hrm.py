@@ -42,7 +42,7 @@ SIZES = {
 SIZES["1b-published"] = SIZES["1b"] | dict(  # where HRM-Text 1B differs from 1b
     vocab_size=65536, init="published", global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
     schedule="constant", grad_clip=0.0, ema=0.9999)
-BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
+BETAS = 0.9, 0.95
 VOCAB_LR = 4.0  # learning rate of embedding and head / --lr; 1 with Muon, --init-from or another --init
 PONDER_COST = 0.01  # of each further cycle, with --halt
 RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None):
             metrics.begin_epoch()
 
         ramp, bp_steps, cycles = plan(step)
-        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
         labels = ddp.async_sum(count, world)  # of the step, over all ranks; labels() waits for the sum

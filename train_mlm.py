@@ -47,7 +47,7 @@ PRESETS = {
 }
 RECIPES = SIZES | {name: SIZES[size] | flags for name, (_, _, size, flags) in PRESETS.items()}
 EVAL_RATE = 0.15
-BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.1  # the last: final learning rate / --lr
+BETAS = 0.9, 0.95
 
 
 def parse_args(argv: list[str] | None = None) -> ddp.Command:
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None):
         if metrics.ends_epoch:
             metrics.begin_epoch()
 
-        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, MIN_LR_RATIO)
+        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
         labels = ddp.async_sum(count, world)  # of the step, over all ranks; labels() waits for the sum

@@ -144,7 +144,7 @@ def main(argv=None) -> None:
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
-        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, 0.1)
+        lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         state.optimizer_step(lr, grad_norm)
         stop.vote()
         step, samples = step + 1, samples + run.global_batch

@@ -9,6 +9,7 @@ from pathlib import Path
 OTHER_NAMES = {
     "--lr": "learning-rate", "--steps": "max-steps max-iters iters num-iterations total-steps train-steps",
     "--epochs": "num-train-epochs", "--schedule": "lr-scheduler-type", "--warmup": "warmup-steps",
+    "--min-lr": "lr-min min-lr-ratio", "--decay": "warmdown-ratio",
     "--batch": "micro-batch-size micro-batch device-batch-size per-device-train-batch-size",
     "--global-batch": "train-batch-size total-batch-size",
     "--grad-accum": "gradient-accumulation gradient-accumulation-steps accumulate-grad-batches",
@@ -25,7 +26,7 @@ OTHER_NAMES = {
     "--save-every": "save-steps save-interval", "--keep-last": "save-total-limit",
     "--checkpoint-activations": "gradient-checkpointing", "--wandb": "report-to", "--temperature": "temp",
     "--compile": "torch-compile", "--eval-only": "evaluate do-eval",
-    "": "min-lr lr-min max-new-tokens lora port sample num-samples eval-strategy attention-dropout input",
+    "": "max-new-tokens lora port sample num-samples eval-strategy attention-dropout input",
 }
 
 

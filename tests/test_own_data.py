@@ -26,7 +26,7 @@ from weights.sampling import first_pair
 
 GUIDE = (ROOT / "docs" / "changing.md").read_text()
 DATA = "dataset = ddp.load_data(asked)"
-TOP = "BETAS, MIN_LR_RATIO = "
+TOP = "BETAS = "
 ASK = "asked.change_data = change_data"
 FULL = pytest.mark.full
 

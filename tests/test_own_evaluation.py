@@ -270,7 +270,7 @@ def teacher(shards, tmp_path_factory):
 def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     """As the guide has it, with what `more` changes."""
     load, loss = guide_blocks("A teacher")
-    return changed(path, (HEAD, "import data"), (f"TEACHER = {str(teacher)!r}", "BETAS, "),
+    return changed(path, (HEAD, "import data"), (f"TEACHER = {str(teacher)!r}", "BETAS = "),
                    ("=" + load, "identity = "), ("=" + loss, "objective, sums = "), *more)
 
 

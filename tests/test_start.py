@@ -204,6 +204,8 @@ OURS = {
     "global-batch": "train-batch-size global-batch-size",
     "lr": "learning-rate learning_rate",
     "schedule": "lr-scheduler lr-scheduler-type",
+    "min-lr": "min_lr min-lr-ratio",
+    "decay": "warmdown-ratio decay-frac",
     "out": "output-dir out_dir",
     "grad-accum": "gradient-accumulation-steps",
     "warmup": "warmup-steps lr-warmup",

@@ -285,7 +285,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
               "init": "published", "h_cycles": 2, "l_cycles": 3, "optimizer": "adam-atan2", "grad_clip": 0,
               "lr": 2.2e-4, "warmup": 2000, "schedule": "constant", "ema": 0.9999, "bp_steps": (2, 5)}
     tuned = {"lr": 3e-5, "warmup": 0, "schedule": "cosine", "ema": 0.999, "bp_steps": (5, 5)}
-    assert (train_hrm.BETAS, train_hrm.MIN_LR_RATIO) == ((0.9, 0.95), 0.1)
+    assert (train_hrm.BETAS, parsed().min_lr) == ((0.9, 0.95), 0.1)
 
     def differ(wanted, *flags):
         args = vars(parsed(*flags))

@@ -331,7 +331,8 @@ def test_a_run_resumes_with_its_own_shape(tmp_path, shards):
 # flags of which each differs from its default
 OTHERS = {"lr": 2e-3, "schedule": "wsd", "warmup": 2, "weight_decay": 0.2, "grad_clip": 0.5, "ema": 0.9,
           "seed": 3, "dropout": 0.1, "batch": None, "grad_accum": 3, "keep_last": 5, "eval_batches": 1,
-          "precision": "bf16", "checkpoint_activations": "block", "steps": 8, "eval_every": 4}
+          "min_lr": 0, "decay": 0.7, "precision": "bf16", "checkpoint_activations": "block", "steps": 8,
+          "eval_every": 4}
 RUNS = {"gpt2": Trainer("train_gpt2.py", modern=True, optimizer="muon", max_new_tokens=5, temperature=0,
                         sample_every=1, **OTHERS),
         "hrm": Trainer("train_hrm.py", ff=64, h_cycles="2:3", l_cycles=1, bp_steps="2:4", max_new_tokens=5,
