@@ -3,6 +3,7 @@
     python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
     python monitor.py --once --json                      # one reading, for a script
     python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a summary of the run, and its curves as a PNG
+    python monitor.py runs/one runs/two                  # both in a table and a PNG, and which flags differ
     watch -n 4 python monitor.py runs/one                # again and again, in a remote terminal
     tensorboard --logdir runs                            # compares runs
 
@@ -20,6 +21,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from data import ArgumentParser, UserError, access, local_path, say
+from loggers.compare import compare, draw_losses
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
 from monitor import FAULTS, evaluations_of, read_metrics
@@ -48,7 +50,8 @@ def watch_machine(args: Namespace):
             return
 
 
-def show_run(run: Path):
+def records_of(run: Path) -> list[dict]:
+    """The records of a run. Raises UserError where there is none."""
     warnings = []
     try:
         records = read_metrics(run, warnings.append)
@@ -59,12 +62,20 @@ def show_run(run: Path):
         raise UserError(f"not a run: {run}/metrics.jsonl does not begin with the record of a step.")
     for warning in warnings:
         print(warning, file=sys.stderr)
+    return records
+
+
+def show_run(run: Path):
     name = run.resolve().name
+    records = records_of(run)
     say(json.dumps({"run": name} | summarize(records)))
-    path = run / "training_history.png"
+    show_picture(run / "training_history.png", draw_curves, name, records)
+
+
+def show_picture(path: Path, draw, *what):
     try:
         own = path.with_name(f".tmp-{os.getpid()}.png")  # the run or another command may draw it, too
-        draw_curves(name, records, own)
+        draw(*what, own)
         if path.is_dir():
             own.unlink()
             raise UserError(f"{path} cannot be written: it is a directory")
@@ -77,18 +88,24 @@ def show_run(run: Path):
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code of a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("run", nargs="?", type=local_path, metavar="RUN_DIR",
-                        help="a run: prints a summary as JSON and draws its curves (without it, readings of "
-                        "this machine)")
+    parser.add_argument("runs", nargs="*", type=local_path, metavar="RUN_DIR",
+                        help="a run: prints a summary as JSON and draws its curves; several: prints a table "
+                        "of them with the flags that differ, and draws their losses as comparison.png "
+                        "(without any, readings of this machine)")
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
-    parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in bytes")
+    parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in "
+                        "bytes; several runs as one object")
     try:
         args = parser.parse_args(argv)
         if not 0.1 <= args.interval <= 1e6:
             parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
         with access():
-            show_run(args.run) if args.run else watch_machine(args)
+            if args.runs[1:]:
+                curves = compare({run: records_of(run) for run in args.runs}, args.json)
+                show_picture(Path("comparison.png"), draw_losses, curves)
+            else:
+                show_run(*args.runs) if args.runs else watch_machine(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

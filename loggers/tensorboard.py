@@ -55,6 +55,8 @@ class EventFile:
             if isinstance(value, int | float) and base not in OTHER_KEYS:
                 tag = TAGS.get(base, f"{own}/{base}") + slash + name
                 points.append(Summary.Value(tag=tag, simple_value=value))
+                if tag.startswith("Loss/") and "tokens" in record:  # these as the axis, too
+                    self._writer.add_scalar(f"Tokens/{tag}", value, record["tokens"], record.get("time"))
         self._writer.file_writer.add_summary(Summary(value=points), record["step"], record.get("time"))
 
     def write(self, record: dict):

@@ -248,7 +248,7 @@ def test_a_reader_that_goes_away_is_no_error():
 @pytest.mark.parametrize("arguments, message", [
     (["nowhere"], "nowhere has no metrics.jsonl"), (["file"], "file has no metrics.jsonl"),
     (["broken"], "does not begin with the record of a step"), (["--interval", "0"], "not between"),
-    (["--interval", "x"], "--interval: invalid float value"), (["good", "two"], "unrecognized"),
+    (["--interval", "x"], "--interval: invalid float value"), (["good", "two"], "two has no metrics.jsonl"),
     (["--frequency", "1"], "unrecognized")], ids=str)
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ from model import learning_rate
 FULL = pytest.mark.full
 FLAGS = {"steps": 16, "save_every": 4, "eval_every": 8, "keep_last": 9, "warmup": 2}
 TRAINERS = {"gpt2": Trainer("train_gpt2.py", max_new_tokens=2, **FLAGS),
-            "hrm": Trainer("train_hrm.py", max_new_tokens=2, ff=64, bp_steps=2, **FLAGS),
+            "hrm": Trainer("train_hrm.py", max_new_tokens=2, ff=64, bp_steps=4, **FLAGS),
             "mlm": Trainer("train_mlm.py", ff=48, window=16, **FLAGS)}
 
 

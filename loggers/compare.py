@@ -1,0 +1,47 @@
+"""Compares runs: a table, with the flags that differ, and the losses of all in one picture."""
+
+from pathlib import Path
+
+from data import say
+from loggers.picture import figure_class, save_picture
+from monitor import read_config
+
+# of the curves of a run, in the table
+NUMBERS = {"tokens": "max", "val_loss": "min", "val_bits_per_byte": "min", "tokens_per_sec": "median",
+           "hours": "max"}
+
+
+def compare(runs: dict[Path, list[dict]], as_json: bool) -> dict:
+    """Prints the table of some runs, given their records. Returns their curves, with the hours of training,
+    without evaluations, saves and pauses.
+    """
+    from pandas import DataFrame  # comes with datasets
+    table, curves = {}, {}
+    for run, records in runs.items():
+        found = DataFrame(records, columns=["step", "loss", *NUMBERS], dtype=float)
+        found = curves[run] = found.groupby("step", as_index=False).last()  # a step and its evaluation
+        found["hours"] = (found.tokens.diff() / found.tokens_per_sec / 3600).fillna(0).cumsum()
+        config = read_config(run)
+        numbers = {"parameters": config.get("parameters"), **found.agg(NUMBERS)}
+        table[str(run)] = numbers | config.get("settings", {})
+    table = DataFrame(table)
+    # None is a value, NaN is not: other trainers and older runs have no such flag
+    differ = table.map(lambda value: value if value != value else str(value)).nunique(axis=1) > 1
+    differ[[*numbers]] = True
+    table = table[differ]
+    say(table.to_json() if as_json else table.to_string(na_rep="-", float_format="{:.8g}".format))
+    return curves
+
+
+def draw_losses(curves: dict, path: Path):
+    """Draws training losses, and as dots those of validation, over steps, tokens and hours. Raises whatever
+    matplotlib does, and UserError.
+    """
+    figure = figure_class()(figsize=(16, 6), layout="constrained")
+    for axes, x in zip(figure.subplots(1, 3), ("step", "tokens", "hours")):
+        for i, (run, found) in enumerate(curves.items()):
+            axes.semilogy(found[x], found.loss, f"C{i}", alpha=0.3)
+            axes.semilogy(found[x], found.val_loss, f"C{i}o", label=run)
+        axes.set(xlabel=x, ylabel="loss in nats per token (dots: validation)")
+        axes.legend()
+    save_picture(figure, path)
