@@ -24,7 +24,7 @@ def compare(runs: dict[Path, list[dict]], as_json: bool) -> dict:
         config = read_config(run)
         numbers = {"parameters": config.get("parameters"), **found.agg(NUMBERS)}
         table[str(run)] = numbers | config.get("settings", {})
-    table = DataFrame(table)
+    table = DataFrame(table).drop(["out", "resume"], errors="ignore")
     # None is a value, NaN is not: other trainers and older runs have no such flag
     differ = table.map(lambda value: value if value != value else str(value)).nunique(axis=1) > 1
     differ[[*numbers]] = True

@@ -115,7 +115,7 @@ def test_an_export_is_merged_and_other_uses_need_no_merging(name, kind, bases, s
         assert again.code == 0, again.out
 
     path = Path(trainer.script)
-    unmerged = path.with_name("train_unmerged.py")
+    unmerged = path.with_name(f"train_unmerged_{name}.py")
     unmerged.write_text(path.read_text().replace("    merge(asked)\n", "    pass\n"))
     refused = Trainer(str(unmerged)).here("--out", out, "--export", kind)
     assert refused.code == 2 and "LoRA" in refused.out, refused.out
