@@ -1,5 +1,5 @@
 """The rates of --schedule with --min-lr and --decay: as said, in runs of before these flags, and in another
-length of the same run. Through a kill: tests/test_which_run.py.
+length of the same run. As flags of a run that is resumed: tests/test_which_run.py.
 """
 
 import json
@@ -81,6 +81,14 @@ def test_a_run_of_before_the_flag_keeps_the_constant_of_its_trainer(shards, tmp_
     torch.save(saved, checkpoint)
     assert trainer.here("--out", tmp_path / "without").code == 0
     assert steps_of(tmp_path / "without")[-1]["lr"] == pytest.approx(0.1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_killed_run_has_the_same_rates(name, shards, tmp_path):
+    TRAINERS[name].check_killed_run(tmp_path, 2, shards, schedule="wsd", min_lr=0, decay=0.7, steps=40)
+    found = [step["lr"] for step in steps_of(tmp_path / "killed")]
+    assert found == [learning_rate(s, 40, 1e-3, 2, "wsd", 0, 0.7) for s in range(40)]
 
 
 # ----------------------------------------------------------------------------- another length of the same run
