@@ -571,9 +571,9 @@ def add_training_flags(parser: ArgumentParser):
     flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
     flag("--lr", number(0), "peak learning rate")
-    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: the rate falls only in --decay", "cosine")
+    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: constant, then falling (--decay)", "cosine")
     flag("--min-lr", fraction, "rate of the last step of cosine and wsd, as a fraction of --lr", 0.1)
-    flag("--decay", number(0.001, 1), "part of wsd, after the warm-up, in which the rate falls", 0.2)
+    flag("--decay", number(0.001, 1), "last part of the steps of wsd in which the rate falls", 0.2)
     flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run "
          "(default: see below; in proportion where a run has fewer steps than its size)")
     flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
