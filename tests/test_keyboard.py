@@ -294,7 +294,8 @@ def test_a_package_that_is_missing(package, runs, monkeypatch):
 @pytest.mark.parametrize("word, ours", [
     ("--save-steps=9", "--save-every"), ("--model=gpt2", "--size"), ("--amp", "--precision"),
     ("--save-total-limit=2", "--keep-last"), ("--report-to=wandb", "--wandb"), ("--train-file=a", "--data"),
-    ("--save-dir=a", "--out"), ("--min_lr=0", "--min-lr"), ("--lr_min=0", "--min-lr"), ("--lora", ""), ("--port=1", "")])
+    ("--save-dir=a", "--out"), ("--min_lr=0", "--min-lr"), ("--lr_min=0", "--min-lr"), ("--lora", ""),
+    ("--port=1", "")])
 def test_a_flag_of_another_program_leads_to_ours_or_to_none(word, ours):
     for module in (train_gpt2, train_mlm):
         with pytest.raises(UserError) as problem:
