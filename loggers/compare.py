@@ -43,5 +43,5 @@ def draw_losses(curves: dict, path: Path):
             axes.semilogy(found[x], found.loss, f"C{i}", alpha=0.3)
             axes.semilogy(found[x], found.val_loss, f"C{i}o", label=run)
         axes.set(xlabel=x, ylabel="loss in nats per token (dots: validation)")
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center")  # names may be long
     save_picture(figure, path)

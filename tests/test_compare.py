@@ -85,17 +85,18 @@ def test_the_picture_has_each_run_over_steps_tokens_and_hours(runs, capsys, monk
     drawn = []
     save = figures.Figure.savefig
     monkeypatch.setattr(figures.Figure, "savefig", lambda self, *given, **named: (
-        drawn.extend(self.axes), save(self, *given, **named)))
+        drawn.extend([*self.axes, *self.legends]), save(self, *given, **named)))
     command(capsys, *runs)
     assert png_size(Path("comparison.png")) == (1600, 600)
+    *drawn, legend = drawn
     assert [axes.get_xlabel() for axes in drawn] == ["step", "tokens", "hours"]
+    assert [text.get_text() for text in legend.get_texts()] == [*map(str, runs)]
     for axes, last in zip(drawn, (20, 2000, 1900 / 50 / 3600)):
         assert axes.get_yscale() == "log" and len(axes.lines) == 6
         training, validation = axes.lines[:2]
         assert training.get_xdata()[-1] == pytest.approx(last)
         assert [*training.get_ydata()] == [5 - step / 10 for step in range(1, 21)]
         assert [y for y in validation.get_ydata() if y == y] == [3.0, 3.5]
-        assert [text.get_text() for text in axes.get_legend().get_texts()] == [*map(str, runs)]
 
 
 def test_what_cannot_be_compared_is_one_sentence(runs, tmp_path, capsys, monkeypatch):
