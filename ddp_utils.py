@@ -1027,13 +1027,15 @@ def load_data(asked: Asked, **example) -> Dataset:
     --max-tokens. `asked.change_data`, a trainer's own function, may then replace its `train`, `val` and
     `masker_class`, for training and --eval-only alike. `example` has what the model's `example` takes more.
     """
-    useful = 0
+    args, config_class = asked.args, asked.model_class.Config
+    with torch.device("meta"):
+        model = asked.model_class(config_class(**flags_of_model(config_class, args)))
+    useful = 20 * num_params(model)
     with room("cluster"):
         from cluster.diagnosis import refuse_lone_tasks
         from cluster.memory import before_data
         refuse_lone_tasks()
-        useful = with_barrier(before_data, asked, example)
-    args = asked.args
+        useful = with_barrier(before_data, asked, example)  # with the vocabulary that --tokenizer will have
 
     def read():
         directories = [located(source, args, useful, asked.world.local_rank)
@@ -1871,6 +1873,8 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
                 from loggers.hints import runs_beside
                 runs = runs_beside(there, family)
             such_as = f", such as {listed(runs)}" if runs else ""
+            if (best := there / "checkpoints" / "best.pt").exists():  # beside damaged ones
+                such_as = f", such as {best}"
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
                             f"a model of Hugging Face is trained with --init-from hf:{where}.")
         damaged = []
@@ -1883,7 +1887,8 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
                 damaged.append(str(path))
         if saved is None:
             best = candidates[0].with_name("best.pt")
-            other = f", delete these to go on from {best}" if best.exists() else ""
+            others = candidates[0] != best and best.exists()
+            other = f", delete these to go on from {best}" if others else ""
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
                             f"from a copy{other}, or start from scratch in another --out.")
         shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}
@@ -2368,6 +2373,23 @@ class Metrics:
 
 
 @torch.no_grad()
+def refuse_odd_metric(metric: Callable, found):
+    """Raises UserError unless `found`, what a trainer's metric has returned, has for each name a sum and its
+    count.
+    """
+    if not isinstance(found, dict):  # as without `return`
+        found = {getattr(metric, "__name__", "NAME"): found}
+    for name, value in found.items():
+        dimensions = []
+        with suppress(TypeError, ValueError, RuntimeError):
+            dimensions = [torch.as_tensor(part).ndim for part in value]
+        if dimensions != [0, 0]:
+            raise UserError(f"the metric {name} is no sum with the count that divides it: return "
+                            f'{{"{name}": (sum, count)}}.')
+        if "/" in name or name.endswith(" (count)"):
+            raise UserError(f"a metric cannot be called {name}: choose a name without / and (count).")
+
+
 def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[str, float] | None:
     """Evaluates the first --eval-batches (0: all) of each validation set, with the averaged weights if the
     run keeps any. Every rank calls this. Returns the means over all sets together and over each named set,
@@ -2393,9 +2415,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
                 own = {}
                 if run.metric:
                     own = run.metric(model, *micro_batch)
-                    with room("loggers"):
-                        from loggers.checks import check_metric
-                        check_metric(run.metric, own)
+                    refuse_odd_metric(run.metric, own)
                 monitor.refuse_taken([*found, *own, *reserved - found.keys()])
                 for key, value in own.items():
                     found |= {key: value[0], f"{key} (count)": value[1]}

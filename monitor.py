@@ -455,7 +455,7 @@ class RunLog:
         for name, value in numbers.items():
             if hasattr(value, "full_tensor"):  # it is sharded
                 value = value.full_tensor()
-            with suppress(AttributeError, ValueError, RuntimeError):  # no tensor, or not of one number
+            if hasattr(value, "item") and math.prod(value.shape) == 1:  # of torch or numpy
                 value = value.item()
             if not isinstance(value, int | float | None):
                 raise UserError(f"{name} cannot be logged: it is no number but {type(value).__name__}.")

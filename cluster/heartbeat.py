@@ -32,7 +32,7 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
     rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
-    if not 0 < port < 65536:
+    if port > 65535 or port == 0 and world_size > 1:
         raise UserError(f"MASTER_PORT={port} is not from 1 to 65535: choose one, the same for all processes.")
     where = f"{env['MASTER_ADDR']}:{port}"
     hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # otherwise torchrun does

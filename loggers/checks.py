@@ -1,12 +1,9 @@
 """What a run says of a trainer that was edited: a loss that is divided twice, and an optimizer of its own."""
 
 import functools
-from contextlib import suppress
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from data import UserError
 from monitor import at_end
 
 
@@ -16,23 +13,6 @@ def begin_checks(run, model, log):
         hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # of all in this process
         at_end.callback(hook.remove)
         log.sinks.append(MeanLoss(run, log, hook))
-
-
-def check_metric(metric, found):
-    """Raises UserError unless `found`, what a trainer's metric has returned, has for each name a sum and its
-    count.
-    """
-    if not isinstance(found, dict):  # as without `return`
-        found = {getattr(metric, "__name__", "NAME"): found}
-    for name, value in found.items():
-        dimensions = []
-        with suppress(TypeError, ValueError, RuntimeError):
-            dimensions = [torch.as_tensor(part).ndim for part in value]
-        if dimensions != [0, 0]:
-            raise UserError(f"the metric {name} is no sum with the count that divides it: return "
-                            f'{{"{name}": (sum, count)}}.')
-        if "/" in name or name.endswith(" (count)"):
-            raise UserError(f"a metric cannot be called {name}: choose a name without / and (count).")
 
 
 class MeanLoss:

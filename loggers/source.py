@@ -1,6 +1,7 @@
 """The code that a run is trained with: kept in its directory, compared, and named by its commit."""
 
 import ast
+import functools
 import itertools
 import subprocess
 import sys
@@ -60,9 +61,9 @@ def first_difference(before: list[ast.stmt], now: list[ast.stmt]) -> int:
     return 0
 
 
-def say_changes(run):
-    """Says on stderr which of kept_files have other code than when the checkpoint's run began. Without its
-    record, nothing.
+def say_changes(run, log=lambda text: None):
+    """Says on stderr, and to `log`, which of kept_files have other code than when the checkpoint's run began.
+    Without its record, nothing.
     """
     directory = Path(run.saved["path"]).parents[1]
     for name, path in kept_files(run).items():
@@ -75,8 +76,9 @@ def say_changes(run):
             line = first_difference(code_of(text_of(kept)), code_of(text_of(path)))
         if line:
             since = "it began this run" if name == "trainer.py" else f"{directory} began"
-            print(f"{path} has changed since {since}, first in line {line} (see {kept})", file=sys.stderr,
-                  flush=True)
+            text = f"{path} has changed since {since}, first in line {line} (see {kept})"
+            print(text, file=sys.stderr, flush=True)
+            log(text)
 
 
 def source_files(run) -> dict[str, str]:
@@ -84,7 +86,7 @@ def source_files(run) -> dict[str, str]:
     has none yet. Says what has changed since.
     """
     if run.saved:
-        say_changes(run)
+        say_changes(run, functools.partial(run.text.say, on_screen=False))
     return {name: text_of(path) for name, path in kept_files(run).items()
             if not run.saved or not (run.out / name).exists()}
 

@@ -72,7 +72,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             manifest = start_manifest(out, source)
         recorded = manifest["settings"]
         settings["source"] = current_identity(source, out)
-        if options.get("val_split") is None:  # shards of an older default stay
+        older = dataset == "stdlib" or recorded["val_split"] == "hash:0.01"
+        if older and options.get("val_split") is None:  # shards of an older default stay
             settings["val_split"] = recorded["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
         for key in recorded | settings:
@@ -443,9 +444,6 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     if prefix == "task":
         useful = TASK_TOKENS
         limits["row"] = row
-    if endless and not (useful or settings):
-        raise UserError(f"{data} is prepared up to 20 tokens for each parameter, which only the folder "
-                        "cluster/ counts: copy it there, too, or say how many with --max-tokens.")
     if local_rank > 0:
         while not (manifest and manifest["complete"]):
             watch()
@@ -477,8 +475,8 @@ def current_identity(source: Source, out: Path) -> str:
     """The identity of a source with shards in `out`; with all that its files hold if one is newer than those
     and something has changed.
     """
-    written = (out / "manifest.json").stat().st_mtime
-    if all(path.stat().st_mtime < written for path in source.files):
+    begun = (out / "tokenizer.json").stat().st_mtime
+    if all(path.stat().st_mtime < begun for path in source.files):
         return source.identity
     if source.progress.total >= LARGEST_READ:
         say(f"note: {source.dataset} is newer than {out}, and too large to be compared with what was read")

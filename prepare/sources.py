@@ -141,9 +141,10 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
 
 def conversion(path: Path) -> str:
     """A command that makes a source of a table or of an array of JSON; "" of what is neither."""
-    with unpacked(path) as (file, _):
-        array = re.match(rb"\s*\[\s*\{", file.peek(100))
-    way = OF_ARRAY if array else OF_TABLE if path.suffix in (".csv", ".tsv") else ""
+    with unpacked(path) as (file, raw):
+        packed = file is not raw
+        array = not packed and re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", file.peek(100))
+    way = OF_ARRAY if array else OF_TABLE if {".csv", ".tsv"} & {*path.suffixes} else ""
     return way.format(shlex.quote(str(path)))
 
 
@@ -365,8 +366,9 @@ PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, 
 NO_TEXT = {rb"\x28\xb5\x2f\xfd": "packed: unpack it with zstd -d, and name what that writes",
            rb"PK\x03\x04": "a zip archive, as .docx, .xlsx and .epub are: save the document as plain text, "
                            "or unpack it with unzip",
-           rb".{257}ustar|7z\xbc|Rar!": "an archive: unpack it, as with tar xf, and name what is in it",
-           rb"%PDF": "a PDF: make a text of it, as pdftotext does",
+           rb".{257}ustar|7z\xbc\xaf|Rar!\x1a": "an archive: unpack it, as with tar xf, and name what is in "
+                                                  "it",
+           rb"%PDF-": "a PDF: make a text of it, as pdftotext does",
            rb"PAR1": "a parquet file: put parquet: before its name",
            rb"\xd0\xcf\x11\xe0|\{\\rtf": "a document: save it as plain text"}
 OF_TABLE = ("python -c \"import pandas, sys; pandas.read_csv(sys.argv[1], sep=None, engine='python')"

@@ -71,7 +71,7 @@ def texts_of(dataset: str) -> list[str]:
 
 
 def test_texts_that_look_a_little_like_those(folder):
-    for content in ("PK and other names\n", "%PDX\n", "x" * 257 + "ustas", "", "7z\n"):
+    for content in ("PK and other names\n", "%PDX\n", "x" * 257 + "ustas", "", "7z\n", "Rar! cried a bear\n", "%PDF\n"):
         (folder / "some.txt").write_text(content + TEXT)
         assert texts_of("text:some.txt") == [content + TEXT]
 
@@ -82,20 +82,27 @@ ROWS = [{"text": "One, two;\n\"three\"", "n": 1}, {"text": "ñandú 日本", "n"
 def write(path):
     if path.suffix == ".json":
         indent = 2 if path.stem == "pretty" else None
-        path.write_text(json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
+        encoding = "utf-8-sig" if path.stem == "marked" else "utf-8"
+        path.write_text(json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding=encoding)
     else:
         pandas = pytest.importorskip("pandas")  # comes with datasets
         pandas.DataFrame(ROWS).to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
 
 
-@pytest.mark.parametrize("name", ["posts.csv", "array.json", "pretty.json",
-                                  pytest.param("my posts.tsv", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [
+    "posts.csv", "array.json", *[pytest.param(name, marks=pytest.mark.full) for name in (
+        "my posts.tsv", "posts.csv.gz", "pretty.json", "marked.json")]])
 def test_a_table_and_an_array_are_converted_by_the_command_that_is_named(name, folder):
     write(folder / name)
     said = re.search(r"(python -c .*) makes [\w.]+ of it, for (\w+:[\w.]+)\.$", refused(name), re.M)
     assert said and said[0] in refused(f"jsonl:{name}"), refused(f"jsonl:{name}")
     subprocess.run(["bash", "-c", said[1]], check=True, timeout=100)
     assert texts_of(said[2]) == [row["text"] for row in ROWS], said[1]
+
+
+def test_a_packed_array_gets_no_command_that_cannot_read_it(folder):
+    (folder / "array.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    assert "python -c" not in refused("jsonl:array.json.gz")
 
 
 @pytest.mark.parametrize("name, source", [("sub/book.txt", "text"), ("./book.txt", "text"),

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -20,12 +21,12 @@ from test_own_evaluation import USE, changed
 
 import data
 import ddp_utils
+import monitor
 import train_gpt2
 import train_mlm
 from cluster import heartbeat
 from cluster.diagnosis import explain
 from data import UserError
-from loggers.checks import check_metric
 from weights import use
 
 GPT2 = Trainer("train_gpt2.py", steps=2, save_every=2, eval_every=2, eval_batches=1, max_new_tokens=5)
@@ -84,7 +85,7 @@ def test_one_thing_at_a_time(runs):
     for trainer, flags, words in (
             (GPT2, ["--prompt", "a", "--prompt=b"], "--prompt and --prompt"),
             (GPT2, ["--eval-only", "--prompt", "a"], "--eval-only and --prompt"),
-            (GPT2, ["--export", "--eval-only"], "--export and --eval-only"),
+            (GPT2, ["--export", "--eval-only", "--eval-only"], "--export and --eval-only"),
             (GPT2, ["--export=gguf", "--export", "hf"], "--export and --export"),
             (MLM, ["--fill", "[MASK]", "--eval-only"], "--fill and --eval-only")):
         done = trainer.here("--out", runs / trainer.script, *flags)
@@ -102,6 +103,7 @@ def typed(*parts: bytes) -> str:
     pid, terminal = pty.fork()
     if pid == 0:
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
         os.environ["TERM"] = "xterm"
         answer = "nothing"
         try:
@@ -111,7 +113,7 @@ def typed(*parts: bytes) -> str:
         finally:
             os.write(1, f"ANSWER {answer} END".encode())
             os._exit(0)
-    shown, deadline, keys = b"", time.monotonic() + 20, list(parts)
+    shown, deadline, keys = b"", time.monotonic() + 120, list(parts)
     while b" END" not in shown:
         assert time.monotonic() < deadline, shown
         if select.select([terminal], [], [], 0.1)[0]:
@@ -194,6 +196,13 @@ def test_what_is_no_number_in_the_environment(name, monkeypatch, capsys):
         heartbeat.join(1)
 
 
+def test_one_process_may_leave_its_port_to_the_system(monkeypatch):
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert heartbeat.join(60)[:2] == (0, 1)
+
+
 @pytest.mark.parametrize("port", ["0", "65536", "70000"])
 def test_a_port_that_there_is_not_is_named_by_each_rank(port, monkeypatch):
     for rank in ("0", "1"):
@@ -211,9 +220,9 @@ def test_a_metric_that_is_no_sum(found):
         pass
 
     with pytest.raises(UserError, match=r"^the metric own is no sum .* return .\"own\": .sum, count"):
-        check_metric(own, found)
+        ddp_utils.refuse_odd_metric(own, found)
     for right in {"own": (1, 2)}, {"own": (torch.ones((), requires_grad=True), numpy.float32(2))}:
-        check_metric(own, right)
+        ddp_utils.refuse_odd_metric(own, right)
 
 
 def test_a_metric_that_returns_nothing(shards, tmp_path):
@@ -229,6 +238,21 @@ def test_what_is_no_number_is_not_logged(kind, value, shards, tmp_path):
     trainer = changed(tmp_path / f"train_logs_{kind}.py", (line, "log.step(metrics"))
     done = trainer.train(0, shards, tmp_path / "run", steps=1)
     assert done.code == 2 and "error: mine cannot be logged: it is no number but" in done.out, done.out
+
+
+def test_an_error_of_the_device_stays_what_it_is(tmp_path):
+    """A number that is logged is waited for, which is where CUDA and NCCL report what failed before."""
+    class Failing:
+        shape = ()
+
+        def item(self):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    facts = monitor.Facts({"log_every": 1, "eval_every": 9, "steps": 9}, 1, 0, 1.0, "OK")
+    log = monitor.RunLog(tmp_path, monitor.TrainLog(tmp_path / "train.log", "", False), facts, [], [])
+    metrics = SimpleNamespace(ends_epoch=False, reduce=lambda: ({}, {}), machines=dict)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        log.step(metrics, 1, 1, 1.0, mine=Failing())
 
 
 def test_the_norm_of_a_gradient_after_the_step_is_explained(capsys):

@@ -1013,11 +1013,12 @@ def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
     assert (out / "trainer.py").read_text() == first
     same = mine.fork(ranks, shards, out, steps=3)
     assert same.code == 0 and "resuming after step 2" in same.out and "has changed" not in same.out, same.out
-    mine = copy_of_the_trainer(path, "", ("0.95\\)", "0.99)"))
+    mine = copy_of_the_trainer(path, "", ("= 0.9, 0.95", "= 0.9, 0.99"))
     line = 1 + next(i for i, text in enumerate(first.splitlines()) if text.startswith("BETAS"))
     changed = mine.fork(ranks, shards, out, steps=4)
     said = f"train_mine.py has changed since it began this run, first in line {line} (see {out}/trainer.py)"
     assert changed.code == 0 and changed.out.count(said) == 1, changed.out
+    assert (out / "train.log").read_text().count(said) == 1
     assert (out / "trainer.py").read_text() == first
     longer = copy_of_the_trainer(path, "", ("launch.main.\n", "launch(main)\nend = 1\n"))
     said = f"first in line {len(first.splitlines()) + 1} "

@@ -291,6 +291,19 @@ def test_a_run_goes_on_without_prepare(name, tmp_path, corpus):
 
 
 @pytest.mark.full
+def test_a_hub_source_is_prepared_without_cluster(tmp_path):
+    """Up to 20 tokens for each parameter; those of the largest vocabulary, which only cluster/ tells."""
+    (tmp_path / "program").mkdir()
+    copy_without(["cluster"], tmp_path / "program")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.jsonl").write_text('{"text": "a b c"}\n' * 1000)
+    gpt2 = TRAINERS["gpt2"]
+    flags = gpt2.flags("hf:corpus", "run", steps=1, tokenizer="bytes", val_split=None)
+    done = run(0, tmp_path / "program" / gpt2.script, *flags, cwd=tmp_path, PYTHONPATH=None)
+    assert done.code == 0 and "corpus is prepared up to 32,470,400 tokens" in done.out, done.out
+
+
+@pytest.mark.full
 def test_a_run_with_wandb_goes_on_without_loggers(tmp_path, shards):
     """What a resumed run was logged to is no state of it. A new one is refused, see above."""
     (tmp_path / "program").mkdir()

@@ -520,6 +520,21 @@ def test_shards_of_a_large_text_without_a_digest_go_on(here, large, capsys):
     assert "note" not in capsys.readouterr().out
 
 
+def test_an_edit_while_a_large_text_is_prepared_is_noticed(here, large):
+    """Each shard makes the manifest newer, and not what is compared with."""
+    out = prepared(large, "out", **OF_LARGE)
+    later(out / "tokenizer.json", -20)
+    edit("large.txt")
+    later("large.txt", -10)
+    assert "another source" in refused(large, "out", **OF_LARGE)
+
+
+def test_a_split_that_was_asked_for_is_not_an_older_default(here):
+    dataset = write_rows(here / "rows.jsonl", *({"text": f"row {n} of many"} for n in range(99)))
+    prepared(dataset, "out", val_split="hash:0.5")
+    assert "another val_split (hash:0.5, now hash:0.1)" in refused(dataset, "out")
+
+
 def prepared_until(writes: int, dataset: str, out, **options):
     """A prepare that is stopped after so many writes."""
     write = packing.ShardWriter._write
@@ -594,9 +609,9 @@ def test_shards_of_the_older_default_go_on(here):
     assert bins(killed) == bins(whole) and len(bins(whole)) > 2
     assert "another val_split" in refused(dataset, whole, val_split="hash:0.1", shard_tokens=5000)
     (here / "x.txt").write_text("|".join(f"document {n}" for n in range(900)))
-    options = {"split_on": "|", "shard_tokens": 5000}
-    whole = prepared("text:x.txt", here / "tail", val_split="tail:0.3", **options)
-    prepared_until(1, "text:x.txt", here / "killed-tail", val_split="tail:0.3", **options)
+    options = {"split_on": "|", "shard_tokens": 5000, "val_split": "tail:0.3"}
+    whole = prepared("text:x.txt", here / "tail", **options)
+    prepared_until(1, "text:x.txt", here / "killed-tail", **options)
     assert bins(prepared("text:x.txt", here / "killed-tail", **options)) == bins(whole)
 
 
@@ -681,18 +696,6 @@ def test_a_larger_model_on_the_same_hub_source(hub, monkeypatch, capsys):
     assert not any((note(30_000, directory), note(30_000, max_tokens=2000), note(2000), note(1999)))
     shutil.rmtree("shards")
     assert not note(10**6) and not note(10**7)  # there is no more
-
-
-@pytest.mark.parametrize("limits", [{}, {"max_samples": 5}])
-def test_a_hub_source_without_a_number_of_tokens_is_refused(hub, limits):
-    """As where cluster/ was deleted, which counts them: by each process, and only if it is not prepared."""
-    for local_rank in (0, 1):
-        with pytest.raises(data.UserError, match="only the folder cluster/ counts: .* with --max-tokens[.]$"):
-            pipeline.locate("hf:corpus", "bytes", 0, local_rank, **limits)
-    assert not Path("shards").exists()
-    there = pipeline.locate("hf:corpus", "bytes", 0, 0, max_tokens=2000, **limits)
-    assert pipeline.locate("hf:corpus", "bytes", 0, 0, **limits) == there
-    assert pipeline.locate("task:addition", "bytes", 0, 0, max_samples=9).is_dir()
 
 
 def test_a_hub_source_that_was_begun_without_max_tokens_is_resumed(hub, monkeypatch):

@@ -390,6 +390,8 @@ def test_a_run_goes_on_from_best_pt_if_nothing_else_is_left(tmp_path, shards, na
     done = fork(ranks, trainer.script, "--out", left)
     assert done.code == 2 and f"delete these to go on from {files / 'best.pt'}" in done.out, done.out
     newest.rename(f"{newest}.damaged")
+    done = fork(ranks, trainer.script, "--out", left, "--eval-only")
+    assert done.code == 2 and f"or file, such as {files}/best.pt" in done.out, done.out
     for flags in ((), ("--resume", "none")):
         done = fork(ranks, trainer.script, "--out", left, "--steps", "9", *flags)
         words = f"but checkpoints/best.pt, which should stay: give another --out, --resume {files}/best.pt to"
@@ -428,6 +430,10 @@ def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, capsys):
     for flags in ((), ("--prompt", "def")):
         damaged = GPT2.here("--out", run, *flags)
         assert damaged.code == 2 and f"only {best} is left, and it is damaged (" in damaged.out, damaged.out
+    middle = len(content) // 2
+    best.write_bytes(content[:middle] + bytes(64) + content[middle + 64:])
+    damaged = GPT2.here("--out", run)
+    assert damaged.code == 2 and "restore one from a copy, or start from scratch" in damaged.out, damaged.out
     best.unlink()
     for name in ("hf", "model.gguf"):
         (run / name).mkdir()

@@ -84,7 +84,10 @@ def use_model(run: Asked):
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
     modes = [word.partition("=")[0] for word in shlex.split(run.command) if word.startswith(MODES)]
-    if len(modes) > (1 if args.eval_only else len({*modes})):  # one of them would be ignored
+    kinds = dict.fromkeys(modes)
+    if args.eval_only:
+        modes = kinds
+    if len(modes) > (1 if args.eval_only else len(kinds)):  # one of them would be ignored
         raise UserError(f"{' and '.join(modes)} do not go together: give one of them.")
     if not args.eval_only:
         refuse_without("prepare", "using a run (--prompt, --export and the like)")
