@@ -71,7 +71,8 @@ def texts_of(dataset: str) -> list[str]:
 
 
 def test_texts_that_look_a_little_like_those(folder):
-    likely = ("PK and other names\n", "%PDX\n", "x" * 257 + "ustas", "", "7z\n", "Rar! cried a bear\n", "%PDF\n")
+    likely = ("PK and other names\n", "%PDX\n", "x" * 257 + "ustas", "", "7z\n", "Rar! cried a bear\n",
+              "%PDF\n")
     for content in likely:
         (folder / "some.txt").write_text(content + TEXT)
         assert texts_of("text:some.txt") == [content + TEXT]
