@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import itertools
+import math
 import os
 import re
 import sys
@@ -72,7 +73,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             manifest = start_manifest(out, source)
         recorded = manifest["settings"]
         settings["source"] = current_identity(source, out)
-        older = dataset == "stdlib" or recorded["val_split"] == "hash:0.01"
+        older = dataset == "stdlib" or recorded.get("val_split") == "hash:0.01"
         if older and options.get("val_split") is None:  # shards of an older default stay
             settings["val_split"] = recorded["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
@@ -475,7 +476,9 @@ def current_identity(source: Source, out: Path) -> str:
     """The identity of a source with shards in `out`; with all that its files hold if one is newer than those
     and something has changed.
     """
-    begun = (out / "tokenizer.json").stat().st_mtime
+    begun = math.inf
+    with contextlib.suppress(OSError):  # read_tokenizer_json says what is wrong
+        begun = (out / "tokenizer.json").stat().st_mtime
     if all(path.stat().st_mtime < begun for path in source.files):
         return source.identity
     if source.progress.total >= LARGEST_READ:
