@@ -810,13 +810,17 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     tell = functools.partial(say, file=sys.stderr if uses_model(args) else None)  # apart from a model's text
     if args.resume not in ("auto", "none"):
         return load_checkpoint(args.resume, tell, family=family)
-    newest = with_barrier(lambda: max(map(step_of, list_checkpoints(out)), default=0))
+    # a best.pt that alone is left of a run that went back is no reason to refuse the others
+    newest = with_barrier(lambda: max(
+        ((path.name != "best.pt", step_of(path)) for path in list_checkpoints(out)), default=(False, 0)))
     found = all_gather((newest, f"{world.node} ({HOST})"))
-    first = found[0][0]
+    here, _ = found[0]
     latest, where = max(found)
-    if latest > first:
-        raise UserError(f"{where} holds step {latest} of {out}, node0 only step {first}: start that machine "
-                        f"as node 0, copy its {out} to node 0, or, to go back, delete its later checkpoints.")
+    first = here[1]
+    if latest > here:
+        raise UserError(f"{where} holds step {latest[1]} of {out}, node0 only step {first}: start that "
+                        f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
+                        "checkpoints.")
     if not uses_model(args) and (args.resume == "none" or not first):
         return None
     if world.is_rank0 and first:
