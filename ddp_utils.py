@@ -814,11 +814,11 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     newest = with_barrier(lambda: max(
         ((path.name != "best.pt", step_of(path)) for path in list_checkpoints(out)), default=(False, 0)))
     found = all_gather((newest, f"{world.node} ({HOST})"))
-    here, _ = found[0]
-    latest, where = max(found)
-    first = here[1]
-    if latest > here:
-        raise UserError(f"{where} holds step {latest[1]} of {out}, node0 only step {first}: start that "
+    ours, _ = found[0]
+    theirs, where = max(found)
+    first = ours[1]
+    if theirs > ours:
+        raise UserError(f"{where} holds step {theirs[1]} of {out}, node0 only step {first}: start that "
                         f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
                         "checkpoints.")
     if not uses_model(args) and (args.resume == "none" or not first):
@@ -1111,8 +1111,9 @@ def new_model(run: Run, **config) -> nn.Module:
     """
     model_class, args, dataset, world = run.model_class, run.args, run.dataset, run.world
     saved = run.saved
-    config = model_class.Config(padded_vocab=args.vocab_size or pad_vocab(config["vocab_size"]),
-                                **flags_of_model(model_class.Config, args), **config)
+    padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
+    config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
+                                **config)
     if vars(config).get("attention") == "prefix" and dataset.loss == "all":
         raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
                         "they are to learn: use isolated or causal, or prepare the data with "
@@ -1124,15 +1125,15 @@ def new_model(run: Run, **config) -> nn.Module:
     # the rest of the configuration is that of the checkpoint or of the weights
     changes = {name: value for name, value in vars(config).items()
                if name in reading_of(config) or FLAGS.get(name) == OF_MODEL}
-    if args.init_from and not saved:
+    if saved:
+        config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
+        model = build_model(model_class, config, world, args.strategy, args.comm)
+    elif args.init_from:
         with room("weights", "--init-from"):
             from weights.init_from import trained_model
         model = trained_model(run, asdict(config), changes)
     else:
-        if saved:
-            config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
-    if not saved and not args.init_from:
         run.say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
@@ -1179,7 +1180,9 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
     if before["tokenizer"].split()[-1] != after["tokenizer"].split()[-1]:  # the digests, whatever the names
         fixed = ["tokenizer"]
     for what in fixed:
-        if what == "trainer" and branch or before.get(what, after[what]) == after[what]:
+        if what == "trainer" and branch:
+            continue
+        if before.get(what, after[what]) == after[what]:
             continue
         if what == "data":  # by their names, and the beginning of a digest
             before, after = ({what: f"{run['settings'][what]} ({run[what][:12]})"} for run in (saved, now))
@@ -1746,8 +1749,10 @@ class TrainState:
             unlike = source is None or source.shape != tensor.shape
             if group in ("ema", "kept") and unlike:
                 tensor.copy_(parameters[name])
-            elif group == "late" and unlike or name.rpartition("/")[0] in changed:
-                pass  # begins anew; late: saved with another --comm, or with other parameters frozen
+            elif group == "late" and unlike:
+                pass  # saved with another --comm, or with other parameters frozen: it begins anew
+            elif name.rpartition("/")[0] in changed:
+                pass
             elif owner is None:
                 copy_from_rank0(tensor, source, self.world)
             elif (received := transfer(source, 0, owner, self.world)) is not None:
@@ -2313,9 +2318,9 @@ class Metrics:
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # of the last step, over all ranks
         # this rank's part of each mean; the parts of all ranks add up to the mean
-        loss, self._epoch_loss = torch.tensor([saved["loss"], epoch["loss"]], dtype=torch.float64,
-                                              device=world.device) * world.is_rank0
-        self._means = {"loss": loss}
+        share = float(world.is_rank0)
+        self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
+        self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
         self._label_count = None
         self._machine_curves = lambda suffix: {}
         with room("loggers"):
@@ -2356,8 +2361,8 @@ class Metrics:
         *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, given], self.world)
         if self._label_count:
             self._label_count.compare(given, self.log.say)
-        return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps,
-                                               "seconds": time.perf_counter() - self._begun}
+        seconds = time.perf_counter() - self._begun
+        return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 
     def machines(self) -> dict:
         """The most memory of any process, and the curves of each machine, with its name if there are several,
@@ -2376,7 +2381,6 @@ class Metrics:
                 "ends_epoch": self.ends_epoch}
 
 
-@torch.no_grad()
 def refuse_odd_metric(metric: Callable, found):
     """Raises UserError unless `found`, what a trainer's metric has returned, has for each name a sum and its
     count.
@@ -2394,6 +2398,7 @@ def refuse_odd_metric(metric: Callable, found):
             raise UserError(f"a metric cannot be called {name}: choose a name without / and (count).")
 
 
+@torch.no_grad()
 def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[str, float] | None:
     """Evaluates the first --eval-batches (0: all) of each validation set, with the averaged weights if the
     run keeps any. Every rank calls this. Returns the means over all sets together and over each named set,

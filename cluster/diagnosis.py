@@ -20,34 +20,33 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
     """What ddp_utils.ending_of returns, where the cause of an unforeseen error is known, else None. Shows its
     traceback, too, where the cause is no more than a guess.
     """
-    code = 1
-    # whether a lost or late process caused it, rather than a mistake in this one
-    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     if (asked := memory_asked_for(error)) is not None:
         reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
                   "such as a smaller --batch or --checkpoint-activations block.")
-    elif lacks_compiler(error):
-        code = 2
+        return 1, f"error: {reason}", reason
+    if lacks_compiler(error):
         reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
                   "sudo apt install g++ python3-dev, or give --no-compile.")
-    elif isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
+        return 2, f"error: {reason}", reason
+    if isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
         show_traceback(error)
         reason = ("a gradient is None: optimizer_step clears them, so take their norms before it, and log "
                   "them as docs/changing.md shows.")
-    elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
+        return 1, f"error: {reason}", reason
+    # whether a lost or late process caused it, rather than a mistake in this one
+    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
+    if not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
-    elif cause := heartbeat.ask():
+    if cause := heartbeat.ask():
         return 1, f"error: {cause}", ""
-    else:
-        show_traceback(error)
-        if heartbeat.stood <= heartbeat.PATIENCE:
-            reason = first_line(error)
-            return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than "
-                       "--timeout, or cannot reach another."), reason
-        # had others gone on, they would have named this process
+    show_traceback(error)
+    reason = first_line(error)
+    if heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
         reason = (f"all processes stood still for {heartbeat.stood:.0f} s, as on a suspended machine: "
                   f"{WAY_BACK}.")
-    return code, f"error: {reason}", reason
+        return 1, f"error: {reason}", reason
+    return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
+               "cannot reach another."), reason
 
 
 def when_cut_off(backend: str, heartbeat) -> str:

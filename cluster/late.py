@@ -69,8 +69,8 @@ class Late:
         """Starts averaging the gradients over all ranks. Takes those of the step before instead, or its own
         if the step waits.
         """
-        packed = self.pack(
-            [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]).cpu()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        packed = self.pack(gradients).cpu()
         self._wait()
         self._under_way = self._thread.submit(self._mean, packed)
         if self._waits > 0 and not self.gradient.any():  # not again in a run that gets longer

@@ -113,6 +113,7 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
     other strategies, the largest gradient exists twice for a while, as parts from embedding and head, and
     before there is optimizer state, `warm_up` holds each gradient twice.
     """
+    largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
     everything = 4 * num_params(model)
     outside = everything - sum(blocks)
@@ -125,11 +126,12 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     optimizer = 0 if offload else state if strategy == "ddp" else state / processes
-    again = max(4 * max(p.numel() for p in model.parameters()), everything - optimizer)
+    again = max(largest_one, everything - optimizer)
     gradients = held + (outside + block if sharded else again)
+    averaged = (args.ema > 0) * held
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # the next gradient, the last move
     return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
-            "other": (args.ema > 0) * held + late, "activations": activations}  # the first late: copies
+            "other": averaged + late, "activations": activations}  # the first late: copies
 
 
 def pinned_bytes(model: nn.Module, args: Namespace) -> int:

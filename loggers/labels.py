@@ -20,8 +20,8 @@ class LabelCount:
     def _count(self, model: nn.Module, args: tuple, kwargs: dict):
         found = self._signature.bind_partial(*args, **kwargs).arguments
         labels = found.get("targets", found.get("labels"))
-        # with per_token the trainer makes the objective, and counts what it likes
-        if model.training and labels is not None and not found.get("per_token"):
+        own = found.get("per_token")  # then the trainer makes the objective, and counts what it likes
+        if model.training and labels is not None and not own:
             self._got_labels = True
             self.given += (labels >= 0).sum()
 

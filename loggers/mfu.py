@@ -69,15 +69,15 @@ class MFU:
 
     def flops(self, record: dict) -> float:
         """FLOPs per token of the record's steps."""
-        return self._run.flops_factor * statistics.fmean(
-            self._count(**example) for example in examples_of(self.model, self._settings | record))
+        examples = examples_of(self.model, self._settings | record)
+        return self._run.flops_factor * statistics.fmean(self._count(**example) for example in examples)
 
     def of_last_steps(self) -> float | None:
         """FLOPs per token of the steps after a ramp, None if they cannot be counted."""
         steps = self._settings.get("bp_steps")
+        last = {"bp_steps": steps[-1] if isinstance(steps, list) else steps}
         try:
-            return self.flops({"bp_steps": steps[-1] if isinstance(steps, list) else steps,
-                               "cycles": vars(self.model.config).get("h_cycles")})
+            return self.flops(last | {"cycles": vars(self.model.config).get("h_cycles")})
         except Exception:  # as below
             return None
 
@@ -86,7 +86,8 @@ class MFU:
         if not self._peak:
             return None
         try:
-            return record["tokens_per_sec"] / self._run.world.world_size * self.flops(record) / self._peak
+            tokens_per_sec = record["tokens_per_sec"] / self._run.world.world_size
+            return tokens_per_sec * self.flops(record) / self._peak
         except Exception as error:  # such as shapes that depend on the data
             self._peak = None
             self._run.say(f"MFU is not shown ({type(error).__name__}: {first_line(error)})")

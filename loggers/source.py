@@ -43,9 +43,9 @@ def code_of(text: str) -> list[ast.stmt]:
     """The statements of a file, without comments and docstrings."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        with suppress(TypeError):  # which has none
-            if ast.get_docstring(node) is not None:
-                del node.body[0]
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            del node.body[0]
     return tree.body
 
 
@@ -57,7 +57,8 @@ def first_difference(before: list[ast.stmt], now: list[ast.stmt]) -> int:
         if not old or not new:
             return line
         if ast.dump(old) != ast.dump(new):
-            return first_difference(vars(old).get("body", []), vars(new).get("body", [])) or line
+            inner = first_difference(vars(old).get("body", []), vars(new).get("body", []))
+            return inner or line
     return 0
 
 
@@ -118,8 +119,9 @@ def describe(run, mfu) -> dict:
     commits = []
     with suppress(TypeError, KeyError):
         commits = list(before.get("commits") or [None] * len(before["commands"]))
+    flops = before.get("flops_per_token") if run.saved else None
     if run.trainer.is_file():  # else there is no command either
         commits.append(commit_of(run.trainer.resolve().parent))
     return {"commits": commits, "parameters": num_params(mfu.model),
             "training_tokens": run.dataset.train.num_tokens,
-            "flops_per_token": run.saved and before.get("flops_per_token") or mfu.of_last_steps()}
+            "flops_per_token": flops or mfu.of_last_steps()}

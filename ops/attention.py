@@ -52,7 +52,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, *weights = ctx.saved_tensors
-        grad_q, grad_k, grad_v = map(torch.empty_like, (q, k, v))
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grads = []  # of the scores
         for (begin, end, first, last), p in zip(ctx.blocks, weights):
             grad_p = grad[:, :, begin:end] @ v[:, :, first:last].mT

@@ -57,8 +57,8 @@ def verify(directory: Path):
 
 def splits_of(dataset: Dataset) -> dict[str, Shards]:
     """All sets by split: `train`, `val` or `val_NAME`."""
-    return {"train": dataset.train} | {
-        f"val_{name}".rstrip("_"): shards for name, shards in dataset.val.items()}
+    held_out = {f"val_{name}".rstrip("_"): shards for name, shards in dataset.val.items()}
+    return {"train": dataset.train, **held_out}
 
 
 def info(directory: Path, tokenizer_name: str | None):
@@ -66,8 +66,9 @@ def info(directory: Path, tokenizer_name: str | None):
     print(f"{dataset.manifest['dataset']}: {describe(dataset.manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in dataset.manifest["settings"].items() if v))
     for split, shards in splits_of(dataset).items():
+        entropy = unigram_entropy([shards])
         print(f"{split}: {shards.num_tokens:,} tokens in {len(shards.tokens)} shards of {shards.dtype}, "
-              f"unigram entropy {unigram_entropy([shards]):.4f} nats")
+              f"unigram entropy {entropy:.4f} nats")
     tokenizer = dataset.tokenizer
     print(f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids, end of text is {tokenizer.eot}, "
           f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")

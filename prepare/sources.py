@@ -333,8 +333,8 @@ def readable(name):
     except (UserError, MemoryError):
         raise
     except Exception as error:  # or any of httpx
-        raise UserError(f"{name} cannot be read ({first_line(error).rstrip('.')}): check it, and run the "
-                        "same command again.")
+        reason = first_line(error).rstrip(".")
+        raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
 
 
 def rows_of(source, where, batch):

@@ -94,7 +94,8 @@ class Tokenizer(Vocabulary):
         *before, last = text.split(MASK)
         found = []
         for part in before:
-            found += [*self.encode(part.removesuffix(" " * self.takes_blank)).tolist(), self.mask]
+            part = part.removesuffix(" " * self.takes_blank)
+            found += [*self.encode(part).tolist(), self.mask]
         return found + self.encode(last).tolist()
 
     def decode(self, ids) -> str:

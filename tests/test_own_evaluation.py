@@ -122,6 +122,21 @@ def test_a_metric_is_in_the_log_the_picture_and_eval_only(ranks, strategy, shard
     assert result(only)["val_spaces"] == pytest.approx(record["val_spaces"], abs=1e-6)
 
 
+@pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=pytest.mark.full)])
+def test_an_evaluation_makes_no_graph(ranks, strategy, shards, tmp_path):
+    """Which would hold the activations of a batch, and gradients of a metric."""
+    metric = """import torch
+def metric(model, x, y):
+    assert not torch.is_grad_enabled(), "it would keep a graph"
+    return {"rows": (len(x), 1)}
+asked.metric = metric"""
+    trainer = changed(tmp_path / "train_no_graph.py", (metric, USE))
+    done = ranks_of(trainer, ranks)(shards, tmp_path / "run", strategy=strategy)
+    assert done.code == 0 and "val_rows" in evaluations_of(tmp_path / "run")[-1], done.out
+    only = ranks_of(trainer, ranks)(shards, tmp_path / "run", eval_only=True, strategy=strategy)
+    assert result(only)["val_rows"] > 0
+
+
 @pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "accuracy", "correct", "exact",
                                   "samples", "criterion", "x/y", "x (count)"])
 def test_a_metric_cannot_have_a_name_that_results_have(name, shards, tmp_path):

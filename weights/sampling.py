@@ -50,8 +50,8 @@ CLOSE = 2e-3  # in float32 right models differ by up to 2e-6, one whose window i
 
 
 def has_usual_loss(model: CausalLM) -> bool:
-    return {type(model).forward, type(model).loss, type(model).losses} <= {
-        CausalLM.forward, HRM.forward, CausalLM.loss, CausalLM.losses}
+    methods = {type(model).forward, type(model).loss, type(model).losses}
+    return methods <= {CausalLM.forward, HRM.forward, CausalLM.loss, CausalLM.losses}
 
 
 @torch.no_grad()
@@ -63,6 +63,9 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     is no error: it may draw random numbers, or be so deep that rounding grows. Buffers and torch's generator
     stay as they are. With `everywhere` all ranks call this and find the same.
     """
+    def nudged(embed, idx, x: Tensor) -> Tensor:
+        return x * (1 + 1e-6 * torch.randn_like(x))
+
     c = model.config
     cache = KVCache(c.seq_len)
     T = min(c.seq_len, 1024)  # of longer rows the logits would take gigabytes
@@ -83,9 +86,7 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             # such as fixed_depth of the HRM, which else asks the other ranks
             options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
             whole = model(row, **options)[0].float()
-            nudged = model.embed.register_forward_hook(
-                lambda embed, idx, x: x * (1 + 1e-6 * torch.randn_like(x)))
-            with nudged:
+            with model.embed.register_forward_hook(nudged):
                 again = model(row, **options)[0]
             passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
             loss = model(row, targets, **options)[1]["loss"] / T
@@ -94,7 +95,8 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             file=sys.stderr)
         return ""
     error = (passes - whole[-2:]).std() / whole.std()
-    of_loss = (loss - F.cross_entropy(whole, targets[0])).abs() / loss * has_usual_loss(model)
+    of_logits = F.cross_entropy(whole, targets[0])
+    of_loss = (loss - of_logits).abs() / loss * has_usual_loss(model)
     errors = torch.stack([error, of_loss]) - 4 * (again - whole).std() / whole.std()
     if everywhere:
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
@@ -170,8 +172,8 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
             raise UserError(f"the prompt has {len(ids)} tokens, but the context of the model is {c.seq_len}: "
                             "shorten it.")
     else:
-        # with causal attention in training the text continues past eot
-        end = tokenizer.eot if stop or getattr(c, "attention", "causal") != "causal" else None
+        isolated = getattr(c, "attention", "causal") != "causal"
+        end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
         ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
         if len(ids) > c.seq_len:
             print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
@@ -233,9 +235,10 @@ def first_pair(dataset) -> tuple[str, str]:
     for shards in [*dataset.val.values()][:1]:
         row = read_rows(shards, np.arange(1))[0][0, 1:].tolist()
     middle = row.index(roles["response"]) if roles["response"] in row else 0
+    ends = roles["start"], roles["end"]
     prompt = dataset.tokenizer.decode(row[:middle])
-    response = dataset.tokenizer.decode(itertools.takewhile(
-        lambda token: token not in (roles["start"], roles["end"]), row[middle + 1:]))
+    response = dataset.tokenizer.decode(
+        itertools.takewhile(lambda token: token not in ends, row[middle + 1:]))
     same = middle and prompt_ids(dataset.tokenizer, prompt).tolist()[1:-1] == row[:middle]
     return (prompt, response) if same else ("", "")
 
@@ -271,13 +274,14 @@ def write_sample(model, run, step: int, with_barrier):
     def write() -> str:
         if not hasattr(run, "contradiction"):  # once in a start, on the same ranks each time
             run.contradiction = contradiction(model, world.device, everywhere=sharded)
-        return f"(none: {run.contradiction})" if run.contradiction else "".join(
+        why_not = run.contradiction
+        return f"(none: {why_not})" if why_not else "".join(
             continue_text(model, dataset.tokenizer, world.device, prompt, args))
 
     text = with_barrier(write if sharded or world.is_rank0 else str)
     if dataset.roles["response"] < 0:
         return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
-        text += (f"\nresponse in the data:\n{expected}\nask it yourself: python {sys.argv[0]} --out "
-                 f"{shlex.quote(str(run.out))} --prompt {shlex.quote(prompt)}")
+        command = f"python {sys.argv[0]} --out {shlex.quote(str(run.out))} --prompt {shlex.quote(prompt)}"
+        text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
     run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")

@@ -52,8 +52,8 @@ def load_model(model_class: type, saved: dict, world: World, strategy: str = "dd
     """The model of a checkpoint, with averaged weights if there are any. `changes` replaces fields of the
     configuration that do not affect the parameters.
     """
-    config = saved["model_config"] | changes
-    model = build_model(model_class, config_of(model_class.Config, config, saved["path"]), world, strategy)
+    config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
+    model = build_model(model_class, config, world, strategy)
     assert_same_parameters(model, saved)
     copy_weights(model, saved["tensors"]["model"] | saved["tensors"]["ema"], world)
     return model
@@ -84,10 +84,7 @@ def use_model(run: Asked):
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
     modes = [word.partition("=")[0] for word in shlex.split(run.command) if word.startswith(MODES)]
-    kinds = dict.fromkeys(modes)
-    if args.eval_only:
-        modes = kinds
-    if len(modes) > (1 if args.eval_only else len(kinds)):  # one of them would be ignored
+    if len(modes) > (1 if args.eval_only else len({*modes})):  # one of them would be ignored
         raise UserError(f"{' and '.join(modes)} do not go together: give one of them.")
     if not args.eval_only:
         refuse_without("prepare", "using a run (--prompt, --export and the like)")
@@ -137,10 +134,11 @@ def use_on_rank0(model: nn.Module, run: Asked):
     if args.export == "hf":
         export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
-        if vars(model.config).get("attention") == "prefix":
-            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before"
-                  if run.model_class is GPT2 else
-                  "its tokenizer takes one text for a question: to train on answers there, give each as the "
+        prefix = vars(model.config).get("attention") == "prefix"
+        if prefix and run.model_class is GPT2:
+            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
+        elif prefix:
+            print("its tokenizer takes one text for a question: to train on answers there, give each as the "
                   "second, tokenizer(question, answer), or it would see itself")
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
@@ -260,17 +258,18 @@ def evaluate_only(model: nn.Module, asked: Asked):
         raise UserError(f"{lacks}.")
     masker = None
     if isinstance(model, MLM):
-        masker = dataset.masker_class(
-            dataset.tokenizer, args.seq_len, saved["settings"].get("EVAL_RATE", 0.15), 0)
+        rate = saved["settings"].get("EVAL_RATE", 0.15)
+        masker = dataset.masker_class(dataset.tokenizer, args.seq_len, rate, 0)
     state = SimpleNamespace(model=model, world=world, averaged_weights=nullcontext)
-    run = SimpleNamespace(**vars(asked), dataset=dataset, batch=args.batch or saved["settings"]["batch"])
+    batch = args.batch or saved["settings"]["batch"]
+    run = SimpleNamespace(**vars(asked), dataset=dataset, batch=batch)
     found = evaluate(state, run, StopVote(world), masker)
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
     if world.is_rank0:
         if not {"val_exact", "val_bits_per_byte"} & found.keys():
             print(monitor.NO_BYTES)
-        print(" | ".join([f"step {saved['step']} from {saved['path']} on {dataset.name}",
-                          *monitor.results(found)]))
+        where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
+        print(" | ".join([where, *monitor.results(found)]))
         record = {"step": saved["step"], "data": dataset.name} | found
         print(json.dumps(monitor.without_nan(record)), flush=True)
