@@ -85,7 +85,7 @@ def test_one_thing_at_a_time(runs):
     for trainer, flags, words in (
             (GPT2, ["--prompt", "a", "--prompt=b"], "--prompt and --prompt"),
             (GPT2, ["--eval-only", "--prompt", "a"], "--eval-only and --prompt"),
-            (GPT2, ["--export", "--eval-only", "--eval-only"], "--export and --eval-only"),
+            (GPT2, ["--export", "--eval-only"], "--export and --eval-only"),
             (GPT2, ["--export=gguf", "--export", "hf"], "--export and --export"),
             (MLM, ["--fill", "[MASK]", "--eval-only"], "--fill and --eval-only")):
         done = trainer.here("--out", runs / trainer.script, *flags)
