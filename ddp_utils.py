@@ -502,12 +502,12 @@ SHAPE = "as it was, or as in the weights to start from; another value is refused
 MUST_NOT = "as it was; another value is refused, see check_resumable"
 KINDS = {
     ANEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-          "list_presets wanted_batch largest_batch usual_steps usual_warmup ops",
+          "prompt_file num_samples list_presets wanted_batch largest_batch usual_steps usual_warmup ops",
     PLANNED: "global_batch batch grad_accum",
     MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
                 "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every "
                 "keep_last init_from loss condition sample_prompt sample_every max_new_tokens temperature "
-                "top_k bp_steps mask_rate",
+                "top_k top_p stop bp_steps mask_rate",
     OF_DATA: "max_tokens max_samples min_words",
     OF_MODEL: "dropout eval_cycles bp_cycles",
     CHOSEN: "attention init",
@@ -632,19 +632,24 @@ def add_text_flags(parser: ArgumentParser):
     flag("--loss", ("response", "all"), "tokens to learn (default: response with pairs, else all)")
     text = without_surrogates
     flag("--prompt", text, "continue or answer a text with the newest checkpoint, without training")
+    flag("--prompt-file", expanded, "the same with each line of a file, or of standard input (-)")
     flag("--chat", bool, "answer prompts that are typed in, one after another")
     flag("--condition", text, "text, or name of a special token, to put in front of a prompt", "")
     flag("--sample-prompt", text, "prompt of the samples (default with pairs: a held-out one)", "")
     flag("--sample-every", nonnegative_int, "evaluations between samples; 0: only at the end", 0)
+    flag = flag_group(parser, "sampling")
+    flag("--num-samples", positive_int, "texts for a prompt, written at once", 1)
     flag("--max-new-tokens", positive_int, "length of a sample (200; an answer's: to the end of the context)")
     flag("--temperature", number(0), "0: always the likeliest token", 0.8)
     flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
+    flag("--top-p", number(0, 1), "then the likeliest ids whose probabilities reach this sum", 1.0)
+    flag("--stop", text, "a text at which an answer ends, without it", "")
 
 
 def uses_model(args: Namespace) -> bool:
     """Whether the flags ask for use_model instead of training."""
     return any(vars(args).get(name) not in (None, False)
-               for name in ("eval_only", "export", "prompt", "chat", "fill"))
+               for name in ("eval_only", "export", "prompt", "prompt_file", "chat", "fill"))
 
 
 @dataclass

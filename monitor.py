@@ -155,7 +155,8 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "bp_steps": "HRM/bp_steps", "cycles": "HRM/cycles", "ponder": "HRM/ponder",
         "val_cycles": "HRM/val_cycles", "val_ponder": "HRM/val_ponder",
         "val_exact": "Pairs/val_exact", "val_accuracy": "MLM/val_accuracy",
-        "val_bits_per_byte": "Loss/val_bits_per_byte", "System": "System"}
+        "val_bits_per_byte": "Loss/val_bits_per_byte", "val_perplexity": "Loss/val_perplexity",
+        "System": "System"}
 
 # Other keys of the record of a training step. A key that is in neither was named by a trainer.
 OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
@@ -165,8 +166,8 @@ TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch
                       "accuracy", "bits_per_byte"}
 
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
-EVALUATION = {"val_loss": "validation loss {:.4f}", "val_accuracy": "accuracy {:.1%}",
-              "val_exact": "exact match {:.1%}",
+EVALUATION = {"val_loss": "validation loss {:.4f}", "val_perplexity": "perplexity {:.2f}",
+              "val_accuracy": "accuracy {:.1%}", "val_exact": "exact match {:.1%}",
               "val_bits_per_byte": "{:.4f} bits per byte"}
 
 
@@ -268,6 +269,8 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
     elif sums["bytes"] >= 0:  # not NaN; so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
+    # unless a metric of one's own has that name; a larger one is no float64
+    found.setdefault("val_perplexity", math.exp(min(found["val_loss"], 700)))
     return found
 
 

@@ -149,6 +149,8 @@ def test_sampling_runs_in_strict_mode(name, world):
     prompt = torch.zeros(1, 5, dtype=torch.long, device="cuda")
     new = generate(make(name), prompt, 8, temperature=0.8, top_k=50)
     assert len(list(new)) == 8
+    several = generate(make(name), prompt, 8, temperature=0.8, top_p=0.9, num_samples=3)
+    assert torch.stack([*several]).shape == (8, 3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

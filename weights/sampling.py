@@ -114,27 +114,59 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     return f"{type(model).__name__.removeprefix('FSDP')} would write otherwise than it learns: {why}."
 
 
-def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
-    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise from the top k."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
+UNIT = 2**40  # of the integers that stand for probabilities
+
+
+def filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float = 1.0) -> Tensor:
+    """Logits (B, V) divided by a temperature above 0, and minus infinity for ids that are not sampled: those
+    after the `top_k` likeliest (None or 0: none), then the least likely ones whose probabilities add up to at
+    most 1 - top_p. The likeliest stays. (Nucleus sampling, arXiv 1904.09751.)
+    """
     logits = logits / temperature
     if top_k:
         kept = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kept, -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+    if top_p < 1:
+        rising, ids = logits.sort(dim=-1)
+        left_out = sums_of(rising.softmax(dim=-1)) <= (1 - top_p) * UNIT
+        left_out[:, -1] = False
+        logits = logits.masked_fill(left_out.scatter(1, ids, left_out), -torch.inf)
+    return logits
+
+
+def sums_of(probabilities: Tensor) -> Tensor:
+    """The sums of rows (B, V) up to each id, in 1 / UNIT: only of integers a GPU gets the same each time."""
+    return (probabilities.double() * UNIT).long().cumsum(dim=-1)
+
+
+def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator, top_p: float = 1.0,
+               num_samples: int = 1) -> Tensor:
+    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise from those that are left by
+    `filtered`.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities = filtered(logits, temperature, top_k, top_p).softmax(dim=-1)
+    if num_samples == 1:
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    # which draws V numbers for each row, and takes longer than a small model
+    sums = sums_of(probabilities)
+    drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device, generator=generator)
+    return (sums <= drawn * sums[:, -1:]).sum(dim=-1)
 
 
 @torch.no_grad()
 def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-             seed: int = 0, stop: int | None = None):
-    """Yields the next ids, int64 (B,), `max_new_tokens` times or, for a single sequence, through the first
-    `stop`. The prompt idx (B, T) has up to seq_len tokens. When the context is full, its second half becomes
-    the new prompt; if the model answers prompts, generation ends instead. Padding ids are never sampled.
+             seed: int = 0, stop: int | None = None, top_p: float = 1.0, num_samples: int = 1):
+    """Yields the next ids, int64 (B * num_samples,), `max_new_tokens` times or, for a single sequence,
+    through the first `stop`. The prompts idx (B, T) have up to seq_len tokens; each is continued
+    `num_samples` times. When the context is full, its second half becomes the new prompt; if the model
+    answers prompts, generation ends instead. Padding ids are never sampled.
     """
     training, c = model.training, model.config
     model.eval()
     generator = torch.Generator(device=idx.device).manual_seed(seed)
+    idx = idx.repeat_interleave(num_samples, dim=0)
     cache, new = KVCache(c.seq_len), idx
     try:
         for _ in range(max_new_tokens):
@@ -145,7 +177,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
                 new = idx[:, -max(c.seq_len // 2, 1):]
             with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
                 logits = model.decode(new, cache)
-            new = sample_ids(logits, temperature, top_k, generator)[:, None]
+            new = sample_ids(logits, temperature, top_k, generator, top_p, num_samples)[:, None]
             idx = torch.cat((idx, new), dim=1)
             yield new[:, 0]
             if stop is not None and idx.size(0) == 1 and new.item() == stop:
@@ -155,12 +187,19 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
 
 
 def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
-    """Pieces of text that continue a prompt, which may be empty, or answer it if the model was trained on
-    pairs. With `stop`, generation ends with the document, and stderr says where a text is cut. `sampling` has
-    these flags of a trainer: max_new_tokens (None: 200, or with `stop` an answer's to the end of the
-    context), temperature, top_k, seed and condition. Raises UserError immediately.
+    """Pieces of text that continue a prompt, see `samples_of`."""
+    return samples_of(model, tokenizer, device, prompt, sampling, stop)[0]
+
+
+def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = False, num_samples: int = 1):
+    """Texts that continue a prompt, which may be empty, or answer it if the model was trained on pairs; each
+    is an iterator of its pieces. With `stop`, a text ends with the document, and stderr says where it is cut.
+    `sampling` has these flags of a trainer: max_new_tokens (None: 200, or with `stop` an answer's to the end
+    of the context), temperature, top_k, seed and condition, and can have top_p and stop, a text that ends
+    each. Raises UserError immediately.
     """
     c = model.config
+    flags = {"top_p": 1.0, "stop": ""} | vars(sampling)
     answers = c.response >= 0
     most = sampling.max_new_tokens or (c.seq_len if stop and answers else 200)
     if answers:
@@ -179,12 +218,14 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
             print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
                   file=sys.stderr)
             ids = ids[-c.seq_len:]
-    new = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
-                   sampling.seed, end if stop else None)
-    new = map(int, new if stop else list(new))  # in training, all ranks generate the same number of ids
+    steps = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
+                     sampling.seed, top_p=flags["top_p"], num_samples=num_samples)
+    if not stop:  # in training, all ranks generate the same number of ids
+        steps = list(steps)
 
-    def through_the_end():
-        for i in new:
+    def through_the_end(steps, row):
+        for new in steps:
+            i = int(new[row])
             if i == end:
                 return
             yield i
@@ -192,7 +233,25 @@ def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = 
             print("\nnote: the answer is cut: --max-new-tokens and the context of the model are its limits",
                   file=sys.stderr)
 
-    return stream_text(tokenizer, through_the_end())
+    # the model writes all texts at once, as far as the longest of them is read
+    texts = [stream_text(tokenizer, through_the_end(part, row))
+             for row, part in enumerate(itertools.tee(steps, num_samples))]
+    return [before(flags["stop"], text) for text in texts] if flags["stop"] else texts
+
+
+def before(stop: str, pieces):
+    """Yields the pieces of a text up to `stop`. What may be its beginning waits for the next piece."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        ready, found, _ = text.partition(stop)
+        if found:
+            yield ready
+            return
+        begins = max(len(text) - len(stop) + 1, 0)
+        yield text[:begins]
+        text = text[begins:]
+    yield text
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
-"""Uses a run: --prompt, --chat, --fill, --export and --eval-only, and load_run for a script of one's own."""
+"""Uses a run: --prompt, --prompt-file, --chat, --fill, --export and --eval-only, and load_run for a script of
+one's own.
+"""
 
-import functools
+import fileinput
 import json
 import os
 import random
@@ -37,9 +39,9 @@ from model import GPT2, MLM, compute_dtype, num_params, use_device
 from weights.huggingface import logits_of_hf, to_hf
 from weights.init_from import assert_tokenizer
 from weights.llama_cpp import logits_of_gguf, to_gguf
-from weights.sampling import continue_text, contradiction, fill_masks
+from weights.sampling import contradiction, fill_masks, samples_of
 
-MODES = ("--eval-only", "--export", "--prompt", "--chat", "--fill")
+MODES = ("--eval-only", "--export", "--prompt", "--prompt-file", "--chat", "--fill")
 ROW = 1024  # tokens of an export that are compared at most
 # of the largest logit. Right exports differed by 4e-6 of it at most (an untrained HRM of 32 cycles by 9e-4),
 # in llama.cpp, whose GELU is a table in half precision, by 3e-3; most wrong ones by 3e-3, there by 1e-2.
@@ -142,19 +144,32 @@ def use_on_rank0(model: nn.Module, run: Asked):
                   "second, tokenizer(question, answer), or it would see itself")
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
-    answer = functools.partial(continue_text, model, tokenizer, world.device, sampling=args, stop=True)
-    chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
-    if (chat or prompt is not None) and (why_not := contradiction(model, world.device)):
+
+    def answer(prompt: str, echo: bool = False):
+        texts = samples_of(model, tokenizer, world.device, prompt, args, True, args.num_samples)
+        if echo:
+            print(prompt, end="\n" * (model.config.response >= 0))
+        for text in texts:
+            print_pieces(text)
+
+    chat, prompt, file = (vars(args).get(name) for name in ("chat", "prompt", "prompt_file"))
+    if (chat or file is not None or prompt is not None) and (why_not := contradiction(model, world.device)):
         raise UserError(why_not)
     if prompt is not None:
-        pieces = answer(prompt)
-        print(prompt, end="\n" * (model.config.response >= 0))
-        print_pieces(pieces)
+        answer(prompt, echo=args.num_samples == 1)
+    if file is not None:
+        with fileinput.FileInput(file, encoding="utf-8-sig") as lines:
+            try:
+                for line in lines:
+                    answer(line.removesuffix("\n"))
+            except (UserError, FileNotFoundError, UnicodeError) as error:
+                raise UserError(f"--prompt-file {file}, line {lines.lineno()}: {first_line(error)}; it has "
+                                "to be a UTF-8 text with a prompt in each line, or - for standard input.")
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
             text = typed()
             try:
-                print_pieces(answer(text))
+                answer(text)
             except UserError as error:  # the prompt is too long
                 print(f"error: {error}")
             except KeyboardInterrupt:  # ends the answer, the next one at the prompt the chat
