@@ -152,6 +152,15 @@ def local_rank() -> int:
     return from_launcher("LOCAL_RANK")
 
 
+def run_command(main):
+    """Runs the main() of a command, and ends the process with its exit code, or with that of a UserError."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """The parser of all commands. A mistake raises UserError; one process per node prints the help."""
 
@@ -1112,8 +1121,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main)

@@ -729,7 +729,11 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     command.parser.check_row(size, row)
     shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
     kept = flags_of_run(saved, command) | shape if saved else {}
-    tuned = gentler(row) | shape if "init_from" in given and not saved else {}
+    tuned = {}
+    if "init_from" in given and not saved:
+        with room("weights", "--init-from"):
+            from weights.init_from import gentler
+        tuned = gentler(row) | shape
     flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
     for action in command.parser._actions:
         value = (kept | given).get(action.dest)
@@ -757,14 +761,6 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
         flags["warmup"] = before["usual_warmup"]
     return Settled(Namespace(**flags), row, wanted, recipe.get("largest_batch", recipe["batch"]),
                    recipe.get("eval_batch", usual_batch), usual_steps, before.get("usual_warmup"))
-
-
-def gentler(row: dict) -> dict:
-    """Where a run that continues from trained weights departs from the row of its size."""
-    batch = min(32, row["global_batch"])
-    eval_batches = math.ceil(row["eval_batches"] * batch / row["global_batch"])
-    return {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50, "global_batch": batch,
-            "eval_batches": eval_batches, "schedule": "cosine", "ema": min(0.999, row.get("ema", 0.0))}
 
 
 def flags_of_run(saved: dict, command: Command) -> dict:
@@ -2426,10 +2422,8 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             limit = args.eval_batches * run.settled.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, found = model(*micro_batch)
-                own = {}
-                if run.metric:
-                    own = run.metric(model, *micro_batch)
-                    refuse_odd_metric(run.metric, own)
+                own = run.metric(model, *micro_batch) if run.metric else {}
+                refuse_odd_metric(run.metric, own)
                 monitor.refuse_taken([*found, *own, *reserved - found.keys()])
                 for key, value in own.items():
                     found |= {key: value[0], f"{key} (count)": value[1]}

@@ -38,6 +38,7 @@ from data import (
     read_json,
     refuse_moved,
     room,
+    run_command,
     say,
     why_not_made,
     write_atomically,
@@ -583,8 +584,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main)

@@ -1,5 +1,6 @@
 """The weights that a run starts from (--init-from), and models beside the one in training (load_frozen)."""
 
+import math
 from contextlib import suppress
 from dataclasses import asdict, fields
 
@@ -29,6 +30,14 @@ def assert_tokenizer(saved: dict, tokenizer, way_out: str):
     if ours.split()[-1] != saved["tokenizer"].split()[-1]:
         raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, not with "
                         f"{ours}: {way_out}.")
+
+
+def gentler(row: dict) -> dict:
+    """Where a run that continues from trained weights departs from the row of its size."""
+    batch = min(32, row["global_batch"])
+    eval_batches = math.ceil(row["eval_batches"] * batch / row["global_batch"])
+    return {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50, "global_batch": batch,
+            "eval_batches": eval_batches, "schedule": "cosine", "ema": min(0.999, row.get("ema", 0.0))}
 
 
 def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
