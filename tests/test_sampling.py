@@ -81,11 +81,18 @@ def test_texts_that_are_drawn_together_follow_the_probabilities():
         assert ((found > 0) == (expected > 0)).all()  # the first and the last that cannot be, too
 
 
-def test_no_sum_is_one_of_floats():
+def test_no_running_sum_is_one_of_floats(monkeypatch):
     """Which torch refuses on a GPU where it has to be deterministic."""
-    sums = sampling.sums_of(torch.rand(3, 50_000).softmax(-1))
-    assert sums.dtype == torch.int64
-    assert (sums[:, -1] / sampling.UNIT - 1).abs().max() < 1e-6
+    cumsum = torch.Tensor.cumsum
+
+    def checked(tensor, dim):
+        assert not tensor.is_floating_point()
+        return cumsum(tensor, dim)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", checked)
+    sample_ids(torch.randn(3, 50), 1.0, 20, torch.Generator(), 0.9, num_samples=3)
+    with pytest.raises(AssertionError):
+        torch.rand(3).cumsum(0)
 
 
 # ------------------------------------------------------------------------------------- several texts at once

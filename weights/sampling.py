@@ -114,9 +114,6 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     return f"{type(model).__name__.removeprefix('FSDP')} would write otherwise than it learns: {why}."
 
 
-UNIT = 2**40  # of the integers that stand for probabilities
-
-
 def filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float = 1.0) -> Tensor:
     """Logits (B, V) divided by a temperature above 0, and minus infinity for ids that are not sampled: those
     after the `top_k` likeliest (None or 0: none), then the least likely ones whose probabilities add up to at
@@ -128,15 +125,12 @@ def filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float
         logits = logits.masked_fill(logits < kept, -torch.inf)
     if top_p < 1:
         rising, ids = logits.sort(dim=-1)
-        left_out = sums_of(rising.softmax(dim=-1)) <= (1 - top_p) * UNIT
+        # only of integers, in 2^-40, a GPU gets the same sums each time
+        sums = (rising.softmax(dim=-1).double() * 2**40).long().cumsum(dim=-1)
+        left_out = sums <= (1 - top_p) * 2**40
         left_out[:, -1] = False
         logits = logits.masked_fill(left_out.scatter(1, ids, left_out), -torch.inf)
     return logits
-
-
-def sums_of(probabilities: Tensor) -> Tensor:
-    """The sums of rows (B, V) up to each id, in 1 / UNIT: only of integers a GPU gets the same each time."""
-    return (probabilities.double() * UNIT).long().cumsum(dim=-1)
 
 
 def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator, top_p: float = 1.0,
@@ -149,10 +143,9 @@ def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator,
     probabilities = filtered(logits, temperature, top_k, top_p).softmax(dim=-1)
     if num_samples == 1:
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-    # which draws V numbers for each row, and takes longer than a small model
-    sums = sums_of(probabilities)
-    drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device, generator=generator)
-    return (sums <= drawn * sums[:, -1:]).sum(dim=-1)
+    # which draws as this does, but one number at a time, and so takes longer than a small model
+    drawn = torch.rand(probabilities.shape, device=probabilities.device, generator=generator)
+    return (probabilities / -drawn.log()).argmax(dim=-1)
 
 
 @torch.no_grad()
