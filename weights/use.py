@@ -162,9 +162,11 @@ def use_on_rank0(model: nn.Module, run: Asked):
             try:
                 for line in lines:
                     answer(line.removesuffix("\n"))
-            except (UserError, FileNotFoundError, UnicodeError) as error:
-                raise UserError(f"--prompt-file {file}, line {lines.lineno()}: {first_line(error)}; it has "
-                                "to be a UTF-8 text with a prompt in each line, or - for standard input.")
+            except UserError as error:
+                raise UserError(f"{file}, line {lines.lineno()}: {error}")
+            except (FileNotFoundError, NotADirectoryError, UnicodeError) as error:
+                raise UserError(f"{file} cannot be read ({first_line(error)}): name a UTF-8 text with a "
+                                "prompt in each line, or - for standard input.")
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
             text = typed()
