@@ -27,7 +27,8 @@ import datasets  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
 
-from model import GPT2, HRM, continue_text  # noqa: E402
+from model import GPT2, HRM  # noqa: E402
+from weights.sampling import continue_text  # noqa: E402
 from weights.use import load_run  # noqa: E402
 
 RUN, HF, STEPS = Path(sys.argv[1]), Path(sys.argv[1]) / "hf", 160

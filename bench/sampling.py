@@ -1,0 +1,74 @@
+"""How fast does a model write one text, or eight of one prompt at once? Beside transformers, on its export.
+
+    python bench/sampling.py [ROUNDS]     # default: 5; random models in float32, the vocabulary of GPT-2
+
+For each model: tokens per second of one text, and how many times as many there are of eight texts, the middle
+of the rounds (lowest to highest). The prompt has one token, so all of this is decoding.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from model import GPT2, HRM
+from prepare.tokenizer import load_tokenizer
+from weights.huggingface import to_hf
+from weights.sampling import generate
+
+SIZES = {"GPT-2, 4 x 128": (GPT2, {"n_layer": 4, "n_head": 2, "d_model": 128}),
+         "GPT-2, 12 x 768": (GPT2, {"n_layer": 12, "n_head": 12, "d_model": 768}),
+         "HRM, 2 x 2 x 128": (HRM, {"n_layer": 2, "n_head": 2, "d_model": 128, "ff": 256})}
+LENGTH = 96
+SAMPLING = {"temperature": 0.8, "top_k": 50}
+
+
+def per_second(write, texts: int) -> float:
+    begun = time.perf_counter()
+    write(texts)
+    return texts * LENGTH / (time.perf_counter() - begun)
+
+
+def main():
+    import transformers
+    transformers.utils.logging.set_verbosity_error()
+    rounds = int(sys.argv[1]) if sys.argv[1:] else 5
+    tokenizer = load_tokenizer("gpt2")
+    print(f"{torch.get_num_threads()} threads, vocabulary {tokenizer.vocab_size:,}")
+    for name, (kind, shape) in SIZES.items():
+        torch.manual_seed(0)
+        c = kind.Config(seq_len=256, vocab_size=tokenizer.vocab_size, padded_vocab=50304,
+                        start=tokenizer.eot, **shape)
+        model = kind(c).eval()
+        prompt = torch.tensor([[tokenizer.eot]])
+        with tempfile.TemporaryDirectory() as directory:
+            to_hf(model, directory, tokenizer)
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+
+        def ours(texts, model=model, prompt=prompt):
+            for _ in generate(model, prompt, LENGTH, **SAMPLING, num_samples=texts):
+                pass
+
+        def peer(texts, model=theirs, prompt=prompt):
+            model.generate(prompt, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=True,
+                           num_return_sequences=texts, **SAMPLING)
+
+        found = {"ours": [], "transformers": []}
+        for _ in range(rounds + 1):  # the first warms up
+            for who, write in (("ours", ours), ("transformers", peer)):
+                found[who].append((per_second(write, 1), per_second(write, 8)))
+        print(name)
+        for who, speeds in found.items():
+            ratios = sorted(eight / one for one, eight in speeds[1:])
+            one = statistics.median(one for one, _ in speeds[1:])
+            print(f"  {who:12} {one:8.1f} tokens/s, eight texts {statistics.median(ratios):.2f} times as "
+                  f"many ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
