@@ -1073,7 +1073,7 @@ def sources_of(data: str) -> list[str]:
     return [first, *others] if others and Path(first).is_dir() and not Path(data).is_dir() else [data]
 
 
-FILE_PREFIXES = ("text", "jsonl", "parquet")  # each has a reader in prepare/sources.py
+FILE_PREFIXES = ("text", "csv", "tsv", "jsonl", "parquet")  # each has a reader in prepare/sources.py
 
 
 def default_tokenizer(dataset: str) -> str:

@@ -104,7 +104,8 @@ def main():
     flag("--max-tokens", parse_count, "take at most this many training tokens, of pairs before they are "
          "packed")
     flag("--min-words", int, "skip documents with fewer words", 0)
-    flag("--text-field", str, "field or column that holds the text", "text")
+    flag("--text-field", str, "field or column that holds the text, or meta.text for that inside of meta",
+         "text")
     flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>', or "
          "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
     flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
@@ -117,7 +118,8 @@ def main():
     flag("--workers", int, "threads that tokenize (default: one per core)")
     flag = flag_group(p, "pairs of prompt and response")
     flag("--prompt-field", str, "field that holds the prompt of a pair")
-    flag("--response-field", str, "field that holds the response of a pair")
+    flag("--response-field", str, "field that holds the response of a pair; the same as --prompt-field if it "
+         "is a list of messages, in which each answer is a response and all before it the prompt")
     flag("--condition-field", str, "field to put in front of the prompt: text, or the name of a "
          "special token of the tokenizer")
     flag("--row", int, "tokens in a row, into which whole pairs are packed: the --seq-len of the "

@@ -140,13 +140,15 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
             raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
         val_field = val_field or "level"
     elif val_field and fieldless:
-        raise UserError(f"{dataset} has no field {val_field}: --val-field is for jsonl:, parquet: and hf:.")
+        raise UserError(f"{dataset} has no field {val_field}: --val-field is for csv:, tsv:, jsonl:, "
+                        "parquet: and hf:.")
     pairs = task or prompt_field or response_field or condition_field
     if text_field != "text" and (pairs or fieldless):
         raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
                         "out.")
     if pairs and fieldless:
-        raise UserError(f"{dataset} has no fields for pairs: use a jsonl:, parquet: or hf: source.")
+        raise UserError(f"{dataset} has no fields for pairs: use a csv:, tsv:, jsonl:, parquet: or hf: "
+                        "source.")
     if pairs and not (task or prompt_field and response_field):
         raise UserError("--prompt-field and --response-field go together: name both.")
     if pairs:
@@ -315,7 +317,11 @@ def read_pieces(source: Source, position=(0, 0), samples: int = 0):
     first, skip = position
     samples -= skip > 0  # a document that is resumed in the middle has been counted already
     for document, (blocks, split, name) in enumerate(source.documents(first), first):
-        for piece, text in enumerate([blocks] if source.pairs else pieces(blocks)):
+        if isinstance(blocks, tuple):
+            blocks = [blocks]
+        elif not source.pairs:
+            blocks = pieces(blocks)
+        for piece, text in enumerate(blocks):
             if piece == 0:
                 content = whole(text)
                 least = settings["min_words"]

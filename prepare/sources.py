@@ -3,6 +3,7 @@
 import bz2
 import codecs
 import contextlib
+import csv
 import datetime
 import glob
 import gzip
@@ -10,6 +11,7 @@ import hashlib
 import itertools
 import json
 import lzma
+import math
 import numbers
 import os
 import random
@@ -35,9 +37,12 @@ SHORT_NAMES = {  # for hf:REPO[:CONFIG]
     "c4-es": "allenai/c4:es",
     "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
 }
-SOURCES = ("stdlib, task:addition, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:REPO[:CONFIG], "
-           f"{', '.join(SHORT_NAMES)}")
+SOURCES = ("stdlib, task:addition, text:GLOB, csv:GLOB, tsv:GLOB, jsonl:GLOB, parquet:GLOB, "
+           f"hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}")
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
+LONGEST = 64 * BLOCK  # characters of a field of a table, or of an object in an array
+ASKS = "system developer user human tool function".split()  # roles of messages
+ANSWERS = "assistant gpt".split()
 LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
 
 
@@ -83,7 +88,8 @@ class Source:
 
     def documents(self, start: int):
         """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
-        of text, or a tuple with the fields of a pair. If split is None, a hash of the text or prompt decides.
+        of text, a tuple with the fields of a pair, or a generator of such tuples, one for each answer of a
+        conversation. If split is None, a hash of the text or of the (first) prompt decides.
         """
         named = {}  # the value behind the name of each validation set
         found = READERS[self.kind](self, self.progress)
@@ -95,17 +101,34 @@ class Source:
                 if named.setdefault(name, value) != value:
                     raise UserError(f"the values {named[name]!r} and {value!r} of {self.val_field} "
                                     f"would share the validation set val_{name}: rename one in the data.")
-            yield (tuple(texts) if self.pairs else texts), split, name
+            if self.pairs:
+                texts = tuple(texts)
+                if isinstance(texts[0], tuple):
+                    texts = answers_of(*texts)
+            yield texts, split, name
 
-    def texts(self, where, row: dict) -> list[str]:
-        """The values of the `fields` of a row as texts."""
-        return [text_of(row[name], f"{where} field {name!r},") for name in self.fields]
+    def texts(self, where, row: dict):
+        """Yields the values of the `fields` of a row as texts, and a list of messages with `where` it is."""
+        self.check_fields(where, row)
+        for name in self.fields:
+            value = row
+            try:
+                for part in [name] if name in row else name.split("."):
+                    value = None if value is None else value[part]
+            except (KeyError, TypeError):
+                raise UserError(f"{where} has no field {name!r}, of which the first part is there: name what "
+                                "is inside that, or write a null where it is missing.")
+            if isinstance(value, list) and self.fields[:2] == [name, name]:
+                yield where, value
+            else:
+                yield text_of(value, f"{where} field {name!r},")
 
-    def check_fields(self, where, there):
-        """Raises UserError unless all `fields` are `there`."""
-        self.progress.unread |= dict.fromkeys(name for name in there if name not in self.fields)
-        if not (missing := [name for name in self.fields if name not in there]):
-            return
+    def check_fields(self, where, there) -> list[str]:
+        """The columns with the `fields`, of `meta.text` that is `meta`. UserError unless all are `there`."""
+        columns = [name if name in there else name.partition(".")[0] for name in self.fields]
+        self.progress.unread |= dict.fromkeys(name for name in there if name not in columns)
+        if not (missing := [name for name, column in zip(self.fields, columns) if column not in there]):
+            return columns
         flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
         if missing[0] == self.val_field:
             flag = "--val-field NAME"
@@ -114,7 +137,7 @@ class Source:
         raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
                         f"in python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} "
                         "and train on the directory that this makes. Rows that lack it need a null there, "
-                        "and fields inside of others have to be moved out.")
+                        "and a field inside of another has a name with a dot, as meta.text.")
 
 
 def find_source(dataset: str) -> tuple[str, list[Path]]:
@@ -133,19 +156,12 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
     if dataset in SHORT_NAMES or prefix == "hf" and where:
         return "hub", find_files(f"{repository(dataset)[0]}/**")  # if it is a directory here
     if Path(dataset).is_file():
-        prefix = "jsonl" if ".jsonl" in dataset else "text"
-        way = conversion(Path(dataset)) or f"use '{prefix}:{dataset}', or text:, jsonl: or parquet: before it"
-        raise UserError(f"{dataset} is a file: {way}.")
+        # jsonl: also for .json
+        named = [kind for kind in FILE_PREFIXES if f".{kind.removesuffix('l')}" in dataset.lower()]
+        with unpacked(Path(dataset)):  # which names what has no text
+            raise UserError(f"{dataset} is a file: use '{(named or ['text'])[0]}:{dataset}', or text:, csv:, "
+                            "tsv:, jsonl: or parquet: before it.")
     raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
-
-
-def conversion(path: Path) -> str:
-    """A command that makes a source of a table or of an array of JSON; "" of what is neither."""
-    with unpacked(path) as (file, raw):
-        packed = file is not raw
-        array = not packed and re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", file.peek(100))
-    way = OF_ARRAY if array else OF_TABLE if {".csv", ".tsv"} & {*path.suffixes} else ""
-    return way.format(shlex.quote(str(path)))
 
 
 def repository(dataset: str) -> list[str | None]:
@@ -260,35 +276,84 @@ def text_blocks(path, begin, end, progress):
             yield text
 
 
-def read_jsonl(source, progress):
+def lines_of(path, progress):
+    """Yields (number, text) of each line."""
+    before = progress.done
+    with unpacked(path) as (file, raw):
+        for number, line in enumerate(file, 1):
+            progress.done = before + raw.tell()
+            try:
+                text = line.decode("utf-8-sig", "surrogatepass")
+                refuse_zero(line)
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
+            yield number, text
+
+
+def read_csv(source, progress):
+    """Tables, whose first row has the names of the fields."""
+    csv.field_size_limit(LONGEST)
     for path in source.files:
-        before = progress.done
-        with unpacked(path) as (file, raw):
-            for number, line in enumerate(file, 1):
-                progress.done = before + raw.tell()
-                if not line.isspace():
-                    yield json_texts(source, path, number, line), None
+        lines = (text for _, text in lines_of(path, progress))
+        head = next(lines, "")
+        delimiter = "\t" if source.kind == "tsv" else max(",;", key=head.count)
+        rows = csv.DictReader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
+        try:
+            for row in rows:
+                if None in (*row, *row.values()):  # what is too much, or missing
+                    raise csv.Error("it has more fields, or fewer")
+                yield source.texts(f"{path}, line {rows.line_num},", row), None
+        except csv.Error as error:
+            copy = f"{shlex.quote(str(path))} > new.{source.kind}"
+            raise UserError(f"{path}, line {rows.line_num}, does not end a row like the first ({error}): "
+                            f"{MEND_TABLE.format(copy)}.")
 
 
-def json_texts(source, path, number, line):
-    """The texts of a line, which is parsed when the first is asked for."""
-    where = f"{path}, line {number},"
-    try:
-        text = line.decode("utf-8-sig", "surrogatepass")
-        refuse_zero(line)
-        # numbers stay as they are written, and NaN is missing
-        row = json.loads(text, parse_float=str, parse_int=str,
-                         parse_constant=lambda text: text.replace("NaN", ""))
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
-    except (ValueError, RecursionError):
+def read_jsonl(source, progress):
+    """An object in each line, or one array of objects."""
+    for path in source.files:
+        with unpacked(path) as (file, _):
+            array = re.match(rb"(\xef\xbb\xbf)?\s*\[", file.peek(100))
+        for where, row in (json_array if array else json_lines)(path, progress):
+            where = f"{path}, {where},"
+            if not isinstance(row, dict):
+                raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line, or "
+                                "each item of one array, must be one JSON object.")
+            yield source.texts(where, row), None
+
+
+# numbers stay as they are written, and NaN is missing
+JSON = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=lambda text: text.replace("NaN", ""))
+
+
+def json_lines(path, progress):
+    """Yields where it is, and what it holds, or None, of each line that is not blank."""
+    for number, text in lines_of(path, progress):
         row = None
-    if not isinstance(row, dict):
-        way = conversion(path)
-        raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line must be one "
-                        f"JSON object{way and f'; {way}'}.")
-    source.check_fields(where, row)
-    yield from source.texts(where, row)
+        if not text.isspace():
+            with contextlib.suppress(ValueError, RecursionError):
+                row = JSON.decode(text)
+            yield f"line {number}", row
+
+
+def json_array(path, progress):
+    """The same of the items of an array, whose text is read in blocks."""
+    text = ""
+    number = 1
+    for block in text_blocks(path, 0, math.inf, progress):
+        text += block
+        end = 0
+        if len(text) > LONGEST:
+            break
+        with contextlib.suppress(ValueError, RecursionError):  # where the block ends, or the array
+            while True:
+                begin = re.compile(r"\s*[\[,]?\s*").match(text, end).end()
+                row, end = JSON.raw_decode(text, begin)
+                yield f"item {number}", row
+                number += 1
+        text = text[end:]
+    if "".join(text.split()) not in ("]", "[]"):
+        yield f"item {number}", None
 
 
 def read_parquet(source, progress):
@@ -297,8 +362,8 @@ def read_parquet(source, progress):
     for path in source.files:
         with readable(path):
             file = parquet.ParquetFile(path)
-            source.check_fields(path, file.schema_arrow.names)
-            for batch in file.iter_batches(1000, columns=source.fields):
+            columns = source.check_fields(path, file.schema_arrow.names)
+            for batch in file.iter_batches(1000, columns=columns):
                 yield from rows_of(source, path, batch.to_pydict())
         progress.done += path.stat().st_size
 
@@ -308,21 +373,20 @@ def read_hub(source, progress):
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     with readable(name):
         if not Path(name).exists() and not reachable(hub):
-            raise NotNow(f"no network, so {name} cannot be read: use local files (text:, jsonl:, parquet:) "
-                         "or the source stdlib, which every machine has, or copy the directory in shards/ "
-                         "from a machine that has prepared it.")
+            raise NotNow(f"no network, so {name} cannot be read: use local files (text:, csv:, tsv:, jsonl:, "
+                         "parquet:) or the source stdlib, which every machine has, or copy the directory in "
+                         "shards/ from a machine that has prepared it.")
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
-        if rows.column_names:
-            source.check_fields(name, rows.column_names)
+        columns = source.check_fields(name, rows.column_names or next(iter(rows), source.fields))
         # row by row is far slower
-        for batch in rows.select_columns(source.fields).iter(batch_size=1000):
+        for batch in rows.select_columns(columns).iter(batch_size=1000):
             yield from rows_of(source, name, batch)
 
 
 # how each kind of data set is read; FILE_PREFIXES of data.py names those that are files
-READERS = {"stdlib": read_stdlib, "task": read_task, "text": read_text, "jsonl": read_jsonl,
-           "parquet": read_parquet, "hub": read_hub}
+READERS = {"stdlib": read_stdlib, "task": read_task, "text": read_text, "csv": read_csv, "tsv": read_csv,
+           "jsonl": read_jsonl, "parquet": read_parquet, "hub": read_hub}
 
 
 @contextlib.contextmanager
@@ -340,7 +404,7 @@ def readable(name):
 def rows_of(source, where, batch):
     """The documents of a batch of rows, with a list for each field."""
     for values in zip(*batch.values()):
-        yield source.texts(where, dict(zip(batch, values))), None
+        yield [*source.texts(where, dict(zip(batch, values)))], None
 
 
 @contextlib.contextmanager
@@ -371,11 +435,10 @@ NO_TEXT = {rb"\x28\xb5\x2f\xfd": "packed: unpack it with zstd -d, and name what 
            rb"%PDF-": "a PDF: make a text of it, as pdftotext does",
            rb"PAR1": "a parquet file: put parquet: before its name",
            rb"\xd0\xcf\x11\xe0|\{\\rtf": "a document: save it as plain text"}
-OF_TABLE = ("python -c \"import pandas, sys; pandas.read_csv(sys.argv[1], sep=None, engine='python')"
-            ".to_parquet('table.parquet')\" {} makes table.parquet of it, for parquet:table.parquet")
-OF_ARRAY = ("python -c \"import json, sys; open('lines.jsonl', 'w').writelines(json.dumps(row) + '\\n' "
-            "for row in json.load(open(sys.argv[1], 'rb')))\" {} makes lines.jsonl of it, for "
-            "jsonl:lines.jsonl")
+MEND_TABLE = ("a field that holds a delimiter, a quote or the end of a line is between quotes, and quotes in "
+              "it are doubled. They are by sed 's/\\\\\"/\"\"/g' {0} if each has a backslash, or by sed "
+              "'s/\"/\"\"/g; s/\\t/\"\\t\"/g; s/^/\"/; s/\\r*$/\"/' {0} if tabs divide the fields and "
+              "quotes are just text; tr '\\r' '\\n' < {0} is for lines as an old Mac ends them")
 
 
 def stdlib_files() -> list[Path]:
@@ -434,9 +497,36 @@ def text_of(value, where: str) -> str:
         value = "true" if value else "false"
     if isinstance(value, str | numbers.Number | datetime.date | datetime.time):
         return str(value)
-    raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, or write a "
-                    'jsonl file of lines such as {"prompt": "…", "response": "…"} for --prompt-field '
-                    "prompt --response-field response (docs/running.md, Chats).")
+    raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, one inside of "
+                    "it as NAME.KEY, or a list of messages with both --prompt-field NAME and "
+                    "--response-field NAME (docs/running.md, Chats).")
+
+
+def answers_of(conversation: tuple, _, condition: str = ""):
+    """Yields (prompt, response, condition) for each answer in the messages of OpenAI or ShareGPT. Its prompt
+    is all that was said before, in lines. A system message at the beginning is the condition, unless there is
+    one already.
+    """
+    where, messages = conversation
+    before = []
+    for message in messages:
+        try:
+            role = message.get("role") or message["from"]
+            content = message.get("content") or message.get("value")  # a call of a tool has none
+            if isinstance(content, list):
+                content = "".join(part["text"] for part in content)
+            if role not in ASKS + ANSWERS:
+                raise KeyError(role)
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(f"{where} has the message {str(message)[:100]}: it needs a role (or from) that "
+                            f"is one of {', '.join(ASKS + ANSWERS)}, and a content (or value) of text alone.")
+        text = text_of(content, where)
+        if role in ("system", "developer") and not (before or condition):
+            condition = text
+            continue
+        if role in ANSWERS:
+            yield "\n".join(filter(None, before)), text, condition
+        before.append(text)
 
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
