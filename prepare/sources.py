@@ -128,7 +128,7 @@ class Source:
         columns = [name if name in there else name.partition(".")[0] for name in self.fields]
         self.progress.unread |= dict.fromkeys(name for name in there if name not in columns)
         if not (missing := [name for name, column in zip(self.fields, columns) if column not in there]):
-            return columns
+            return [*dict.fromkeys(columns)]
         flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
         if missing[0] == self.val_field:
             flag = "--val-field NAME"

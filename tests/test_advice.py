@@ -3,10 +3,8 @@
 import bz2
 import gzip
 import io
-import json
 import re
 import shutil
-import subprocess
 import tarfile
 import zipfile
 
@@ -78,42 +76,15 @@ def test_texts_that_look_a_little_like_those(folder):
         assert texts_of("text:some.txt") == [content + TEXT]
 
 
-ROWS = [{"text": "One, two;\n\"three\"", "n": 1}, {"text": "ñandú 日本", "n": 2}] * 30
-
-
-def write(path):
-    if path.suffix == ".json":
-        indent = 2 if path.stem == "pretty" else None
-        encoding = "utf-8-sig" if path.stem == "marked" else "utf-8"
-        path.write_text(json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding=encoding)
-    else:
-        pandas = pytest.importorskip("pandas")  # comes with datasets
-        pandas.DataFrame(ROWS).to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
-
-
-@pytest.mark.parametrize("name", [
-    "posts.csv", "array.json", *[pytest.param(name, marks=pytest.mark.full) for name in (
-        "my posts.tsv", "posts.csv.gz", "pretty.json", "marked.json")]])
-def test_a_table_and_an_array_are_converted_by_the_command_that_is_named(name, folder):
-    write(folder / name)
-    said = re.search(r"(python -c .*) makes [\w.]+ of it, for (\w+:[\w.]+)\.$", refused(name), re.M)
-    assert said and said[0] in refused(f"jsonl:{name}"), refused(f"jsonl:{name}")
-    subprocess.run(["bash", "-c", said[1]], check=True, timeout=100)
-    assert texts_of(said[2]) == [row["text"] for row in ROWS], said[1]
-
-
-def test_a_packed_array_gets_no_command_that_cannot_read_it(folder):
-    (folder / "array.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
-    assert "python -c" not in refused("jsonl:array.json.gz")
-
-
 @pytest.mark.parametrize("name, source", [("sub/book.txt", "text"), ("./book.txt", "text"),
-                                          ("book.txt", "text"), ("sub/rows.jsonl", "jsonl")])
+                                          ("book.txt", "text"), ("sub/rows.jsonl", "jsonl"),
+                                          ("rows.json", "jsonl"), ("ROWS.CSV", "csv"), ("a.tsv", "tsv")])
 def test_a_file_without_a_prefix(name, source, folder):
     """Also one with a slash in its name, which for a trainer was a directory."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(TEXT if source == "text" else '{"text": "a"}\n' * 99)
+    content = {"text": TEXT, "jsonl": '{"text": "a"}\n' * 99}
+    path.write_text(content.get(source, "text\n" + "".join(f"row {n}\n" for n in range(99))))
     for ask in (find_source, lambda data: locate(data, "bytes", 1000, 0, print, 64)):
         with pytest.raises(UserError, match=f"is a file: use '{source}:{name}', or ") as problem:
             ask(name)

@@ -5,6 +5,7 @@ that names file, line and field and a command that works.
 import bz2
 import codecs
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from processes import fork
 from runs import Trainer
 from test_data import bins, read_documents, read_split
 
@@ -102,7 +105,7 @@ def test_lists_and_objects_are_no_text(here, form, value):
         dataset = write_rows(here / "set" / "x.jsonl", {"text": value})
     where = {"jsonl": "x.jsonl, line 1,", "parquet": "x.parquet", "hf": "set"}[form]
     found = refused("hf:set" if form == "hf" else dataset, "out")
-    assert where in found and "field 'text'" in found and "--prompt-field prompt" in found
+    assert where in found and "field 'text'" in found and "--prompt-field NAME and --response-field" in found
 
 
 def test_bytes_are_utf8(here):
@@ -363,6 +366,173 @@ def test_a_text_field_that_would_not_be_read_is_refused(here):
     assert texts_of(dataset, text_field="body") == ["x"]
 
 
+TABLES = {  # each is the same two rows
+    "comma.csv": b'text,n\r\n"One, ""two"";\r\nthree",007\r\n\r\n\xc3\xb1,NA\r\n',
+    "marked.csv": codecs.BOM_UTF8 + b'n,text\n007,"One, ""two"";\r\nthree"\nNA,\xc3\xb1',
+    "semicolon.csv": b'text;n\n"One, ""two"";\r\nthree";007\n\xc3\xb1;NA\n',
+    "tab.tsv": b'text\tn\n"One, ""two"";\r\nthree"\t007\n\xc3\xb1\tNA\n'}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_read_as_it_stands(here, name):
+    kind = name[-3:]
+    for file, pack in ((name, bytes), (f"{name}.gz", gzip.compress)):
+        (here / file).write_bytes(pack(TABLES[name]))
+        assert texts_of(f"{kind}:{file}") == ['One, "two";\r\nthree', "ñ"]
+        assert texts_of(f"{kind}:{file}", text_field="n") == ["007", "NA"]
+        assert f"is a file: use '{kind}:{file}', or " in refused(file, "out")
+    (here / f"{name}.0").write_text("")  # the control: a file without rows adds none
+    assert texts_of(f"{kind}:{name}*") == 2 * ['One, "two";\r\nthree', "ñ"]
+
+
+@pytest.mark.parametrize("kind, text, line, mend", [
+    ("csv", 'text,n\na,1\nb,c,2\n', 3, None), ("csv", 'text,n\na,1\nb\n', 3, None),
+    ("csv", 'text,n\na,1\n"an open quote,2\nb,3\n', 2, None),
+    ("csv", 'text,n\n"she said \\"no\\", twice",1\n', 1, 0),
+    ("tsv", 'text\tn\r\n"no" is what she said\t1\r\n', 1, 1), ("csv", 'text,n\r"no",1\ryes,2\r', 0, 2)])
+def test_a_damaged_table_is_refused_and_what_mends_it_works(here, kind, text, line, mend):
+    """By the lines that the error names, typed as they stand."""
+    (here / f"my rows.{kind}").write_bytes(text.encode())
+    found = refused(f"{kind}:my rows.{kind}", "out")
+    assert found.startswith(f"my rows.{kind}, line {line}, does not end a row like the first (")
+    commands = re.findall(rf"(?:sed|tr) '[^;]*?'.*? > new\.{kind}", found.replace("; s/", "& s/"))
+    assert len(commands) == 3
+    if mend is not None:
+        subprocess.run(commands[mend].replace("& s/", "; s/"), shell=True, check=True, timeout=60)
+        assert 'no' in texts_of(f"{kind}:new.{kind}")[0]
+
+
+def test_a_table_of_another_encoding_or_without_the_field_is_named(here):
+    (here / "x.csv").write_bytes('text,n\na,1\nmañana,2\n'.encode("latin-1"))
+    assert "x.csv, byte 3 of line 3, is not UTF-8 text (it is 0xf1)" in refused("csv:x.csv", "out")
+    (here / "x.tsv").write_bytes("text\tn\na\t1\n".encode("utf-16-le"))
+    assert "of line 1, is not UTF-8 text" in refused("tsv:x.tsv", "out")
+    (here / "y.csv").write_text("body,n\na,1\n")
+    assert "has no field 'text' but body, n: choose among them" in refused("csv:y.csv", "out")
+    assert texts_of("csv:y.csv", text_field="body") == ["a"]
+
+
+def test_tables_and_arrays_are_not_held_in_memory(here, monkeypatch):
+    """The first row is there when little has been read, and what does not end is refused before all is."""
+    row = {"text": "word " * 30_000, "n": 1}  # longer than csv's own limit
+    (here / "x.json").write_text(json.dumps([row] * 99))
+    (here / "x.csv").write_text("text,n\n" + f"{row['text']},1\n" * 99)
+    for dataset in ("jsonl:x.json", "csv:x.csv"):
+        source = sources.Source(dataset, pipeline.settings_of(dataset))
+        found = ["".join(texts) for texts, _, _ in itertools.islice(source.documents(0), 2)]
+        assert found == [row["text"]] * 2 and source.progress.done < 0.1 * source.progress.total
+    (here / "open.json").write_text('[{"text": "' + "a" * 5000)
+    (here / "open.csv").write_text('text,n\n"' + "a\n" * 5000)
+    monkeypatch.setattr(sources, "LONGEST", 1000)
+    monkeypatch.setattr(sources, "BLOCK", 200)
+    assert "open.json, item 1, is not JSON" in refused("jsonl:open.json", "out")
+    assert "(field larger than field limit (1000))" in refused("csv:open.csv", "out")
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_is_read_as_its_lines_are(here, monkeypatch, block, indent):
+    rows = [{"text": "]},{ é 日", "n": 1.10}, {"text": None, "tree": [[{"b": []}]]}, {"n": 2, "text": "x"}]
+    lines = texts_of(write_rows(here / "x.jsonl", *rows))
+    text = json.dumps(rows, indent=indent, ensure_ascii=False)
+    for name, raw in {"x.json": text.encode(), "marked.json": codecs.BOM_UTF8 + f"\n {text}\n".encode(),
+                      "x.json.gz": gzip.compress(text.encode())}.items():
+        (here / name).write_bytes(raw)
+        assert f"is a file: use 'jsonl:{name}', or " in refused(name, "out")
+        monkeypatch.setattr(sources, "BLOCK", block)
+        assert texts_of(f"jsonl:{name}") == lines == ["]},{ é 日", "", "x"]
+        monkeypatch.undo()
+        os.chdir(here)
+    (here / "x.json").write_text("[ ]")
+    assert texts_of("jsonl:x.json") == []
+
+
+@pytest.mark.parametrize("text, item", [
+    ('["a"]', 1), ('[{"text": "a"}, 5]', 2), ('[{"text": "a"},]', 2), ('[{"text": "a"}', 2), ("[", 1),
+    ('[{"text": "a"}] and', 2), ('[{"text": "a"}, {"text": "b', 2), ('[{"text": "a"}, {"text": b}]', 2)])
+def test_a_damaged_array_is_refused(here, text, item):
+    (here / "x.json").write_text(text)
+    found = refused("jsonl:x.json", "out")
+    assert f"x.json, item {item}, is not JSON, or nested too deeply, or no object" in found
+
+
+@pytest.mark.parametrize("form", ["jsonl", "array", "parquet", "hf", "hf of tables"])
+def test_a_field_inside_of_another_has_a_name_with_dots(here, form):
+    (here / "set").mkdir()
+    rows = [{"meta": {"text": "a", "deep": {"n": 1}}, "meta.kind": "b"}, {"meta": None, "meta.kind": "c"}]
+    if form in ("parquet", "hf of tables"):
+        write_table(here / "set" / "x.parquet", **{name: [row[name] for row in rows] for name in rows[0]})
+    elif form == "array":
+        (here / "set" / "x.json").write_text(json.dumps(rows))
+    else:
+        write_rows(here / "set" / "x.jsonl", *rows)
+    dataset = {"parquet": "parquet:set/*", "array": "jsonl:set/*", "jsonl": "jsonl:set/*"}.get(form, "hf:set")
+    assert texts_of(dataset, text_field="meta.text") == ["a", ""]
+    assert texts_of(dataset, text_field="meta.deep.n") == ["1", ""]
+    assert texts_of(dataset, text_field="meta.kind") == ["b", "c"]  # a name as it is comes first
+    pair = {"prompt_field": "meta.kind", "response_field": "meta.text", "condition_field": "meta.deep.n"}
+    assert texts_of(dataset, **pair) == [("b", "a", "1"), ("c", "", "")]
+    for name, words in {"meta.x": "has no field 'meta.x', of which the first part is there",
+                        "meta": "holds a dict and no text: name another field, one inside of it as NAME.KEY",
+                        "x.text": "has no field 'x.text' but meta, meta.kind: choose among them"}.items():
+        assert words in refused(dataset, "out", text_field=name)
+
+
+@pytest.mark.parametrize("kind", ["csv", "array"])
+def test_a_prepare_of_a_table_or_an_array_resumes_and_notices_an_edit(here, kind):
+    rows = [{"text": f"row {n}, of many"} for n in range(900)]
+    name = "x.csv" if kind == "csv" else "x.json"
+    text = "text\n" + "".join(f'"{row["text"]}"\n' for row in rows) if kind == "csv" else json.dumps(rows)
+    (here / name).write_text(text)
+    dataset = f"csv:{name}" if kind == "csv" else f"jsonl:{name}"
+    options = {"shard_tokens": 4000, "val_split": "hash:0.1"}
+    whole = prepared(dataset, here / "whole", **options)
+    prepared_until(2, dataset, here / "killed", **options)
+    assert bins(prepared(dataset, here / "killed", **options)) == bins(whole) and len(bins(whole)) > 3
+    assert bins(whole) == bins(prepared(write_rows(here / "same.jsonl", *rows), here / "lines", **options))
+    (here / name).write_text(text.replace("row 7,", "row 8,"))
+    assert "another source" in refused(dataset, whole, **options)
+
+
+APPENDED = re.search(r"\*\*Appended text\.\*\*.*?```bash\n(.*?)```",
+                     (ROOT / "docs" / "running.md").read_text(), re.S)[1]
+
+
+@pytest.mark.parametrize("name, ranks", [
+    ("gpt2", 0), *[pytest.param(name, 2, marks=pytest.mark.full) for name in ("gpt2", "hrm", "mlm")]])
+def test_text_that_was_appended_is_trained_on_as_the_guide_says(here, name, ranks):
+    """With the tokenizer of the first run. Nothing that this has trained on is in the new validation set, and
+    without --init-from the grown text is refused.
+    """
+    first, second = (shlex.split(line.partition(".py")[2], comments=True) for line in APPENDED.splitlines())
+    trainer = Trainer(f"train_{name}.py", **({"ff": 48, "window": 16} if name == "mlm" else {}))
+
+    def train(words, **changes):
+        usual = trainer.flags(words[words.index("--data") + 1], words[words.index("--out") + 1], steps=4)
+        given = [word for word in usual if word not in ("--tokenizer", "bytes")] + words
+        return fork(ranks, trainer.script, *given) if ranks else trainer.here(*given)
+
+    old = [f"the {n}. day of spring\n" for n in range(900)]
+    (here / "diary.txt").write_text("".join(old))
+    done = train(first)
+    assert done.code == 0, done.out
+    trained = bytes(read_split(here / "shards" / "diary-bytes", "train"))
+    with open(here / "diary.txt", "a") as file:
+        file.writelines(f"the {n}. night of autumn\n" for n in range(90))
+    again = train(first)
+    assert again.code == 2 and "shards/diary-bytes was prepared from another text" in again.out, again.out
+    done = train(second)
+    assert done.code == 0 and "starting from runs/diary/checkpoints/" in done.out, done.out
+    manifest = data.read_manifest(here / "shards" / "diary-diary")
+    assert manifest["tokenizer"]["sha256"] == data.sha256_of(here / "runs" / "diary" / "tokenizer.json")
+    held_out = bytes(read_split(here / "shards" / "diary-diary", "val"))
+    assert b"night of autumn" in held_out and b"day of spring" in held_out
+    assert not any(line in trained for line in held_out.splitlines()[1:]), "it was trained on"
+    assert held_out.splitlines()[1] in "".join(old).encode()  # the control: of the old text
+    done = train(second)
+    assert done.code == 0 and "is complete" in done.out or "nothing" in done.out, done.out
+
+
 def test_a_separator_that_divides_nothing_is_said(here, capsys, monkeypatch):
     (here / "x.txt").write_text("a story\n" * 99)
     prepared("text:x.txt", "none", split_on="<end>", val_split="hash:0.000001")
@@ -560,7 +730,7 @@ def test_an_edit_in_a_large_text_is_noticed_before_prepare_resumes(here, large):
     assert "another source" in refused(large, "out", **options)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "text", "lines"])
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet", "text", "lines"])
 @pytest.mark.parametrize("megabytes", [0, 50])
 def test_a_small_set_holds_out_one_document_in_ten(here, monkeypatch, form, megabytes):
     """Files of less than 40 MB in all; more hold out one in 100."""
@@ -570,6 +740,9 @@ def test_a_small_set_holds_out_one_document_in_ten(here, monkeypatch, form, mega
         dataset = write_rows(here / "x.jsonl", *({"text": text} for text in texts))
     elif form == "parquet":
         dataset = write_table(here / "x.parquet", text=texts)
+    elif form == "csv":
+        (here / "x.csv").write_text("\n".join(["text", *texts]))
+        dataset = "csv:x.csv"
     elif form == "lines":
         (here / "x.txt").write_text("\n".join(texts))
         dataset = "text:x.txt"
