@@ -137,6 +137,166 @@ def test_pairs_with_the_same_prompt_are_on_one_side(tmp_path):
     assert all(prompts) and not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 100
 
 
+MESSAGES = {"prompt_field": "messages", "response_field": "messages"}
+SAID = [("system", "Be brief. "), ("user", "2+2?"), ("assistant", "4"), ("user", "And 3+3?"),
+        ("assistant", "6")]
+OPENAI = [{"role": role, "content": text} for role, text in SAID]
+PARTS = [{"role": role, "content": [{"type": "text", "text": part} for part in (text[:1], text[1:])]}
+         for role, text in SAID]
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text}
+            for role, text in SAID]
+
+
+@pytest.mark.parametrize("messages", [OPENAI, PARTS, SHAREGPT], ids=["openai", "parts", "sharegpt"])
+@pytest.mark.parametrize("form", ["lines", "array", "parquet", "hf"])
+def test_each_answer_of_a_conversation_is_a_pair_with_all_before_it(tmp_path, form, messages):
+    """It has the ids of --condition and --prompt, with the earlier turns as lines."""
+    rows = [{"messages": messages}] * 2
+    (tmp_path / "set").mkdir()
+    if form == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "set" / "x.parquet")
+        source = f"parquet:{tmp_path}/set/x.parquet"
+    elif form == "array":
+        (tmp_path / "set" / "x.json").write_text(json.dumps(rows))
+        source = f"jsonl:{tmp_path}/set/x.json"
+    else:
+        source = write(tmp_path / "set" / "x.jsonl", rows)
+    source = f"hf:{tmp_path}/set" if form == "hf" else source
+    out = prepare(source, tmp_path / "out", val_split="hash:0.001", **MESSAGES)
+    tokenizer = with_roles(load_tokenizer("bytes"))
+    wanted = [[*prompt_ids(tokenizer, prompt, "Be brief. ").tolist(), *answer] for prompt, answer in (
+        ("2+2?", b"4"), ("2+2?\n4\nAnd 3+3?", b"6"))]
+    assert wanted[1] == [START, *b"Be brief. 2+2?\n4\nAnd 3+3?", RESPONSE, *b"6"]
+    assert sorted(all_documents(out)) == sorted(2 * wanted)
+    assert data.read_manifest(out)["pairs"]["documents"] == 2
+
+
+def conversations(n: int) -> list[list[dict]]:
+    """Each with three answers."""
+    return [[{"role": role, "content": f"{i}?" if k == 0 else f"{i} {k}"}
+             for k, role in enumerate(["user", "assistant"] * 3)] for i in range(n)]
+
+
+def test_a_conversation_is_on_one_side(tmp_path):
+    """By the hash of its first prompt; each answer alone would be on another."""
+    out = prepare(write(tmp_path / "x.jsonl", [{"messages": talk} for talk in conversations(300)]),
+                  tmp_path / "out", val_split="hash:0.3", **MESSAGES)
+
+    def openings(out):
+        found = []
+        for split in ("train", "val"):
+            documents = [d for row in split_rows(out, split) for d in documents_of(row)]
+            texts = [bytes(token for token in document if token < 256) for document in documents]
+            found.append({text.partition(b"?")[0] for text in texts})
+        return found
+
+    train, val = openings(out)
+    assert len(train) + len(val) == 300 and not train & val and 50 < len(val) < 130
+    assert all((pipeline.hash64(f"{int(i)}?") < 0.3 * 2**64) == (i in val) for i in train | val)
+    pairs = [{"q": "\n".join(m["content"] for m in talk[:at]), "a": talk[at]["content"]}
+             for talk in conversations(300) for at in (1, 3, 5)]
+    source = write(tmp_path / "y.jsonl", pairs)
+    train, val = openings(prepare(source, tmp_path / "pairs", val_split="hash:0.3"))
+    assert len(train & val) > 50  # the control
+
+
+def test_conversations_of_one_answer_are_the_shards_of_pairs(tmp_path):
+    rows = [row | {"s": f"so {n % 7} "} for n, row in enumerate(samples(300))]
+    talks = [[{"role": "system", "content": row["s"]}, {"role": "user", "content": row["q"]},
+              {"role": "assistant", "content": row["a"]}] for row in rows]
+    pairs = prepare(write(tmp_path / "x.jsonl", rows), tmp_path / "pairs", condition_field="s")
+    source = write(tmp_path / "y.jsonl", [{"messages": talk} for talk in talks])
+    found = prepare(source, tmp_path / "talks", **MESSAGES)
+    names = sorted(path.name for path in pairs.glob("*.bin"))
+    assert len(names) == 2 and names == sorted(path.name for path in found.glob("*.bin"))
+    assert all((pairs / name).read_bytes() == (found / name).read_bytes() for name in names)
+
+
+def test_what_a_conversation_lacks_is_counted(tmp_path, capsys):
+    call = {"role": "assistant", "tool_calls": [{"id": "1"}]}
+    user = {"role": "user", "content": "why?"}
+    begun = [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "x" * 200},
+             {"from": "gpt", "value": "y"}]
+    talks = [[user, call, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "so"}],
+             [user], [], begun]
+    source = write(tmp_path / "x.jsonl", [{"messages": talk, "c": f"<{n}>"} for n, talk in enumerate(talks)])
+    out = prepare(source, tmp_path / "out", val_split="hash:0.001", **MESSAGES)
+    said = capsys.readouterr().out
+    assert "1 empty prompts, 1 empty responses, 2 samples, 1 too long prompts" in said
+    assert "note: 2 documents have no text" in said
+    assert sorted(all_documents(out)) == [
+        [START, *b"why?\n42", RESPONSE, *b"so"], [START, RESPONSE, *b"hello"]]
+    limits = {"val_split": "hash:0.001", "condition_field": "c", "max_samples": 1}
+    out = prepare(source, tmp_path / "c", **limits, **MESSAGES)
+    assert all_documents(out) == [[START, *b"<0>why?\n42", RESPONSE, *b"so"]]
+
+
+@pytest.mark.parametrize("message, words", [
+    ({"role": "bot", "content": "x"}, "that is one of system"), ({"text": "x"}, "has the message"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "of text alone"),
+    ({"role": "user", "content": {"a": 1}}, "holds a dict and no text"),
+    ("x", "has the message x: it needs"), (None, "has the message None")])
+def test_messages_that_are_none_are_refused(tmp_path, message, words):
+    rows = [{"messages": OPENAI}, {"messages": [*OPENAI, message]}]
+    with pytest.raises(data.UserError, match=f"x.jsonl, line 2, .*{words}"):
+        prepare(write(tmp_path / "x.jsonl", rows), tmp_path / "out", val_split="hash:0.001", **MESSAGES)
+    source = write(tmp_path / "t.jsonl", [{"messages": "a text"}])
+    text = prepare(source, tmp_path / "t", val_split="hash:0.001", **MESSAGES)
+    assert all_documents(text) == [[START, *b"a text", RESPONSE, *b"a text"]]  # as ever
+
+
+def test_a_prepare_that_is_stopped_inside_a_conversation_resumes(tmp_path, monkeypatch):
+    source = write(tmp_path / "x.jsonl", [{"messages": talk} for talk in conversations(200)])
+    limits = {"shard_tokens": 100, "max_samples": 150} | MESSAGES
+    whole = prepare(source, tmp_path / "whole", **limits)
+    ends = {shard["end"][1] for shard in data.read_manifest(whole)["shards"]}
+    assert len(ends) > 1, "no shard ends inside a conversation"
+    written, plain = [], packing.write_manifest
+
+    def stop_sometimes(directory, manifest):
+        plain(directory, manifest)
+        written.append(1)
+        if len(written) % 6 == 0:
+            raise RuntimeError("stopped here")
+
+    monkeypatch.setattr(packing, "write_manifest", stop_sometimes)
+    for _ in range(200):
+        with contextlib.suppress(RuntimeError):
+            prepare(source, tmp_path / "stopped", **limits)
+            break
+    assert len(written) > 12
+    for path in whole.iterdir():
+        if path.name != ".lock":
+            assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("script, ranks", [
+    ("train_gpt2.py", 0), *[pytest.param(f"train_{name}.py", 2, marks=pytest.mark.full)
+                            for name in ("gpt2", "hrm", "mlm")]])
+def test_runs_on_conversations_and_on_tables(tmp_path, monkeypatch, script, ranks):
+    """The loss falls, and a model of conversations is asked as the guide says."""
+    monkeypatch.chdir(tmp_path)
+    out = prepare(write(tmp_path / "x.jsonl", [{"messages": talk} for talk in conversations(300)]),
+                  tmp_path / "out", **MESSAGES)
+    table = "".join(f'"{i}, one, ""two""",{i}\n' for i in range(300))
+    (tmp_path / "rows.csv").write_text(f"text,n\n{table}")
+    flags = {"window": 16} if script == "train_mlm.py" else {"max_new_tokens": 3}
+    trainer = Trainer(script, steps=12, **flags)
+    train = trainer.fork if ranks else trainer.train
+    runs = {"talks": (out, {"seq_len": 128}), "rows": ("csv:rows.csv", {"tokenizer": "bytes"})}
+    for name, (source, usual) in runs.items():
+        done = train(ranks, source, tmp_path / name, **usual)
+        assert done.code == 0, done.out
+        losses = [record["loss"] for record in steps_of(tmp_path / name)]
+        assert len(losses) == 12 and losses[-1] < losses[0] and evaluations_of(tmp_path / name)
+    if script != "train_mlm.py":
+        asked = "--condition", "Be brief. ", "--prompt", "1?\n2\n3?", "--max-new-tokens", "3"
+        used = trainer.here("--out", tmp_path / "talks", *asked)
+        assert used.code == 0 and used.out.startswith("1?\n2\n3?\n"), used.out
+
+
 def own_roles(tmp_path):
     """A tokenizer that has, like that of HRM-Text, ids of its own for start, response and end."""
     spec = json.loads(load_tokenizer("bytes").to_json())
