@@ -110,7 +110,7 @@ class Source:
     def texts(self, where, row: dict):
         """Yields the values of the `fields` of a row as texts, and a list of messages with `where` it is."""
         self.check_fields(where, row)
-        for name in self.fields:
+        for number, name in enumerate(self.fields):
             value = row
             try:
                 for part in [name] if name in row else name.split("."):
@@ -118,7 +118,7 @@ class Source:
             except (KeyError, TypeError):
                 raise UserError(f"{where} has no field {name!r}, of which the first part is there: name what "
                                 "is inside that, or write a null where it is missing.")
-            if isinstance(value, list) and self.fields[:2] == [name, name]:
+            if isinstance(value, list) and number < 2 and self.fields[:2] == [name, name]:
                 yield where, value
             else:
                 yield text_of(value, f"{where} field {name!r},")
@@ -512,10 +512,11 @@ def answers_of(conversation: tuple, _, condition: str = ""):
     for message in messages:
         try:
             role = message.get("role") or message["from"]
-            content = message.get("content") or message.get("value")  # a call of a tool has none
+            content = message.get("content", message.get("value"))
             if isinstance(content, list):
                 content = "".join(part["text"] for part in content)
-            if role not in ASKS + ANSWERS:
+            known = ANSWERS if content is None else ASKS + ANSWERS  # an answer may call a tool alone
+            if role not in known:
                 raise KeyError(role)
         except (AttributeError, KeyError, TypeError):
             raise UserError(f"{where} has the message {str(message)[:100]}: it needs a role (or from) that "

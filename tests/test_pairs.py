@@ -237,6 +237,7 @@ def test_what_a_conversation_lacks_is_counted(tmp_path, capsys):
     ({"role": "bot", "content": "x"}, "that is one of system"), ({"text": "x"}, "has the message"),
     ({"role": "user", "content": [{"type": "image_url"}]}, "of text alone"),
     ({"role": "user", "content": {"a": 1}}, "holds a dict and no text"),
+    ({"role": "user", "text": "x"}, "and a content"), ({"from": "human", "content": None}, "and a content"),
     ("x", "has the message x: it needs"), (None, "has the message None")])
 def test_messages_that_are_none_are_refused(tmp_path, message, words):
     rows = [{"messages": OPENAI}, {"messages": [*OPENAI, message]}]
@@ -245,6 +246,10 @@ def test_messages_that_are_none_are_refused(tmp_path, message, words):
     source = write(tmp_path / "t.jsonl", [{"messages": "a text"}])
     text = prepare(source, tmp_path / "t", val_split="hash:0.001", **MESSAGES)
     assert all_documents(text) == [[START, *b"a text", RESPONSE, *b"a text"]]  # as ever
+    source = write(tmp_path / "v.jsonl", [{"messages": OPENAI}])
+    for flag, words in {"val_field": "holds a list and no text", "condition_field": "holds a list"}.items():
+        with pytest.raises(data.UserError, match=words):
+            prepare(source, tmp_path / flag, **MESSAGES, **{flag: "messages"})
 
 
 def test_a_prepare_that_is_stopped_inside_a_conversation_resumes(tmp_path, monkeypatch):
