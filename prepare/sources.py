@@ -277,7 +277,7 @@ def text_blocks(path, begin, end, progress):
 
 
 def lines_of(path, progress):
-    """Yields (number, text) of each line."""
+    """Yields the lines of a text."""
     before = progress.done
     with unpacked(path) as (file, raw):
         for number, line in enumerate(file, 1):
@@ -287,14 +287,14 @@ def lines_of(path, progress):
                 refuse_zero(line)
             except UnicodeDecodeError as error:
                 raise not_utf8(path, f"byte {error.start + 1} of line {number}", error)
-            yield number, text
+            yield text
 
 
 def read_csv(source, progress):
     """Tables, whose first row has the names of the fields."""
     csv.field_size_limit(LONGEST)
     for path in source.files:
-        lines = (text for _, text in lines_of(path, progress))
+        lines = lines_of(path, progress)
         head = next(lines, "")
         delimiter = "\t" if source.kind == "tsv" else max(",;", key=head.count)
         rows = csv.DictReader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
@@ -305,7 +305,8 @@ def read_csv(source, progress):
                 yield source.texts(f"{path}, line {rows.line_num},", row), None
         except csv.Error as error:
             copy = f"{shlex.quote(str(path))} > new.{source.kind}"
-            raise UserError(f"{path}, line {rows.line_num}, does not end a row like the first ({error}): "
+            line = rows.reader.line_num  # rows.line_num is that of the row before
+            raise UserError(f"{path}, line {line}, does not end a row like the first ({error}): "
                             f"{MEND_TABLE.format(copy)}.")
 
 
@@ -328,7 +329,7 @@ JSON = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=lambda te
 
 def json_lines(path, progress):
     """Yields where it is, and what it holds, or None, of each line that is not blank."""
-    for number, text in lines_of(path, progress):
+    for number, text in enumerate(lines_of(path, progress), 1):
         row = None
         if not text.isspace():
             with contextlib.suppress(ValueError, RecursionError):

@@ -387,9 +387,9 @@ def test_a_table_is_read_as_it_stands(here, name):
 
 @pytest.mark.parametrize("kind, text, line, mend", [
     ("csv", 'text,n\na,1\nb,c,2\n', 3, None), ("csv", 'text,n\na,1\nb\n', 3, None),
-    ("csv", 'text,n\na,1\n"an open quote,2\nb,3\n', 2, None),
-    ("csv", 'text,n\n"she said \\"no\\", twice",1\n', 1, 0),
-    ("tsv", 'text\tn\r\n"no" is what she said\t1\r\n', 1, 1), ("csv", 'text,n\r"no",1\ryes,2\r', 0, 2)])
+    ("csv", 'text,n\na,1\n"an open quote,2\nb,3\n', 4, None),
+    ("csv", 'text,n\n"she said \\"no\\", twice",1\n', 2, 0),
+    ("tsv", 'text\tn\r\n"no" is what she said\t1\r\n', 2, 1), ("csv", 'text,n\r"no",1\ryes,2\r', 1, 2)])
 def test_a_damaged_table_is_refused_and_what_mends_it_works(here, kind, text, line, mend):
     """By the lines that the error names, typed as they stand."""
     (here / f"my rows.{kind}").write_bytes(text.encode())
