@@ -156,11 +156,11 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
     if dataset in SHORT_NAMES or prefix == "hf" and where:
         return "hub", find_files(f"{repository(dataset)[0]}/**")  # if it is a directory here
     if Path(dataset).is_file():
-        # jsonl: also for .json
-        named = [kind for kind in FILE_PREFIXES if f".{kind.removesuffix('l')}" in dataset.lower()]
+        endings = {kind: f".{kind.removesuffix('l')}" for kind in FILE_PREFIXES}  # jsonl: .json, too
+        likely = next((kind for kind in endings if endings[kind] in dataset.lower()), "text")
         with unpacked(Path(dataset)):  # which names what has no text
-            raise UserError(f"{dataset} is a file: use '{(named or ['text'])[0]}:{dataset}', or text:, csv:, "
-                            "tsv:, jsonl: or parquet: before it.")
+            raise UserError(f"{dataset} is a file: use '{likely}:{dataset}', or text:, csv:, tsv:, jsonl: or "
+                            "parquet: before it.")
     raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
 
 
@@ -504,9 +504,9 @@ def text_of(value, where: str) -> str:
 
 
 def answers_of(conversation: tuple, _, condition: str = ""):
-    """Yields (prompt, response, condition) for each answer in the messages of OpenAI or ShareGPT. Its prompt
-    is all that was said before, in lines. A system message at the beginning is the condition, unless there is
-    one already.
+    """Yields (prompt, response, condition) for each answer in the messages of OpenAI or ShareGPT, which are
+    given with where they are, twice, as prompt and as response. The prompt of an answer is all that was said
+    before, in lines. A system message at the beginning is the condition, unless there is one already.
     """
     where, messages = conversation
     before = []

@@ -253,8 +253,8 @@ def test_messages_that_are_none_are_refused(tmp_path, message, words):
 
 
 def test_a_prepare_that_is_stopped_inside_a_conversation_resumes(tmp_path, monkeypatch):
-    source = write(tmp_path / "x.jsonl", [{"messages": talk} for talk in conversations(200)])
-    limits = {"shard_tokens": 100, "max_samples": 150} | MESSAGES
+    source = write(tmp_path / "x.jsonl", [{"messages": talk} for talk in conversations(90)])
+    limits = {"shard_tokens": 300, "max_samples": 80} | MESSAGES
     whole = prepare(source, tmp_path / "whole", **limits)
     ends = {shard["end"][1] for shard in data.read_manifest(whole)["shards"]}
     assert len(ends) > 1, "no shard ends inside a conversation"
@@ -263,7 +263,7 @@ def test_a_prepare_that_is_stopped_inside_a_conversation_resumes(tmp_path, monke
     def stop_sometimes(directory, manifest):
         plain(directory, manifest)
         written.append(1)
-        if len(written) % 6 == 0:
+        if len(written) % 4 == 0:
             raise RuntimeError("stopped here")
 
     monkeypatch.setattr(packing, "write_manifest", stop_sometimes)
@@ -271,7 +271,7 @@ def test_a_prepare_that_is_stopped_inside_a_conversation_resumes(tmp_path, monke
         with contextlib.suppress(RuntimeError):
             prepare(source, tmp_path / "stopped", **limits)
             break
-    assert len(written) > 12
+    assert len(written) > 8
     for path in whole.iterdir():
         if path.name != ".lock":
             assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes(), path.name
@@ -288,14 +288,14 @@ def test_runs_on_conversations_and_on_tables(tmp_path, monkeypatch, script, rank
     table = "".join(f'"{i}, one, ""two""",{i}\n' for i in range(300))
     (tmp_path / "rows.csv").write_text(f"text,n\n{table}")
     flags = {"window": 16} if script == "train_mlm.py" else {"max_new_tokens": 3}
-    trainer = Trainer(script, steps=12, **flags)
+    trainer = Trainer(script, steps=8, save_every=8, eval_every=8, **flags)
     train = trainer.fork if ranks else trainer.train
     runs = {"talks": (out, {"seq_len": 128}), "rows": ("csv:rows.csv", {"tokenizer": "bytes"})}
     for name, (source, usual) in runs.items():
         done = train(ranks, source, tmp_path / name, **usual)
         assert done.code == 0, done.out
         losses = [record["loss"] for record in steps_of(tmp_path / name)]
-        assert len(losses) == 12 and losses[-1] < losses[0] and evaluations_of(tmp_path / name)
+        assert len(losses) == 8 and losses[-1] < losses[0] and evaluations_of(tmp_path / name)
     if script != "train_mlm.py":
         asked = "--condition", "Be brief. ", "--prompt", "1?\n2\n3?", "--max-new-tokens", "3"
         used = trainer.here("--out", tmp_path / "talks", *asked)

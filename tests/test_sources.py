@@ -508,7 +508,7 @@ def test_text_that_was_appended_is_trained_on_as_the_guide_says(here, name, rank
     trainer = Trainer(f"train_{name}.py", **({"ff": 48, "window": 16} if name == "mlm" else {}))
 
     def train(words):
-        flags = [*trainer.flags(None, None, steps=4), *words]
+        flags = [*trainer.flags(None, None, steps=2), *words]
         return fork(ranks, trainer.script, *flags) if ranks else trainer.here(*flags)
 
     def text(shards, split):
