@@ -41,8 +41,8 @@ SOURCES = ("stdlib, task:addition, text:GLOB, csv:GLOB, tsv:GLOB, jsonl:GLOB, pa
            f"hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}")
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LONGEST = 64 * BLOCK  # characters of a field of a table, or of an object in an array
-ASKS = "system developer user human tool function".split()  # roles of messages
-ANSWERS = "assistant gpt".split()
+ASKS = "system developer user human tool function observation".split()  # roles of messages
+ANSWERS = "assistant gpt chatgpt model function_call".split()
 LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
 
 
@@ -59,6 +59,40 @@ class Progress:
     seen: int = 0  # documents that were read to their end, or skipped
     divided: bool = False  # whether split_on occurred
     unread: dict = field(default_factory=dict)  # other fields that there are, in their order
+
+
+@dataclass
+class Conversation:
+    """A list of messages, as OpenAI or ShareGPT has them."""
+
+    where: str
+    messages: list
+
+    def pairs(self, condition: str = ""):
+        """Yields (prompt, response, condition) for each answer. Its prompt is all that was said before, in
+        lines. A system message at the beginning is the condition, unless there is one already.
+        """
+        before = []
+        for message in self.messages:
+            try:
+                role = message.get("role") or message["from"]
+                content = message.get("content", message.get("value"))
+                if isinstance(content, list):
+                    content = "".join(part["text"] for part in content)
+                known = ANSWERS if content is None else ASKS + ANSWERS  # an answer may call a tool alone
+                if role not in known:
+                    raise KeyError(role)
+            except (AttributeError, KeyError, TypeError):
+                raise UserError(f"{self.where} has the message {str(message)[:100]}: it needs a role (or "
+                                f"from) that is one of {', '.join(ASKS + ANSWERS)}, and a content (or value) "
+                                "of text alone.")
+            text = text_of(content, self.where)
+            if role in ("system", "developer") and not (before or condition):
+                condition = text
+                continue
+            if role in ANSWERS:
+                yield "\n".join(filter(None, before)), text, condition
+            before.append(text)
 
 
 class Source:
@@ -103,12 +137,17 @@ class Source:
                                     f"would share the validation set val_{name}: rename one in the data.")
             if self.pairs:
                 texts = tuple(texts)
-                if isinstance(texts[0], tuple):
-                    texts = answers_of(*texts)
+                if isinstance(texts[0], Conversation):
+                    texts = texts[0].pairs(*texts[2:])
             yield texts, split, name
 
     def texts(self, where, row: dict):
-        """Yields the values of the `fields` of a row as texts, and a list of messages with `where` it is."""
+        """Yields the values of the `fields` of a row as texts; if they are a list of messages, twice as a
+        Conversation.
+        """
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line, or each "
+                            "item of one array, must be one JSON object.")
         self.check_fields(where, row)
         for number, name in enumerate(self.fields):
             value = row
@@ -119,7 +158,7 @@ class Source:
                 raise UserError(f"{where} has no field {name!r}, of which the first part is there: name what "
                                 "is inside that, or write a null where it is missing.")
             if isinstance(value, list) and number < 2 and self.fields[:2] == [name, name]:
-                yield where, value
+                yield Conversation(where, value)
             else:
                 yield text_of(value, f"{where} field {name!r},")
 
@@ -315,46 +354,43 @@ def read_jsonl(source, progress):
     for path in source.files:
         with unpacked(path) as (file, _):
             array = re.match(rb"(\xef\xbb\xbf)?\s*\[", file.peek(100))
-        for where, row in (json_array if array else json_lines)(path, progress):
-            where = f"{path}, {where},"
-            if not isinstance(row, dict):
-                raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line, or "
-                                "each item of one array, must be one JSON object.")
-            yield source.texts(where, row), None
+        if array:
+            for number, row in enumerate(json_array(path, progress), 1):
+                yield source.texts(f"{path}, item {number},", row), None
+            continue
+        for number, line in enumerate(lines_of(path, progress), 1):
+            if not line.isspace():
+                yield json_texts(source, f"{path}, line {number},", line), None
 
 
 # numbers stay as they are written, and NaN is missing
 JSON = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=lambda text: text.replace("NaN", ""))
 
 
-def json_lines(path, progress):
-    """Yields where it is, and what it holds, or None, of each line that is not blank."""
-    for number, text in enumerate(lines_of(path, progress), 1):
-        row = None
-        if not text.isspace():
-            with contextlib.suppress(ValueError, RecursionError):
-                row = JSON.decode(text)
-            yield f"line {number}", row
+def json_texts(source, where, line):
+    """The texts of a line, which is parsed when the first is asked for."""
+    row = None
+    with contextlib.suppress(ValueError, RecursionError):
+        row = JSON.decode(line)
+    yield from source.texts(where, row)
 
 
 def json_array(path, progress):
-    """The same of the items of an array, whose text is read in blocks."""
+    """Yields the items of an array, whose text is read in blocks, and None where it is damaged."""
     text = ""
-    number = 1
     for block in text_blocks(path, 0, math.inf, progress):
         text += block
-        end = 0
         if len(text) > LONGEST:
             break
+        end = 0
         with contextlib.suppress(ValueError, RecursionError):  # where the block ends, or the array
             while True:
                 begin = re.compile(r"\s*[\[,]?\s*").match(text, end).end()
                 row, end = JSON.raw_decode(text, begin)
-                yield f"item {number}", row
-                number += 1
+                yield row
         text = text[end:]
     if "".join(text.split()) not in ("]", "[]"):
-        yield f"item {number}", None
+        yield None
 
 
 def read_parquet(source, progress):
@@ -501,34 +537,6 @@ def text_of(value, where: str) -> str:
     raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, one inside of "
                     "it as NAME.KEY, or a list of messages with both --prompt-field NAME and "
                     "--response-field NAME (docs/running.md, Chats).")
-
-
-def answers_of(conversation: tuple, _, condition: str = ""):
-    """Yields (prompt, response, condition) for each answer in the messages of OpenAI or ShareGPT, which are
-    given with where they are, twice, as prompt and as response. The prompt of an answer is all that was said
-    before, in lines. A system message at the beginning is the condition, unless there is one already.
-    """
-    where, messages = conversation
-    before = []
-    for message in messages:
-        try:
-            role = message.get("role") or message["from"]
-            content = message.get("content", message.get("value"))
-            if isinstance(content, list):
-                content = "".join(part["text"] for part in content)
-            known = ANSWERS if content is None else ASKS + ANSWERS  # an answer may call a tool alone
-            if role not in known:
-                raise KeyError(role)
-        except (AttributeError, KeyError, TypeError):
-            raise UserError(f"{where} has the message {str(message)[:100]}: it needs a role (or from) that "
-                            f"is one of {', '.join(ASKS + ANSWERS)}, and a content (or value) of text alone.")
-        text = text_of(content, where)
-        if role in ("system", "developer") and not (before or condition):
-            condition = text
-            continue
-        if role in ANSWERS:
-            yield "\n".join(filter(None, before)), text, condition
-        before.append(text)
 
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
