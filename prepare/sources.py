@@ -195,8 +195,8 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
     if dataset in SHORT_NAMES or prefix == "hf" and where:
         return "hub", find_files(f"{repository(dataset)[0]}/**")  # if it is a directory here
     if Path(dataset).is_file():
-        endings = {kind: f".{kind.removesuffix('l')}" for kind in FILE_PREFIXES}  # jsonl: .json, too
-        likely = next((kind for kind in endings if endings[kind] in dataset.lower()), "text")
+        # of .json, too
+        likely = next((kind for kind in FILE_PREFIXES if f".{kind[:4]}" in dataset.lower()), "text")
         with unpacked(Path(dataset)):  # which names what has no text
             raise UserError(f"{dataset} is a file: use '{likely}:{dataset}', or text:, csv:, tsv:, jsonl: or "
                             "parquet: before it.")
