@@ -36,6 +36,7 @@ from ddp_utils import (
     with_barrier,
 )
 from model import GPT2, MLM, compute_dtype, num_params, use_device
+from weights.card import write_card
 from weights.huggingface import logits_of_hf, to_hf
 from weights.init_from import assert_tokenizer
 from weights.llama_cpp import logits_of_gguf, to_gguf
@@ -136,6 +137,7 @@ def use_on_rank0(model: nn.Module, run: Asked):
     if args.export == "hf":
         export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
+        write_card(out / "hf" / "README.md", saved)
         prefix = vars(model.config).get("attention") == "prefix"
         if prefix and run.model_class is GPT2:
             print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
