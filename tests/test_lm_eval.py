@@ -1,11 +1,14 @@
 """The log-likelihoods of an exported model: those of transformers, and of EleutherAI's lm_eval where that is
-installed (pip install lm_eval accelerate peft), equal ours of EOT and the text.
+installed (pip install lm_eval accelerate peft), equal ours of EOT and the text. So does the guide's command.
 """
 
 import json
+import re
+import shlex
 
 import pytest
 import torch
+from conftest import ROOT
 from test_model import hrm, transformers  # noqa: F401 (a fixture)
 from test_model_gpt2_mlm import gpt2
 
@@ -59,36 +62,45 @@ TASKS = {  # name: output_type, context, text
     "continuation": ("loglikelihood", "{{text.split()[0]}}", "{{text[text.split()[0]|length:]}}")}
 
 
+def write_tasks(directory):
+    (directory / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    for name, (kind, context, text) in TASKS.items():
+        task = {"task": name, "output_type": kind, "doc_to_text": context, "doc_to_target": text,
+                "target_delimiter": "", "dataset_path": "json", "test_split": "test",
+                "dataset_kwargs": {"data_files": {"test": str(directory / "texts.jsonl")},
+                                   "cache_dir": str(directory / "cache")},
+                "metric_list": [{"metric": "bits_per_byte" if "rolling" in kind else "perplexity"}]}
+        (directory / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+
+
+def worst_of(samples: list[dict], task: str, model, tokenizer) -> float:
+    """The largest error a token."""
+    errors = []
+    for sample in samples:
+        theirs, text = sample["filtered_resps"][0], sample["doc"]["text"]
+        context = text.split()[0] if task == "continuation" else ""
+        ours = log_likelihood(model, tokenizer, text[len(context):], context)
+        theirs = float(theirs[0] if isinstance(theirs, (list, tuple)) else theirs)  # a text in its files
+        errors.append(error(theirs, ours, tokenizer, text[len(context):]))
+    assert len(errors) == len(TEXTS)
+    return max(errors)
+
+
 @each_family
 def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):
     pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm_eval accelerate peft")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     model, tokenizer, directory = exported
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    for name, (kind, context, text) in TASKS.items():
-        task = {"task": name, "output_type": kind, "doc_to_text": context, "doc_to_target": text,
-                "target_delimiter": "", "dataset_path": "json", "test_split": "test",
-                "dataset_kwargs": {"data_files": {"test": str(tmp_path / "texts.jsonl")},
-                                   "cache_dir": str(tmp_path / "cache")},
-                "metric_list": [{"metric": "bits_per_byte" if "rolling" in kind else "perplexity"}]}
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+    write_tasks(tmp_path)
 
     def worst(task: str, **arguments) -> float:
-        """The largest error a token; each task alone, as lm_eval shares what two tasks have in common."""
+        """Each task alone, as lm_eval shares what two tasks have in common."""
         found = simple_evaluate(
             "hf", model_args={"pretrained": str(directory), "device": "cpu", **arguments}, tasks=[task],
             task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), batch_size=1,
             bootstrap_iters=0, log_samples=True)["samples"][task]
-        errors = []
-        for sample in found:
-            theirs, text = sample["filtered_resps"][0], sample["doc"]["text"]
-            context = text.split()[0] if task == "continuation" else ""
-            ours = log_likelihood(model, tokenizer, text[len(context):], context)
-            errors.append(error(theirs[0] if isinstance(theirs, (list, tuple)) else theirs, ours, tokenizer,
-                                text[len(context):]))
-        assert len(errors) == len(TEXTS)
-        return max(errors)
+        return worst_of(found, task, model, tokenizer)
 
     assert worst("target") < BOUND
     assert worst("continuation") < BOUND
@@ -98,3 +110,44 @@ def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):
     path = directory / "tokenizer.json"  # the control: what was exported without the post-processor
     path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
     assert worst("continuation") > 10 * BOUND
+
+
+GUIDE = (ROOT / "docs" / "running.md").read_text().partition("**lm-evaluation-harness.**")[2]
+COMMAND = re.search(r"^lm_eval (.*)$", GUIDE, re.M)[1]
+OF_DOCUMENTS = re.search(r"`(,add_bos_token=\w+)`", GUIDE)[1]
+
+
+def test_the_command_of_the_guide_names_an_export():
+    """And what the tests of this file run: the model, a processor, one sample at a time."""
+    words = shlex.split(COMMAND)
+    assert words[::2] == ["--model", "--model_args", "--tasks", "--device", "--batch_size"]
+    assert (words[1], *words[7::2]) == ("hf", "cpu", "1")
+    assert re.fullmatch(r"pretrained=runs/[\w-]+/hf", words[3])
+
+
+@pytest.mark.full
+@each_family
+def test_the_command_of_the_guide_scores_as_we_do(exported, tmp_path, monkeypatch):
+    """With tasks of this file in place of those of the hub. For documents, what the guide says is added; the
+    control is the command without it.
+    """
+    pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm_eval accelerate peft")
+    from lm_eval.__main__ import cli_evaluate
+    model, tokenizer, directory = exported
+    write_tasks(tmp_path)
+
+    def worst(task: str, added: str = "") -> float:
+        words = shlex.split(COMMAND)
+        words[3] = f"pretrained={directory}{added}"
+        words[5] = task
+        results = tmp_path / f"results{added}-{task}"
+        own = ["--include_path", str(tmp_path), "--output_path", str(results), "--log_samples"]
+        monkeypatch.setattr("sys.argv", ["lm_eval", *words, *own])
+        cli_evaluate()
+        path, = results.rglob("samples_*.jsonl")
+        return worst_of([*map(json.loads, path.read_text().splitlines())], task, model, tokenizer)
+
+    assert worst("target") < BOUND
+    assert worst("continuation") < BOUND
+    assert worst("document", OF_DOCUMENTS) < BOUND
+    assert worst("document") > 10 * BOUND
