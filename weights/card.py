@@ -112,13 +112,16 @@ def card_of(saved: dict) -> str:
         commands=monitor.read_config(run).get("commands"), monitor=monitor, shlex=shlex, public=public)
 
 
+def signed(card: str) -> str:
+    """With its digest, by which the next export knows that nobody has edited it."""
+    return f"{card}\n\n<!-- {digest_json(card)}: while this fits, an export replaces the file -->\n"
+
+
 def write_card(path: Path, saved: dict):
-    """Writes the card of a checkpoint with its digest, in place of an earlier one that nobody has edited."""
+    """Writes the card of a checkpoint in place of an earlier one, unless that was edited."""
     if path.exists():
-        card, _, digest = path.read_text("utf-8", "replace").rpartition("\n\n<!-- ")
-        if digest[:64] != digest_json(card):
+        earlier = path.read_text("utf-8", "replace")
+        if earlier != signed(earlier.rpartition("\n\n<!-- ")[0]):
             return say(f"{path} stays as it is, because no export has written it so: move it away and export "
                        "again for a card of this model")
-    card = card_of(saved)
-    signed = f"{card}\n\n<!-- {digest_json(card)}: while this fits, an export replaces the file -->\n"
-    write_atomically(path, signed.encode())
+    write_atomically(path, signed(card_of(saved)).encode())
