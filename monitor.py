@@ -110,12 +110,14 @@ class RunLock:
             path = self.out / ".lock"
             try:
                 held = os.fstat(self._file.fileno())
-                owner, same = path.read_text(), os.path.samestat(held, path.stat())
+                owner = path.read_text()
+                same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
-                if not held.st_nlink:  # it was removed, and each save says that it fails
-                    return ""
-                now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
-                return f"{self.out} was moved to {now}: the same command with --out {now} resumes the run."
+                lock = Path(f"/proc/self/fd/{self._file.fileno()}").resolve()
+                if not os.path.exists(lock):  # it was removed, or macOS does not say where it is: each save
+                    return ""  # says that it fails
+                return (f"{self.out} was moved to {lock.parent}: the same command with --out {lock.parent} "
+                        "resumes the run.")
             except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
                 return ""  # fails as well, and is tried again
             # some file systems number a file anew; on a full disk the owner was not written

@@ -65,8 +65,9 @@ def interface_of(address: str) -> str:
 def keep_alive(connection: socket.socket) -> None:
     """Makes a connection fail within 20 s of the other machine's death, even if it is never closed."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # macOS lacks the first
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds: float) -> None:
