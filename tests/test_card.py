@@ -38,7 +38,7 @@ def saved_run(directory, family: str = "GPT2", step: int = 20, **changes) -> dic
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return {"path": str(directory / "checkpoints" / "x.pt"), "family": family, "step": step, "samples": 320,
             "seq_len": 64, "loss": 2.5, "tokenizer": "/home/alice/words.json (0123456789ab)",
-            "model_config": {}, "settings": SETTINGS | changes}
+            "model_config": {"global_every": 1} if family == "MLM" else {}, "settings": SETTINGS | changes}
 
 
 def prepared(directory, dataset: str, source: str) -> str:
@@ -117,6 +117,7 @@ def test_no_folder_of_this_machine_is_in_the_card(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family, first", [("HRM", "**Pass question and answer as two texts**"),
+                                           ("OwnModel", "**Pass question and answer as two texts**"),
                                            ("GPT2", "Transformers has no prefix mask")])
 def test_a_prefix_is_said_in_the_first_line(family, first, tmp_path):
     saved = saved_run(tmp_path, family)

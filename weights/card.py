@@ -11,8 +11,9 @@ import monitor
 from data import UserError, digest_json, directory_of, read_manifest, say, sources_of, write_atomically
 
 CARD = """---
+{%- set masked = "global_every" in model_config %}
 library_name: transformers
-pipeline_tag: {{ "fill-mask" if family == "MLM" else "text-generation" }}
+pipeline_tag: {{ "fill-mask" if masked else "text-generation" }}
 tags:
 - {{ family | lower }}
 {%- set manifests = manifests | select | list %}
@@ -27,13 +28,13 @@ tags:
 {%- endfor %}
 # license: to be filled in, as one of https://huggingface.co/docs/hub/repositories-licenses
 ---
-{% if model_config.attention == "prefix" and family == "HRM" -%}
-**Pass question and answer as two texts**, `tokenizer(question, answer)`. In one text an answer sees itself:
-a model that was tuned on such texts had a loss of 0.036 there, and of 8.1 where it wrote the answers.
-
-{% elif model_config.attention == "prefix" -%}
+{% if model_config.attention == "prefix" and family == "GPT2" -%}
 Transformers has no prefix mask for GPT-2: there a question sees only what comes before, in training all of
 itself.
+
+{% elif model_config.attention == "prefix" -%}
+**Pass question and answer as two texts**, `tokenizer(question, answer)`. In one text an answer sees itself:
+a model that was tuned on such texts had a loss of 0.036 there, and of 8.1 where it wrote the answers.
 
 {% endif -%}
 # {{ family }} of size {{ settings.size }}
@@ -55,11 +56,11 @@ itself.
 {%- endfor %}
 - **License**: to be filled in, here and in the lines above
 
-**To use it** with transformers {{ "5.9" if family == "HRM" else "5.23" if model_config.modern else "4.48" }}
+**To use it** with transformers {{ "5.9" if model_config.h_cycles else "5.23" if model_config.modern else "4.48" }}
 or later, in this directory, or elsewhere with the name of its repository instead of the dot:
 
 ```python
-{% if family == "MLM" -%}
+{% if masked -%}
 from transformers import pipeline
 fill = pipeline("fill-mask", ".")
 print(fill(f"The {fill.tokenizer.mask_token} sat."))
