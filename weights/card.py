@@ -56,8 +56,9 @@ a model that was tuned on such texts had a loss of 0.036 there, and of 8.1 where
 {%- endfor %}
 - **License**: to be filled in, here and in the lines above
 
-**To use it** with transformers {{ "5.9" if model_config.h_cycles else "5.23" if model_config.modern else "4.48" }}
-or later, in this directory, or elsewhere with the name of its repository instead of the dot:
+{% set version = "5.9" if model_config.h_cycles else "5.23" if model_config.modern else "4.48" -%}
+**To use it** with transformers {{ version }} or later in this directory, or elsewhere with the name of its
+repository instead of the dot:
 
 ```python
 {% if masked -%}
@@ -120,7 +121,7 @@ def signed(card: str) -> str:
 
 def write_card(path: Path, saved: dict):
     """Writes the card of a checkpoint in place of an earlier one, unless that was edited."""
-    if path.exists():
+    if path.is_file():
         earlier = path.read_text("utf-8", "replace")
         if earlier != signed(earlier.rpartition("\n\n<!-- ")[0]):
             return say(f"{path} stays as it is, because no export has written it so: move it away and export "
