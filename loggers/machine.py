@@ -60,8 +60,8 @@ def network_traffic() -> tuple[int, int]:
 def is_trainer(command: list[str]) -> bool:
     """Whether a command line is Python running a trainer (not torchrun, which only starts trainers)."""
     script = next((part for part in command[1:] if part and not part.startswith("-")), "")
-    return (bool(re.fullmatch(r"train_\w+\.py", Path(script).name))
-            and "python" in Path(command[0]).name.lower())  # it is Python on macOS
+    # on macOS it is Python
+    return bool(re.fullmatch(r"train_\w+\.py", Path(script).name)) and "ython" in Path(command[0]).name
 
 
 def read_gpus() -> list[dict]:

@@ -113,7 +113,7 @@ def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):
 
 
 GUIDE = (ROOT / "docs" / "running.md").read_text().partition("**lm-evaluation-harness.**")[2]
-COMMAND = re.search(r"^lm_eval (.*)$", GUIDE, re.M)[1]
+COMMAND = re.search(r"^lm_eval (.*?)\n```", GUIDE, re.M | re.S)[1].replace("\\\n", "")
 OF_DOCUMENTS = re.search(r"`(,add_bos_token=\w+)`", GUIDE)[1]
 
 

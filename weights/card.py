@@ -5,8 +5,6 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from jinja2 import Template  # comes with torch
-
 import monitor
 from data import UserError, digest_json, directory_of, read_manifest, say, sources_of, write_atomically
 
@@ -103,6 +101,7 @@ def public(word: str) -> str:
 
 def card_of(saved: dict) -> str:
     """The card of a checkpoint. What the files of its run and of its data no longer say is left out."""
+    from jinja2 import Template  # comes with torch
     settings = saved["settings"]
     run = Path(saved["path"]).parent.parent
     manifests = []
