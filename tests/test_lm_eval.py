@@ -12,7 +12,7 @@ from conftest import ROOT
 from test_model import hrm, transformers  # noqa: F401 (a fixture)
 from test_model_gpt2_mlm import gpt2
 
-from prepare.tokenizer import load_tokenizer
+from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
 from weights.huggingface import to_hf
 
 TEXTS = ["def main():\n    return 1\n", "import sys\nprint(sys.argv)\n", "über alles, sat on 12 mats"]
@@ -115,6 +115,7 @@ def test_lm_eval_scores_as_we_do(exported, transformers, tmp_path):
 GUIDE = (ROOT / "docs" / "running.md").read_text().partition("**lm-evaluation-harness.**")[2]
 COMMAND = re.search(r"^lm_eval (.*?)\n```", GUIDE, re.M | re.S)[1].replace("\\\n", "")
 OF_DOCUMENTS = re.search(r"`(,add_bos_token=\w+)`", GUIDE)[1]
+OF_PAIRS = re.search(r"`--(apply_\w+)`", GUIDE)[1]
 
 
 def test_the_command_of_the_guide_names_an_export():
@@ -151,3 +152,52 @@ def test_the_command_of_the_guide_scores_as_we_do(exported, tmp_path, monkeypatc
     assert worst("continuation") < BOUND
     assert worst("document", OF_DOCUMENTS) < BOUND
     assert worst("document") > 10 * BOUND
+
+
+@torch.no_grad()
+def log_likelihood_of_answer(model, tokenizer, question: str, answer: str) -> float:
+    asked = prompt_ids(tokenizer, question).tolist()
+    ids = torch.tensor([asked + tokenizer.encode(answer).tolist()])
+    logits = model(ids[:, :-1])[0, :, :tokenizer.vocab_size]
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[len(asked) - 1:].sum().item()
+
+
+@pytest.mark.full
+@each_family
+def test_answers_are_scored_as_we_do_with_the_word_of_the_guide(make, tmp_path):
+    """The controls: without it, and an HRM with attention `prefix`, whose questions are read left to right."""
+    pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm_eval accelerate peft")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    tokenizer = with_roles(load_tokenizer("bytes"))
+    pairs = {"7 and 1?": "it is 8", "what is 12 and 1?": "it is 13"}
+    rows = [{"text": question, "answer": answer} for question, answer in pairs.items()]
+    write_tasks(tmp_path)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = json.loads((tmp_path / "target.yaml").read_text())
+    task |= {"task": "pairs", "doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
+    (tmp_path / "pairs.yaml").write_text(json.dumps(task))
+
+    def worst(attention: str, **options) -> float:
+        torch.manual_seed(0)
+        model = make(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=64, attention=attention,
+                     **tokenizer.roles).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        to_hf(model, tmp_path / attention, tokenizer)
+        found = simple_evaluate(
+            "hf", model_args={"pretrained": str(tmp_path / attention), "device": "cpu"}, tasks=["pairs"],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), batch_size=1,
+            bootstrap_iters=0, log_samples=True, **options)["samples"]["pairs"]
+        errors = []
+        for sample in found:
+            question, answer = sample["doc"]["text"], sample["doc"]["answer"]
+            ours = log_likelihood_of_answer(model, tokenizer, question, answer)
+            errors.append(error(sample["filtered_resps"][0][0], ours, tokenizer, answer))
+        assert len(errors) == len(pairs)
+        return max(errors)
+
+    assert worst("isolated", **{OF_PAIRS: True}) < BOUND
+    assert worst("isolated") > 10 * BOUND
+    if make is hrm:
+        assert worst("prefix", **{OF_PAIRS: True}) > 5 * BOUND
