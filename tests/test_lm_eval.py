@@ -165,7 +165,7 @@ def log_likelihood_of_answer(model, tokenizer, question: str, answer: str) -> fl
 @pytest.mark.full
 @each_family
 def test_answers_are_scored_as_we_do_with_the_word_of_the_guide(make, tmp_path):
-    """The controls: without it, and an HRM with attention `prefix`, whose questions are read left to right."""
+    """The controls: without it, and an HRM with attention `prefix`, whose questions it reads otherwise."""
     pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm_eval accelerate peft")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
