@@ -61,13 +61,13 @@ def test_the_hub_reads_the_metadata_of_each_family(family, tmp_path):
     text = card_of(saved_run(tmp_path, family))
     assert metadata_of(text, tmp_path) == {"library_name": "transformers", "pipeline_tag": FAMILIES[family],
                                            "tags": [family.lower()]}
-    filled = text.replace("# license: to be filled in, as one of", "license: mit #")
+    filled = text.replace("\ntags:", "\nlicense: mit\ntags:")
     assert metadata_of(filled, tmp_path)["license"] == "mit"
     with pytest.raises(Exception, match="expected"):  # the control
         metadata_of(text.replace("tags:", "tags: ["), tmp_path)
 
 
-def test_the_hub_reads_data_sets_and_languages_that_are_known(tmp_path):
+def test_the_hub_reads_data_sets_that_are_known(tmp_path):
     """Of a mixture of prepared directories, each once; of files nothing is known."""
     spanish = prepared(tmp_path / "a", "wikipedia-es", "wikimedia/wikipedia:20231101.es")
     own = prepared(tmp_path / "b", "text:/home/alice/notes.txt", "text, 1 files, 9 bytes, content 0123")
@@ -75,9 +75,8 @@ def test_the_hub_reads_data_sets_and_languages_that_are_known(tmp_path):
     text = card_of(saved_run(tmp_path, data=f"{spanish},{own},{hf},{hf}"))
     found = metadata_of(text, tmp_path)
     assert found["datasets"] == ["wikimedia/wikipedia", "roneneldan/TinyStories"]
-    assert found["language"] == ["es"]
     assert "`a,b,c,c`, from `wikipedia-es`, from `text:notes.txt`, from `hf:roneneldan/TinyStories`" in text
-    assert not {"datasets", "language"} & metadata_of(card_of(saved_run(tmp_path, data=own)), tmp_path).keys()
+    assert "datasets" not in metadata_of(card_of(saved_run(tmp_path, data=own)), tmp_path)
 
 
 def test_the_numbers_are_those_of_the_checkpoint(tmp_path):
@@ -99,14 +98,14 @@ def test_files_that_are_gone_or_damaged_are_left_out(tmp_path, capsys):
         (tmp_path / name[:3] / "manifest.json").write_text("{")
         text = card_of(saved)
         assert ("**Evaluation**" in text) == (name == "config.json")
-        assert ("**It was trained**" in text) == (name == "metrics.jsonl") and "datasets" not in text
-    assert "**Evaluation**" in whole and "**It was trained**" in whole and not capsys.readouterr().out
+        assert ("It was trained" in text) == (name == "metrics.jsonl") and "datasets" not in text
+    assert "**Evaluation**" in whole and "It was trained" in whole and not capsys.readouterr().out
 
 
 def test_no_folder_of_this_machine_is_in_the_card(tmp_path, monkeypatch):
     text = card_of(saved_run(tmp_path, data=prepared(tmp_path / "b", "text:/home/alice/notes.txt", "text")))
     assert not re.search(r"alice|/home|10\.0\.0\.7|29500|" + re.escape(str(tmp_path)), text)
-    commands = re.search(r"trained\*\* by\n\n```bash\n(.*?)\n```", text, re.S)[1].splitlines()
+    commands = re.search(r"trained by\n\n```bash\n(.*?)\n```", text, re.S)[1].splitlines()
     assert [shlex.split(command) for command in commands] == [
         ["torchrun", "--nproc_per_node=2", "--nnodes=2", "--node_rank=0", "train_gpt2.py", "--data",
          "text:a,b/", "--out=x", "--sample-prompt", "Once, and/or never", "--init-from", "hf:gpt2"],
@@ -135,7 +134,7 @@ def test_a_card_that_was_edited_stays(tmp_path, capsys):
     write_card(path, saved_run(tmp_path, step=15))  # the control
     second = path.read_text()
     assert "in 20 steps" in first and "in 15 steps" in second and not capsys.readouterr().out
-    for mine in (second.replace("# license: to be filled in, as one of", "license: mit #"), "mine", "",
+    for mine in (second.replace("\ntags:", "\nlicense: mit\ntags:"), "mine", "",
                  second + "mine", "mine" + second, "\udcff"):
         content = mine.encode("utf-8", "surrogateescape")
         path.write_bytes(content)
@@ -180,20 +179,13 @@ def test_an_export_has_a_card_whose_lines_work(name, shards, tmp_path, monkeypat
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINERS)
-def test_two_processes_write_one_card_and_its_command_trains_further(name, shards, corpus, tmp_path):
+def test_two_processes_write_one_card(name, shards, tmp_path):
     trainer, out = TRAINERS[name], tmp_path / "run"
     assert trainer.fork(2, shards, out).code == 0
     done = fork(2, trainer.script, "--out", out, "--export")
     assert done.code == 0 and done.out.count("is ready for") == 1 and "README" not in done.out, done.out
     path = out / "hf" / "README.md"
-    line = re.search(r"^torchrun .*--init-from.*$", path.read_text(), re.M)[0]
-    launcher, ranks, script, *words = shlex.split(line)
-    assert (launcher, ranks, script) == ("torchrun", "--nproc_per_node=1", trainer.script)
-    words[words.index("hf:HF")] = f"hf:{path.parent}"
-    words[words.index("text:notes/*.txt")] = f"text:{corpus}"
-    further = "--steps", 1, "--out", tmp_path / "further"
-    done = fork(0, script, *words, *further, cwd=tmp_path)
-    assert done.code == 0, done.out
+    assert "tokens in 4 steps" in path.read_text()
     path.write_text("mine")
     done = fork(2, trainer.script, "--out", out, "--export")
     assert done.code == 0 and done.out.count("README.md stays as it is") == 1, done.out
