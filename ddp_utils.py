@@ -502,12 +502,12 @@ SHAPE = "as it was, or as in the weights to start from; another value is refused
 MUST_NOT = "as it was; another value is refused, see check_resumable"
 KINDS = {
     ANEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-          "prompt_file num_samples list_presets wanted_batch largest_batch usual_steps usual_warmup ops",
+          "prompt_file num_samples stop list_presets wanted_batch largest_batch usual_steps usual_warmup ops",
     PLANNED: "global_batch batch grad_accum",
     MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
                 "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every "
                 "keep_last init_from loss condition sample_prompt sample_every max_new_tokens temperature "
-                "top_k top_p stop bp_steps mask_rate",
+                "top_k top_p bp_steps mask_rate",
     OF_DATA: "max_tokens max_samples min_words",
     OF_MODEL: "dropout eval_cycles bp_cycles",
     CHOSEN: "attention init",
@@ -638,7 +638,7 @@ def add_text_flags(parser: ArgumentParser):
     flag("--sample-prompt", text, "prompt of the samples (default with pairs: a held-out one)", "")
     flag("--sample-every", nonnegative_int, "evaluations between samples; 0: only at the end", 0)
     flag = flag_group(parser, "sampling")
-    flag("--num-samples", positive_int, "texts for a prompt, written at once", 1)
+    flag("--num-samples", positive_int, "texts for each --prompt, written at once", 1)
     flag("--max-new-tokens", positive_int, "length of a sample (200; an answer's: to the end of the context)")
     flag("--temperature", number(0), "0: always the likeliest token", 0.8)
     flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)

@@ -114,8 +114,9 @@ class RunLock:
                 same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 lock = Path(f"/proc/self/fd/{self._file.fileno()}").resolve()
-                if not os.path.exists(lock):  # it was removed, or macOS does not say where it is: each save
-                    return ""  # says that it fails
+                # it was removed, or macOS does not say where it is: each save says that it fails
+                if not os.path.exists(lock):
+                    return ""
                 return (f"{self.out} was moved to {lock.parent}: the same command with --out {lock.parent} "
                         "resumes the run.")
             except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
@@ -169,7 +170,7 @@ TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch
                       "accuracy", "bits_per_byte"}
 
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
-EVALUATION = {"val_loss": "validation loss {:.4f}", "val_perplexity": "perplexity {:.2f}",
+EVALUATION = {"val_loss": "validation loss {:.4f}", "val_perplexity": "perplexity {:.4g}",
               "val_accuracy": "accuracy {:.1%}", "val_exact": "exact match {:.1%}",
               "val_bits_per_byte": "{:.4f} bits per byte"}
 
@@ -272,8 +273,8 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
     elif sums["bytes"] >= 0:  # not NaN; so that tokenizers can be compared
         found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
-    # unless a metric of one's own has that name; a larger one is no float64
-    found.setdefault("val_perplexity", math.exp(min(found["val_loss"], 700)))
+    with suppress(OverflowError):  # where it is larger than any float64
+        found.setdefault("val_perplexity", math.exp(found["val_loss"]))  # or a metric of one's own
     return found
 
 

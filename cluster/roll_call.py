@@ -65,8 +65,9 @@ def interface_of(address: str) -> str:
 def keep_alive(connection: socket.socket) -> None:
     """Makes a connection fail within 20 s of the other machine's death, even if it is never closed."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):  # macOS lacks the first
+    options = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+    for option, value in options.items():
+        if hasattr(socket, option):  # macOS calls the first like the second
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 

@@ -26,7 +26,8 @@ OTHER_NAMES = {
     "--save-every": "save-steps save-interval", "--keep-last": "save-total-limit",
     "--checkpoint-activations": "gradient-checkpointing", "--wandb": "report-to", "--temperature": "temp",
     "--compile": "torch-compile", "--eval-only": "evaluate do-eval",
-    "": "max-new-tokens lora port sample num-samples eval-strategy attention-dropout input",
+    "": "max-new-tokens lora port sample num-samples eval-strategy attention-dropout input text-field "
+        "prompt-field response-field condition-field",
 }
 
 

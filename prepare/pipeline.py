@@ -502,5 +502,6 @@ def check_source(data: str, out: Path, settings: dict):
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
                         "delete it, or prepare this one with another --out of data.py prepare, and name that "
-                        "with --data; either needs another --out in training. "
+                        "with --data; either needs another --out in training, where --init-from RUN goes on "
+                        "from the weights of an earlier run. "
                         f"To go on with the old text, use --data {out}.")

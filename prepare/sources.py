@@ -69,14 +69,17 @@ class Conversation:
     messages: list
 
     def pairs(self, condition: str = ""):
-        """Yields (prompt, response, condition) for each answer. Its prompt is all that was said before, in
-        lines. A system message at the beginning is the condition, unless there is one already.
+        """Yields (prompt, response, condition) for each answer, but for one that nobody asked for. Its prompt
+        is all that was said before, in lines. A system message at the beginning is the condition, unless
+        there is one already.
         """
         before = []
         for message in self.messages:
             try:
                 role = message.get("role") or message["from"]
-                content = message.get("content", message.get("value"))
+                content = message.get("content")
+                if content is None:
+                    content = message.get("value")
                 if isinstance(content, list):
                     content = "".join(part["text"] for part in content)
                 known = ANSWERS if content is None else ASKS + ANSWERS  # an answer may call a tool alone
@@ -90,9 +93,10 @@ class Conversation:
             if role in ("system", "developer") and not (before or condition):
                 condition = text
                 continue
-            if role in ANSWERS:
-                yield "\n".join(filter(None, before)), text, condition
-            before.append(text)
+            if role in ANSWERS and before:
+                yield "\n".join(before), text, condition
+            if text:
+                before.append(text)
 
 
 class Source:
@@ -145,22 +149,27 @@ class Source:
         """Yields the values of the `fields` of a row as texts; if they are a list of messages, twice as a
         Conversation.
         """
-        if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line, or each "
-                            "item of one array, must be one JSON object.")
-        self.check_fields(where, row)
         for number, name in enumerate(self.fields):
             value = row
             try:
                 for part in [name] if name in row else name.split("."):
                     value = None if value is None else value[part]
             except (KeyError, TypeError):
-                raise UserError(f"{where} has no field {name!r}, of which the first part is there: name what "
-                                "is inside that, or write a null where it is missing.")
-            if isinstance(value, list) and number < 2 and self.fields[:2] == [name, name]:
-                yield Conversation(where, value)
+                inside = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
+                raise UserError(f"{where} has no field {name!r}, because {part!r} is not in {inside}: name "
+                                "another, or write a null where it is missing.")
+            if value is not None and number < 2 and self.fields[:2] == [name, name]:
+                yield Conversation(where, value if isinstance(value, list) else [value])
             else:
                 yield text_of(value, f"{where} field {name!r},")
+
+    def checked_texts(self, where, row: dict | None):
+        """The same of a row that has fields of its own, or is None."""
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line, or each "
+                            "item of one array (of 64M characters at most), must be one JSON object.")
+        self.check_fields(where, row)
+        yield from self.texts(where, row)
 
     def check_fields(self, where, there) -> list[str]:
         """The columns with the `fields`, of `meta.text` that is `meta`. UserError unless all are `there`."""
@@ -175,8 +184,9 @@ class Source:
             flag = f"--tokenizer {shlex.quote(tokenizer)} {flag}"
         raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
                         f"in python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} "
-                        "and train on the directory that this makes. Rows that lack it need a null there, "
-                        "and a field inside of another has a name with a dot, as meta.text.")
+                        "and train on the directory that this makes. Rows that lack it need a null there, a "
+                        "field inside of another has a name with a dot, as meta.text, and the first row of a "
+                        "table names its fields.")
 
 
 def find_source(dataset: str) -> tuple[str, list[Path]]:
@@ -341,12 +351,13 @@ def read_csv(source, progress):
             for row in rows:
                 if None in (*row, *row.values()):  # what is too much, or missing
                     raise csv.Error("it has more fields, or fewer")
-                yield source.texts(f"{path}, line {rows.line_num},", row), None
+                yield source.checked_texts(f"{path}, line {rows.line_num},", row), None
         except csv.Error as error:
-            copy = f"{shlex.quote(str(path))} > new.{source.kind}"
             line = rows.reader.line_num  # rows.line_num is that of the row before
-            raise UserError(f"{path}, line {line}, does not end a row like the first ({error}): "
-                            f"{MEND_TABLE.format(copy)}.")
+            raise UserError(f"{path}, line {line}, does not end a row like the first ({error}): take tsv: "
+                            "before a table that tabs divide, csv: for commas or semicolons. A field that "
+                            "holds one of these, a quote or the end of a line has to be between quotes, and "
+                            "quotes in it are doubled, as Python's csv.writer and spreadsheets write it.")
 
 
 def read_jsonl(source, progress):
@@ -356,7 +367,7 @@ def read_jsonl(source, progress):
             array = re.match(rb"(\xef\xbb\xbf)?\s*\[", file.peek(100))
         if array:
             for number, row in enumerate(json_array(path, progress), 1):
-                yield source.texts(f"{path}, item {number},", row), None
+                yield source.checked_texts(f"{path}, item {number},", row), None
             continue
         for number, line in enumerate(lines_of(path, progress), 1):
             if not line.isspace():
@@ -372,7 +383,7 @@ def json_texts(source, where, line):
     row = None
     with contextlib.suppress(ValueError, RecursionError):
         row = JSON.decode(line)
-    yield from source.texts(where, row)
+    yield from source.checked_texts(where, row)
 
 
 def json_array(path, progress):
@@ -466,16 +477,12 @@ def unpacked(path: Path):
 PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open}
 NO_TEXT = {rb"\x28\xb5\x2f\xfd": "packed: unpack it with zstd -d, and name what that writes",
            rb"PK\x03\x04": "a zip archive, as .docx, .xlsx and .epub are: save the document as plain text, "
-                           "or unpack it with unzip",
+                           "a sheet as CSV (UTF-8), or unpack it with unzip",
            rb".{257}ustar|7z\xbc\xaf|Rar!\x1a": "an archive: unpack it, as with tar xf, and name what is in "
                                                   "it",
            rb"%PDF-": "a PDF: make a text of it, as pdftotext does",
            rb"PAR1": "a parquet file: put parquet: before its name",
            rb"\xd0\xcf\x11\xe0|\{\\rtf": "a document: save it as plain text"}
-MEND_TABLE = ("a field that holds a delimiter, a quote or the end of a line is between quotes, and quotes in "
-              "it are doubled. They are by sed 's/\\\\\"/\"\"/g' {0} if each has a backslash, or by sed "
-              "'s/\"/\"\"/g; s/\\t/\"\\t\"/g; s/^/\"/; s/\\r*$/\"/' {0} if tabs divide the fields and "
-              "quotes are just text; tr '\\r' '\\n' < {0} is for lines as an old Mac ends them")
 
 
 def stdlib_files() -> list[Path]:
@@ -535,19 +542,25 @@ def text_of(value, where: str) -> str:
     if isinstance(value, str | numbers.Number | datetime.date | datetime.time):
         return str(value)
     raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, one inside of "
-                    "it as NAME.KEY, or a list of messages with both --prompt-field NAME and "
-                    "--response-field NAME (docs/running.md, Chats).")
+                    "an object as NAME.KEY, a list of messages with both --prompt-field NAME and "
+                    "--response-field NAME (docs/running.md, Chats); other lists have to be taken out.")
 
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
     """Names the first byte of a file that is not UTF-8, and commands that mend it."""
     name = shlex.quote(str(path))
+    copy = f"{name_of_copy(path)}.txt"
     return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
-                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > new.txt (or -f UTF-16 if "
+                     f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > {copy} (or -f UTF-16 if "
                      "it begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
-                     f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > new.txt, or zero bytes "
-                     f"with tr -d '\\000' < {name} > new.txt. A packed file has to be unpacked before "
+                     f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > {copy}, or zero bytes "
+                     f"with tr -d '\\000' < {name} > {copy}. A packed file has to be unpacked before "
                      "that, and a picture has no text.")
+
+
+def name_of_copy(path: Path) -> str:
+    """The name without an ending for what a command makes of a file, never that of the file itself."""
+    return "mended" if path.stem == "new" else "new"
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:

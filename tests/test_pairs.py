@@ -224,10 +224,9 @@ def test_what_a_conversation_lacks_is_counted(tmp_path, capsys):
     source = write(tmp_path / "x.jsonl", [{"messages": talk, "c": f"<{n}>"} for n, talk in enumerate(talks)])
     out = prepare(source, tmp_path / "out", val_split="hash:0.001", **MESSAGES)
     said = capsys.readouterr().out
-    assert "1 empty prompts, 1 empty responses, 2 samples, 1 too long prompts" in said
+    assert "1 empty responses, 1 samples, 1 too long prompts" in said
     assert "note: 2 documents have no text" in said
-    assert sorted(all_documents(out)) == [
-        [START, *b"why?\n42", RESPONSE, *b"so"], [START, RESPONSE, *b"hello"]]
+    assert sorted(all_documents(out)) == [[START, *b"why?\n42", RESPONSE, *b"so"]]
     limits = {"val_split": "hash:0.001", "condition_field": "c", "max_samples": 1}
     out = prepare(source, tmp_path / "c", **limits, **MESSAGES)
     assert all_documents(out) == [[START, *b"<0>why?\n42", RESPONSE, *b"so"]]
@@ -244,12 +243,25 @@ def test_messages_that_are_none_are_refused(tmp_path, message, words):
     with pytest.raises(data.UserError, match=f"x.jsonl, line 2, .*{words}"):
         prepare(write(tmp_path / "x.jsonl", rows), tmp_path / "out", val_split="hash:0.001", **MESSAGES)
     source = write(tmp_path / "t.jsonl", [{"messages": "a text"}])
-    text = prepare(source, tmp_path / "t", val_split="hash:0.001", **MESSAGES)
-    assert all_documents(text) == [[START, *b"a text", RESPONSE, *b"a text"]]  # as ever
+    with pytest.raises(data.UserError, match="t.jsonl, line 1, has the message a text: it needs a role"):
+        prepare(source, tmp_path / "t", val_split="hash:0.001", **MESSAGES)
     source = write(tmp_path / "v.jsonl", [{"messages": OPENAI}])
     for flag, words in {"val_field": "holds a list and no text", "condition_field": "holds a list"}.items():
         with pytest.raises(data.UserError, match=words):
             prepare(source, tmp_path / flag, **MESSAGES, **{flag: "messages"})
+
+
+def test_who_speaks_first_decides_no_split(tmp_path):
+    """An answer that nobody asked for is no pair, but part of what the next one follows."""
+    hello = {"from": "gpt", "value": "hello", "role": None, "content": None}  # as parquet joins both forms
+    talks = [[hello, {"from": "human", "value": f"what is {n}"}, {"from": "gpt", "value": f"it is {n}"}]
+             for n in range(300)]
+    source = write(tmp_path / "x.jsonl", [{"messages": talk} for talk in talks])
+    out = prepare(source, tmp_path / "out", **MESSAGES)
+    train, val = (len(split_rows(out, split)) for split in ("train", "val"))
+    assert 0 < val < train / 3
+    documents = all_documents(out)
+    assert len(documents) == 300 and [START, *b"hello\nwhat is 7", RESPONSE, *b"it is 7"] in documents
 
 
 def test_a_prepare_that_is_stopped_inside_a_conversation_resumes(tmp_path, monkeypatch):

@@ -2,11 +2,11 @@
 the perplexity of evaluations.
 """
 
-import io
+import contextlib
 import json
 import math
+import os
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,6 @@ from processes import fork
 from runs import Trainer, evaluations_of
 from test_pairs import prepare, samples, write
 
-import data
 import monitor
 from model import GPT2
 from prepare.tokenizer import load_tokenizer
@@ -188,28 +187,50 @@ def test_what_cannot_be_a_stop_is_written_at_once_and_nothing_is_read_after_it()
     assert "".join(stream) == "bc" and read == ["a", "b", "c!d"]
 
 
-def test_a_stop_ends_what_is_written(run):
+def test_a_stop_ends_what_is_written_and_is_of_one_command(run, shards):
+    """One that a run was trained with ends its own samples, and none that are asked for later."""
     free = answer(run, "--prompt", "the")
     stop = free[5:7]
     assert answer(run, "--prompt", "the", "--stop", stop) == free[:free.index(stop, 3)] + "\n"
+    assert TRAINED.train(0, shards, run, steps=3, stop=stop).code == 0
+    again = answer(run, "--prompt", "the")
+    assert stop in again or len(again) > len(free) - 4
+    few = answer(run, "--prompt", "the", "--resume", next(run.glob("checkpoints/step_00000002*")))
+    assert few == free
 
 
 # ------------------------------------------------------------------------------------------------ the command
 
-def test_the_answers_of_a_file_are_those_of_its_lines(run, tmp_path, monkeypatch):
-    """Stdout has the answers alone, in the order of the lines; an empty line is an empty prompt."""
+@contextlib.contextmanager
+def standard_input(file):
+    before = os.dup(0)
+    os.dup2(file.fileno(), 0)
+    try:
+        yield
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
+def test_the_answers_of_a_file_are_those_of_its_lines(run, tmp_path):
+    """Stdout has the answers alone, in the order of the lines; an empty line is an empty prompt. Each line
+    has a seed of its own, the first that of the command. Standard input is read as a file is.
+    """
     prompts = ["the", "", "a b"]
-    texts = [answer(run, "--stop", "\n", "--prompt", prompt) for prompt in prompts]
+    texts = [answer(run, "--stop", "\n", "--prompt", prompt, "--seed", seed)
+             for seed, prompt in enumerate(prompts)]
     wanted = "".join(text.removeprefix(prompt) for text, prompt in zip(texts, prompts))
     for name, content in (
             ("unix", b"the\n\na b\n"), ("no end", b"the\n\na b"), ("dos", b"the\r\n\r\na b\r\n"),
             ("mark", b"\xef\xbb\xbfthe\n\na b\n")):
         (tmp_path / name).write_bytes(content)
         assert answer(run, "--stop", "\n", "--prompt-file", tmp_path / name) == wanted, name
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n\na b\n"))
-    assert answer(run, "--stop", "\n", "--prompt-file", "-") == wanted
-    (tmp_path / "other").write_text("the\n\na c\n")
+        with open(tmp_path / name, "rb") as file, standard_input(file):
+            assert answer(run, "--stop", "\n", "--prompt-file", "-") == wanted, name
+    (tmp_path / "other").write_text("here\n\na b\n")
     assert answer(run, "--stop", "\n", "--prompt-file", tmp_path / "other") != wanted
+    (tmp_path / "same").write_text("the\nthe\n")
+    assert len({*answer(run, "--prompt-file", tmp_path / "same").splitlines()}) > 1
     (tmp_path / "none").write_text("")
     assert answer(run, "--prompt-file", tmp_path / "none") == ""
 
@@ -239,12 +260,15 @@ def test_what_cannot_be_prompts_is_one_sentence(run, tmp_path, monkeypatch):
     for where, words in (
             (tmp_path / "nowhere", "FileNotFoundError: [Errno 2] No such file or directory"),
             (tmp_path / "latin" / "x", "NotADirectoryError"), ("", "FileNotFoundError"),
-            (tmp_path / "latin", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9")):
-        done = TRAINED.here("--out", run, "--prompt-file", where)
+            (tmp_path, "IsADirectoryError"),
+            (tmp_path / "latin", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9"),
+            ("-", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9")):
+        with open(tmp_path / "latin", "rb") as file, standard_input(file):
+            done = TRAINED.here("--out", run, "--prompt-file", where)
         assert done.code == 2 and f"error: {where} cannot be read ({words}" in done.out, done.out
         assert "name a UTF-8 text with a prompt in each line, or - for standard" in done.out, done.out
-    with pytest.raises(data.NotNow, match="cannot be accessed .Is a directory"), data.access():
-        TRAINED.here("--out", run, "--prompt-file", tmp_path)
+    done = TRAINED.here("--out", run, "--prompt", "a", "--num-samples", "2", "--temperature", "0")
+    assert done.code == 2 and "--num-samples writes one text again and again with --temperature 0" in done.out
     for flags in (["--top-p", "1.5"], ["--top-p", "-1"], ["--num-samples", "0"], ["--num-samples", "2.5"]):
         done = TRAINED.here("--out", run, "--prompt", "a", *flags)
         assert done.code == 2 and f"argument {flags[0]}" in done.out, done.out
@@ -268,8 +292,8 @@ def test_evaluations_have_the_perplexity(run):
     assert logged["val_perplexity"] == math.exp(logged["val_loss"])
     done = answer(run, "--eval-only")
     assert json.loads(done.splitlines()[-1])["val_perplexity"] == logged["val_perplexity"]
-    assert f" | perplexity {logged['val_perplexity']:.2f}" in done
-    assert f" | perplexity {logged['val_perplexity']:.2f} | " in (run / "train.log").read_text()
+    assert f" | perplexity {logged['val_perplexity']:.4g}" in done
+    assert f" | perplexity {logged['val_perplexity']:.4g} | " in (run / "train.log").read_text()
 
 
 def test_a_perplexity_that_is_no_number_or_ones_own_stays():
@@ -277,5 +301,5 @@ def test_a_perplexity_that_is_no_number_or_ones_own_stays():
     assert monitor.results_of(sums)["val_perplexity"] == math.exp(3)
     own = {"perplexity": 10.0, "perplexity (count)": 4}
     assert monitor.results_of(sums | own)["val_perplexity"] == 2.5
-    assert math.isfinite(monitor.results_of(sums | {"loss": 1e9})["val_perplexity"])
+    assert "val_perplexity" not in monitor.results_of(sums | {"loss": 1e9})  # no float64 is so large
     assert math.isnan(monitor.results_of(sums | {"loss": math.nan})["val_perplexity"])

@@ -18,10 +18,10 @@ itself.
 
 {% elif prefix -%}
 **Pass question and answer as two texts**, `tokenizer(question, answer)`. In one text an answer sees itself:
-a model that was tuned on such texts had a loss of 0.036 there, and of 8.1 where it wrote the answers.
+a model that was tuned on such texts, in a test, had a loss of 0.036 there, and of 8.1 where it wrote answers.
 
 {% endif -%}
-# {{ family }} of size {{ settings.size }}
+# {{ family }} of size {{ settings.size }}{{ ", {:,} parameters".format(parameters) if parameters }}
 
 - **Data**: `{{ names | join("`, from `") }}`; tokenizer `{{ words }}`
 - **Training**: {{ "{:,} tokens in {:,} steps, to a loss of {:.4f}".format(samples * seq_len, step, loss) }}
@@ -30,8 +30,9 @@ a model that was tuned on such texts had a loss of 0.036 there, and of 8.1 where
   {{ results(dict(found.items() | rejectattr(1, "none"))) | join(", ") }}
 {%- endfor %}
 - **Recipe**:
-{%- for name in "size seq_len steps global_batch optimizer lr BETAS weight_decay grad_clip schedule warmup
-                 min_lr decay ema dropout precision mask_rate bp_steps loss seed".split()
+{%- for name in "size n_layer n_head d_model ff h_cycles l_cycles window modern attention seq_len steps
+                 global_batch optimizer lr BETAS weight_decay grad_clip schedule warmup min_lr decay ema
+                 dropout precision mask_rate bp_steps loss seed".split()
                 if settings[name] is defined and settings[name] is not none %}
 {{- "," if not loop.first }} {{ name }} {{ settings[name] }}
 {%- endfor %}
@@ -49,7 +50,9 @@ print(fill(f"The {fill.tokenizer.mask_token} sat."))
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
-ids = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=20)[0]
+text = "{{ "Who are you?" if (model_config.response or -1) >= 0 else "The" }}"
+prompt = tokenizer(text, return_tensors="pt")
+ids = model.generate(**prompt, max_new_tokens=20)[0, prompt["input_ids"].size(1):]
 print(tokenizer.decode(ids, skip_special_tokens=True))
 {%- endif %}
 ```
@@ -65,8 +68,8 @@ It was trained by
 
 
 def public(word: str) -> str:
-    """A word of a command without the folders of absolute paths."""
-    return re.sub(r"(^|[=:,])[/~][^,]*/(?=.)", r"\1", word)
+    """A word of a command without the folders of absolute paths, or of those that lead upwards."""
+    return re.sub(r"(^|[=:,])[/~.][^,]*/(?=.)", r"\1", word)
 
 
 def public_command(command: str) -> str:
@@ -90,12 +93,13 @@ def card_of(saved: dict) -> str:
     masked = "global_every" in config
     data = ModelCardData(library_name="transformers", tags=[saved["family"].lower()], datasets=of_hub or None,
                          pipeline_tag="fill-mask" if masked else "text-generation")
-    commands = [public_command(command) for command in monitor.read_config(run).get("commands") or []]
+    begun = monitor.read_config(run)
+    commands = [public_command(command) for command in begun.get("commands") or []]
     card = ModelCard.from_template(
         data, template_str=CARD, **saved, prefix=config.get("attention") == "prefix", masked=masked,
-        names=[public(name) for name in dict.fromkeys(names)], words=public(saved["tokenizer"]),
+        names=[*dict.fromkeys(map(public, names))], words=public(saved["tokenizer"]),
         records=monitor.records_until(run, saved["step"], say), results=monitor.results,
-        commands=[*dict.fromkeys(commands)])
+        parameters=begun.get("parameters"), commands=[*dict.fromkeys(commands)])
     return card.content
 
 

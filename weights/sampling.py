@@ -192,7 +192,9 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
     each. Raises UserError immediately.
     """
     c = model.config
-    flags = {"top_p": 1.0, "stop": ""} | vars(sampling)
+    last = getattr(sampling, "stop", "")
+    if num_samples > 1 and sampling.temperature == 0:
+        raise UserError("--num-samples writes one text again and again with --temperature 0: give another.")
     answers = c.response >= 0
     most = sampling.max_new_tokens or (c.seq_len if stop and answers else 200)
     if answers:
@@ -212,7 +214,7 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
                   file=sys.stderr)
             ids = ids[-c.seq_len:]
     steps = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
-                     sampling.seed, top_p=flags["top_p"], num_samples=num_samples)
+                     sampling.seed, top_p=getattr(sampling, "top_p", 1.0), num_samples=num_samples)
     if not stop:  # in training, all ranks generate the same number of ids
         steps = list(steps)
 
@@ -229,7 +231,7 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
     # the model writes all texts at once, as far as the longest of them is read
     texts = [stream_text(tokenizer, through_the_end(part, row))
              for row, part in enumerate(itertools.tee(steps, num_samples))]
-    return [before(flags["stop"], text) for text in texts] if flags["stop"] else texts
+    return [before(last, text) for text in texts] if last else texts
 
 
 def before(stop: str, pieces):

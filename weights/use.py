@@ -2,7 +2,6 @@
 one's own.
 """
 
-import fileinput
 import json
 import os
 import random
@@ -137,7 +136,10 @@ def use_on_rank0(model: nn.Module, run: Asked):
     if args.export == "hf":
         export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
-        write_card(out / "hf" / "README.md", saved)
+        try:
+            write_card(out / "hf" / "README.md", saved)
+        except monitor.FAULTS as error:  # as of a config.json that was edited
+            say(f"WARNING: the model card README.md was not written ({first_line(error)})")
         prefix = vars(model.config).get("attention") == "prefix"
         if prefix and run.model_class is GPT2:
             print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
@@ -159,16 +161,12 @@ def use_on_rank0(model: nn.Module, run: Asked):
         raise UserError(why_not)
     if prompt is not None:
         answer(prompt, echo=args.num_samples == 1)
-    if file is not None:
-        with fileinput.FileInput(file, encoding="utf-8-sig") as lines:
-            try:
-                for line in lines:
-                    answer(line.removesuffix("\n"))
-            except UserError as error:
-                raise UserError(f"{file}, line {lines.lineno()}: {error}")
-            except (FileNotFoundError, NotADirectoryError, UnicodeError) as error:
-                raise UserError(f"{file} cannot be read ({first_line(error)}): name a UTF-8 text with a "
-                                "prompt in each line, or - for standard input.")
+    for number, line in enumerate(lines_of(file), 1):
+        try:
+            answer(line)
+        except UserError as error:
+            raise UserError(f"{file}, line {number}: {error}")
+        args.seed += 1  # or like prompts would get the same text
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
             text = typed()
@@ -178,6 +176,19 @@ def use_on_rank0(model: nn.Module, run: Asked):
                 print(f"error: {error}")
             except KeyboardInterrupt:  # ends the answer, the next one at the prompt the chat
                 print()
+
+
+def lines_of(file: str | None):
+    """Yields the lines of a text or of standard input (-), as they come; none of None."""
+    if file is None:
+        return
+    try:
+        with open(0 if file == "-" else file, encoding="utf-8-sig", closefd=file != "-") as lines:
+            for line in lines:
+                yield line.removesuffix("\n")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{file} cannot be read ({first_line(error)}): name a UTF-8 text with a prompt in "
+                        "each line, or - for standard input.")
 
 
 def typed() -> str:
