@@ -483,7 +483,7 @@ def test_a_field_inside_of_another_has_a_name_with_dots(here, form):
     pair = {"prompt_field": "meta.kind", "response_field": "meta.text", "condition_field": "meta.deep.n"}
     assert texts_of(dataset, **pair) == [("b", "a", "1"), ("c", "", "")]
     for name, words in {"meta.x": "has no field 'meta.x', because 'x' is not in text, deep: name another, or",
-                        "meta": "holds a dict and no text: name another field, one inside of an object as NAME",
+                        "meta": "holds a dict and no text: name another field, one inside of an object as",
                         "x.text": "has no field 'x.text' but meta, meta.kind: choose among them"}.items():
         assert words in refused(dataset, "out", text_field=name)
 
