@@ -143,7 +143,7 @@ def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator,
     probabilities = filtered(logits, temperature, top_k, top_p).softmax(dim=-1)
     if num_samples == 1:
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-    # which draws as this does, but one number at a time, and so takes longer than a small model
+    # what multinomial does, too, but it draws one number after another, which takes longer than a small model
     drawn = torch.rand(probabilities.shape, device=probabilities.device, generator=generator)
     return (probabilities / -drawn.log()).argmax(dim=-1)
 
