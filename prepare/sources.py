@@ -158,7 +158,8 @@ class Source:
                 inside = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
                 raise UserError(f"{where} has no field {name!r}, because {part!r} is not in {inside}: name "
                                 "another, or write a null where it is missing.")
-            if value is not None and number < 2 and self.fields[:2] == [name, name]:
+            messages = self.pairs and number < 2 and self.fields[:2] == [name, name]
+            if messages and value is not None:
                 yield Conversation(where, value if isinstance(value, list) else [value])
             else:
                 yield text_of(value, f"{where} field {name!r},")

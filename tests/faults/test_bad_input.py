@@ -60,7 +60,7 @@ MISTAKES = {
     "data.py prepare --dataset jsonl:bad.jsonl": "bad.jsonl, line 2 & JSON",
     "data.py prepare --dataset jsonl:list.jsonl": "list.jsonl, item 1 & JSON",
     "data.py prepare --dataset jsonl:cut.json": "cut.json, item 2 & JSON",
-    "data.py prepare --dataset csv:ragged.csv": "ragged.csv, line 3 & fields & sed",
+    "data.py prepare --dataset csv:ragged.csv": "ragged.csv, line 3 & fields & tsv:",
     "data.py prepare --dataset csv:cut.csv.gz": "cut.csv.gz & Compressed file",
     "data.py prepare --dataset tsv:latin.txt": "latin.txt & line 1 & UTF-8",
     "data.py prepare --dataset csv:good.csv --text-field meta.x": "good.csv, line 2 & 'meta.x' & text, n",
