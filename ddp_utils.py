@@ -285,12 +285,12 @@ def start(command: "Command") -> World:
     flags = [*vars(args).items()]
 
     def compare():
+        assert_same("which of the folders beside data.py are there", " ".join(rooms_here()),
+                    f"copy the same of {', '.join(ROOMS)} to every node")
         if odd := find_mismatch([*map(str, flags)]):
             name = flags[odd[0]][0].replace("_", "-")
             raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: start every node with "
                             "the same flags; prepared pairs need the same files everywhere.")
-        assert_same("which of the folders beside data.py are there", " ".join(rooms_here()),
-                    f"copy the same of {', '.join(ROOMS)} to every node")
 
     connect(world.backend, compare)
     return world
@@ -731,9 +731,9 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     kept = flags_of_run(saved, command) | shape if saved else {}
     tuned = {}
     if "init_from" in given and not saved:
-        with room("weights", "--init-from"):
+        with room("weights"):  # find_run says where it is missing, once all processes are there
             from weights.init_from import gentler
-        tuned = gentler(row) | shape
+            tuned = gentler(row) | shape
     flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
     for action in command.parser._actions:
         value = (kept | given).get(action.dest)

@@ -1,6 +1,6 @@
 """How fast does a model write one text, or eight of one prompt at once? Beside transformers, on its export.
 
-    python bench/sampling.py [ROUNDS]     # default: 5; random models in float32, the vocabulary of GPT-2
+    python bench/sampling.py [ROUNDS]     # default: 5; random models in float32, most with the ids of GPT-2
 
 For each model: tokens per second of one text, and how many times as many there are of eight texts, the middle
 of the rounds (lowest to highest). The prompt has one token, so all of this is decoding.
@@ -16,12 +16,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from model import GPT2, HRM
+from model import GPT2, HRM, pad_vocab
 from prepare.tokenizer import load_tokenizer
 from weights.huggingface import to_hf
 from weights.sampling import generate
 
-SIZES = {"GPT-2, 4 x 128": (GPT2, {"n_layer": 4, "n_head": 2, "d_model": 128}),
+SIZES = {"GPT-2, 4 x 128, 4,096 ids": (GPT2, {"n_layer": 4, "n_head": 2, "d_model": 128, "vocab_size": 4096}),
+         "GPT-2, 4 x 128": (GPT2, {"n_layer": 4, "n_head": 2, "d_model": 128}),
          "GPT-2, 12 x 768": (GPT2, {"n_layer": 12, "n_head": 12, "d_model": 768}),
          "HRM, 2 x 2 x 128": (HRM, {"n_layer": 2, "n_head": 2, "d_model": 128, "ff": 256})}
 LENGTH = 96
@@ -42,13 +43,15 @@ def main():
     print(f"{torch.get_num_threads()} threads, vocabulary {tokenizer.vocab_size:,}")
     for name, (kind, shape) in SIZES.items():
         torch.manual_seed(0)
-        c = kind.Config(seq_len=256, vocab_size=tokenizer.vocab_size, padded_vocab=50304,
-                        start=tokenizer.eot, **shape)
+        ids = shape.get("vocab_size", tokenizer.vocab_size)
+        c = kind.Config(seq_len=256, padded_vocab=pad_vocab(ids), start=0, **{"vocab_size": ids} | shape)
         model = kind(c).eval()
-        prompt = torch.tensor([[tokenizer.eot]])
-        with tempfile.TemporaryDirectory() as directory:
-            to_hf(model, directory, tokenizer)
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+        prompt = torch.tensor([[0]])
+        theirs = None
+        if ids == tokenizer.vocab_size:
+            with tempfile.TemporaryDirectory() as directory:
+                to_hf(model, directory, tokenizer)
+                theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
 
         def ours(texts, model=model, prompt=prompt):
             for _ in generate(model, prompt, LENGTH, **SAMPLING, num_samples=texts):
@@ -58,9 +61,10 @@ def main():
             model.generate(prompt, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=True,
                            num_return_sequences=texts, **SAMPLING)
 
-        found = {"ours": [], "transformers": []}
+        writers = {"ours": ours, "transformers": peer} if theirs else {"ours": ours}
+        found = {who: [] for who in writers}
         for _ in range(rounds + 1):  # the first warms up
-            for who, write in (("ours", ours), ("transformers", peer)):
+            for who, write in writers.items():
                 found[who].append((per_second(write, 1), per_second(write, 8)))
         print(name)
         for who, speeds in found.items():

@@ -189,7 +189,8 @@ def test_ranks_with_unlike_folders_are_refused(tmp_path, shards):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", steps=1, timeout=60)
+    # also where a flag needs the folder before the processes have met
+    flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", steps=1, timeout=60, init_from="runs/none")
     common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
               "PYTHONPATH": ""}
     processes = [Group(program / "train_gpt2.py", *flags, RANK=rank, LOCAL_RANK=rank, **common)

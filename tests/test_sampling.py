@@ -227,6 +227,7 @@ def test_the_answers_of_a_file_are_those_of_its_lines(run, tmp_path):
         assert answer(run, "--stop", "\n", "--prompt-file", tmp_path / name) == wanted, name
         with open(tmp_path / name, "rb") as file, standard_input(file):
             assert answer(run, "--stop", "\n", "--prompt-file", "-") == wanted, name
+            assert os.path.samestat(os.fstat(0), os.fstat(file.fileno())), "it stays open"
     (tmp_path / "other").write_text("here\n\na b\n")
     assert answer(run, "--stop", "\n", "--prompt-file", tmp_path / "other") != wanted
     (tmp_path / "same").write_text("the\nthe\n")
