@@ -51,7 +51,7 @@ from pathlib import Path
 
 part, out, left = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 log = re.sub(r"\x1b\[[\d;]*m", "", (out / f"part{part}.log").read_text(errors="replace"))
-PREDICTED = {  # by hand, for one H200; "before" is of results/2026-11-26-gpu-h200.md
+PREDICTED = {  # by hand, for one H200; "before" is of results/2026-11-27-gpu-h200.md
     "gpt2 gpt2": {"ours": "120 to 123 ms", "ours --fast": "115 to 118 ms", "before": "132 ms",
                   "nanogpt": "123 ms"},
     "mlm base": {"ours": "84 to 87 ms", "before": "93 ms", "hf": "113 ms"},
