@@ -15,8 +15,8 @@ of samples consumed. Only the reader imports torch, so `prepare` starts five tim
 
 In this file, and who calls it:
 
-    what all commands share   room opens a folder that can be deleted; UserError, NotNow and RunError end a
-                              command with one sentence; ArgumentParser, flag_group, say: all files
+    what all commands share   UserError, NotNow and RunError end a command with one sentence; ArgumentParser,
+                              flag_group, say: all files
     tokenizers                Vocabulary, the ids of a tokenizer; what encodes is in prepare/: Dataset, Masker
     shards                    write_atomically, open_shard, read_manifest: prepare/ and what reads
     order                     shuffled, Masker: the Loader, train_mlm
@@ -75,35 +75,6 @@ def first_line(error: BaseException) -> str:
 def listed(names: list[str]) -> str:
     """Names for a sentence: the first eight, then how many more."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-ROOMS = ("cluster", "loggers", "ops", "prepare", "weights")  # folders beside this file, each of its own use
-
-
-def rooms_here() -> list[str]:
-    """Those of ROOMS that are there. A deleted folder may have left a __pycache__."""
-    return [name for name in ROOMS if Path(__file__).with_name(name).joinpath("__init__.py").is_file()]
-
-
-@contextlib.contextmanager
-def room(folder: str, asked: str = ""):
-    """Where something is imported from one of ROOMS, which may have been deleted. If it was, UserError says
-    what has `asked` for it; if nothing has, the rest of the block is skipped.
-    """
-    try:
-        yield
-    except ModuleNotFoundError:
-        if folder in rooms_here():  # what is missing is a package, or a file of another version
-            raise
-        if asked:
-            refuse_without(folder, asked)
-
-
-def refuse_without(folder: str, asked: str):
-    """UserError if one of ROOMS is not there, in which is what `asked` for it."""
-    if folder not in rooms_here():
-        raise UserError(f"{asked} needs the folder {folder}/, which is not beside data.py: copy it there, "
-                        "too.") from None
 
 
 def refuse_moved(module: str, name: str, places: dict[str, str]):
@@ -184,10 +155,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def nearest_flag(self, word: str) -> str:
         """The flag that somebody may have meant who typed `word`, or ""."""
-        with room("loggers"):
-            from loggers.hints import nearest_flag
-            return nearest_flag(word, self._option_string_actions)
-        return ""
+        from loggers.hints import nearest_flag
+        return nearest_flag(word, self._option_string_actions)
 
     def check_row(self, name: str, row: dict):
         """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag
@@ -382,11 +351,9 @@ def tokenizer_id(tokenizer) -> str:
 
 
 def tokenizer_of(name: str, text: str) -> Vocabulary:
-    """The tokenizer of a tokenizer.json that `prepare` wrote. It encodes and decodes if prepare/ is there."""
-    with room("prepare"):
-        from prepare.tokenizer import parse_tokenizer_json
-        return parse_tokenizer_json(name, text)
-    return Vocabulary(name, json.loads(text), text)
+    """The tokenizer of a tokenizer.json that `prepare` wrote."""
+    from prepare.tokenizer import parse_tokenizer_json
+    return parse_tokenizer_json(name, text)
 
 
 def tokenizer_of_run(directory: Path, settings: dict) -> dict[str, str | None]:
@@ -569,12 +536,8 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     text = path.read_text(encoding="utf-8")
     if name is None or name == recorded["name"] and not Path(name).exists():
         return text
-    # more than the name and the bytes of a file cannot be compared without prepare/
-    same = name == recorded["name"] or Path(name).is_file() and sha256_of(Path(name)) == digest
-    with room("prepare", "" if same else f"--tokenizer {name}"):
-        from prepare.tokenizer import is_tokenizer
-        same = is_tokenizer(name, text, "roles" in manifest)
-    if not same:
+    from prepare.tokenizer import is_tokenizer
+    if not is_tokenizer(name, text, "roles" in manifest):
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
                         "is now: name that directory without --tokenizer, or prepare the data in another.")
     return text
@@ -1115,8 +1078,7 @@ def __getattr__(name: str):
 
 def main():
     """`python data.py`"""
-    with room("prepare", "python data.py"):
-        from prepare.command import command  # where UserError is that of the module `data`
+    from prepare.command import command  # where UserError is that of the module `data`
     command()
 
 

@@ -62,9 +62,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Adam, AdamW
 
 import monitor
+from cluster.diagnosis import explain, refuse_lone_tasks, when_cut_off
+from cluster.heartbeat import join
+from cluster.late import Late
+from cluster.memory import before_data
 from data import (
     HOST,
-    ROOMS,
     ArgumentParser,
     Dataset,
     NotNow,
@@ -87,12 +90,8 @@ from data import (
     parse_count,
     plan_batch,
     positive_int,
-    read_manifest,
     refuse_moved,
-    refuse_without,
     replacing,
-    room,
-    rooms_here,
     row_of,
     say,
     sources_of,
@@ -104,6 +103,13 @@ from data import (
     validation_batches,
     without_surrogates,
 )
+from loggers.checks import begin_checks
+from loggers.hints import runs_beside, table_of_sizes
+from loggers.labels import LabelCount
+from loggers.machine import machine_curves
+from loggers.mfu import MFU
+from loggers.source import describe, last_commit, source_files
+from loggers.start import say_plan, sinks_of
 from model import (
     SHARDED,
     STRATEGIES,
@@ -122,17 +128,16 @@ from model import (
     use_device,
 )
 from monitor import at_end
+from ops.device import keep_freed_memory, use_libdevice_of_triton
+from ops.ema import EMA
+from ops.flash_attention_3 import take
+from prepare.llm_c import manifest_of_plain_shards
+from prepare.pipeline import locate
+from weights.sampling import sample_prompt, write_sample
 
 TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# what a run does without where a folder is not there
-WITHOUT = {"cluster": "a process that is lost is not named",
-           "loggers": "no plan and no warning of an edit is printed, trainer.py is not kept, and the curves "
-                      "are in metrics.jsonl alone",
-           "ops": "loss and attention take longer, and their last bits are others",
-           "prepare": "only prepared data are read, and no samples are written",
-           "weights": "no samples are written"}
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
@@ -141,10 +146,10 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 # Start and end
 
 
-def ending_of(error: BaseException, explain=None) -> tuple[int, str, str]:
+def ending_of(error: BaseException) -> tuple[int, str, str]:
     """For the error that ended main(): the exit code, the text for this process to print, and the reason for
-    the other ranks to print. Prints an unforeseen error itself, with its traceback, unless `explain`, that of
-    cluster/diagnosis.py, knows better.
+    the other ranks to print. Prints an unforeseen error itself, with its traceback, unless `explain` knows
+    its cause.
     """
     if isinstance(error, SystemExit):  # from --help
         return error.code or 0, "", ""
@@ -155,7 +160,7 @@ def ending_of(error: BaseException, explain=None) -> tuple[int, str, str]:
         return int(late), "error: standard output is closed." * late, "its standard output was closed."
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
-    if explain and (found := explain(error, heartbeat, show_traceback)):
+    if found := explain(error, heartbeat, show_traceback):
         return found
     show_traceback(error)
     return 1, "", first_line(error)
@@ -178,15 +183,12 @@ def launch(main):
     global launched
     launched = main
     get_error_handler().initialize()
-    explain = None
-    with room("cluster"):
-        from cluster.diagnosis import explain
     try:
         with access():
             main()
         code, text, reason = 0, "", ""
     except BaseException as error:
-        code, text, reason = ending_of(error, explain)
+        code, text, reason = ending_of(error)
     at_end.exit_code = code
     unwritten = one_has_failed() and Checkpoints.unwritten
     for signum in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
@@ -285,8 +287,6 @@ def start(command: "Command") -> World:
     flags = [*vars(args).items()]
 
     def compare():
-        assert_same("which of the folders beside data.py are there", " ".join(rooms_here()),
-                    f"copy the same of {', '.join(ROOMS)} to every node")
         if odd := find_mismatch([*map(str, flags)]):
             name = flags[odd[0]][0].replace("_", "-")
             raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: start every node with "
@@ -310,36 +310,23 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     if "GLOO_SOCKET_IFNAME" not in env:  # what a notebook starts next may want another network card
         at_end.callback(env.pop, "GLOO_SOCKET_IFNAME", None)
     rank, world_size, store = 0, 1, dist.HashStore()
-    if by_torchrun and "cluster" in rooms_here():
-        with room("cluster"):
-            from cluster.heartbeat import join
+    if by_torchrun:
         rank, world_size, store, heartbeat = join(timeout)
         if heartbeat:
             heartbeat.wait_for_all()
-    elif by_torchrun:
-        rank, world_size, store = int(env["RANK"]), int(env["WORLD_SIZE"]), None
     local_world_size = from_launcher("LOCAL_WORLD_SIZE", 1)
     where, backend = with_barrier(choose_device, backend, device, local_world_size)
     if compare:
         compare(where, backend)
     if heartbeat:
         heartbeat.refuse_other_backends(backend)
-    # cluster/heartbeat.py chooses it
-    chosen = backend != "gloo" or "cluster" in rooms_here() or "GLOO_SOCKET_IFNAME" in env
-    if world_size > local_world_size and not chosen and local_rank() == 0:
-        say("WARNING: there is no folder cluster/ beside ddp_utils.py, so gloo takes the network card of "
-            "this machine's name: copy the folder, too, or set GLOO_SOCKET_IFNAME")
     gpu = None
     if where.type == "cuda":
         gpu = where
         torch.cuda.set_device(gpu)
-        with room("ops"):
-            from ops.device import use_libdevice_of_triton
-            use_libdevice_of_triton()
+        use_libdevice_of_triton()
     else:
-        with room("ops"):
-            from ops.device import keep_freed_memory
-            keep_freed_memory()
+        keep_freed_memory()
         if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
             # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
             torch.set_num_threads(max(1, cpu_count() // local_world_size))
@@ -355,10 +342,9 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         env.setdefault("NCCL_NVLS_ENABLE", "0")
     # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    store = store and dist.PrefixStore("process group", store)  # without cluster/ that of MASTER_ADDR
     connect(backend, lambda: dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout),
-        device_id=gpu))
+        backend, store=dist.PrefixStore("process group", store), rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=timeout), device_id=gpu))
     return World(rank, world_size, local_rank(), f"node{env.get('GROUP_RANK') or 0}",
                  from_launcher("GROUP_WORLD_SIZE", 1), where, backend)
 
@@ -374,11 +360,8 @@ def connect(backend: str, function):
     except RuntimeError as error:
         if heartbeat and heartbeat.ask():  # a rank was lost, see cluster/diagnosis.py
             raise
-        advice = "its processes cannot reach each other."
-        with room("cluster"):
-            from cluster.diagnosis import when_cut_off
-            advice = when_cut_off(backend, heartbeat)
-        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {advice}") from None
+        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): "
+                       f"{when_cut_off(backend, heartbeat)}") from None
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -391,14 +374,9 @@ heartbeat = None  # a Heartbeat of cluster/heartbeat.py, if there are several pr
 def with_barrier(function, *args):
     """Runs function(*args) on every rank, however long it takes, and waits for all. If it raises on one rank,
     with_barrier raises a UserError with the same exit code on the others, so that none waits for the failed
-    rank. Without cluster/ the others wait for --timeout, and then fail.
+    rank.
     """
-    if heartbeat:
-        return heartbeat.with_barrier(function, *args)
-    result = function(*args)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-    return result
+    return heartbeat.with_barrier(function, *args) if heartbeat else function(*args)
 
 
 def on_rank0(function, *args):
@@ -502,7 +480,7 @@ SHAPE = "as it was, or as in the weights to start from; another value is refused
 MUST_NOT = "as it was; another value is refused, see check_resumable"
 KINDS = {
     ANEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-          "prompt_file num_samples stop list_presets wanted_batch largest_batch usual_steps usual_warmup ops",
+          "prompt_file num_samples stop list_presets wanted_batch largest_batch usual_steps usual_warmup",
     PLANNED: "global_batch batch grad_accum",
     MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
                 "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every "
@@ -525,9 +503,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     """The parser of a trainer: --size or --preset, its model's flags, and those that all trainers share."""
     keys = dict.fromkeys(itertools.chain(*sizes.values()))
     parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]")
-    with room("loggers"):
-        from loggers.hints import table_of_sizes
-        parser.epilog = table_of_sizes(keys, config_class, sizes)
+    parser.epilog = table_of_sizes(keys, config_class, sizes)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
     if presets:
@@ -731,9 +707,8 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     kept = flags_of_run(saved, command) | shape if saved else {}
     tuned = {}
     if "init_from" in given and not saved:
-        with room("weights"):  # find_run says where it is missing, once all processes are there
-            from weights.init_from import gentler
-            tuned = gentler(row) | shape
+        from weights.init_from import gentler
+        tuned = gentler(row) | shape
     flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
     for action in command.parser._actions:
         value = (kept | given).get(action.dest)
@@ -902,8 +877,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     weights = missing = None
     if "init_from" in command.given:
         try:
-            with room("weights", "--init-from"):
-                from weights.init_from import assert_context, nearest_size, weights_of
+            from weights.init_from import assert_context, nearest_size, weights_of
             weights = weights_of(model_class, command.given["init_from"], complete=False)
             weights["size"] = nearest_size(command.rows, weights)
         except UserError as error:  # does not matter to a run that has begun
@@ -930,7 +904,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_gloo(args, world)
     if not uses_model(args):
-        refuse_together(args, world, saved)
+        refuse_together(args, world)
     if weights and not record:
         assert_context(model_class, weights, args.seq_len)
     began = f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
@@ -986,8 +960,8 @@ def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
     return newest if settings.get("resume") == args.resume and newest["step"] > saved["step"] else None
 
 
-def refuse_together(args: Namespace, world: World, saved: dict | None):
-    """Raises UserError for flags that cannot train together, or not without a folder that is gone."""
+def refuse_together(args: Namespace, world: World):
+    """Raises UserError for flags that cannot train together."""
     if args.strategy in SHARDED and args.optimizer == "muon":
         raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
                         "run with --optimizer adamw.")
@@ -998,17 +972,9 @@ def refuse_together(args: Namespace, world: World, saved: dict | None):
     if args.comm == "bf16" and args.strategy != "ddp" and dtype != torch.bfloat16:
         raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
                         "--comm fp32.")
-    if args.comm == "late":
-        refuse_without("cluster", "--comm late")
-        if args.strategy != "ddp" or dtype == torch.float16:
-            raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
-                            "--comm fp32.")
-    if args.ema:
-        refuse_without("ops", "--ema")
-    if args.optimizer == "adam-atan2":
-        refuse_without("ops", "--optimizer adam-atan2")
-    if args.wandb and not saved:  # its state does not need it
-        refuse_without("loggers", "--wandb")
+    if args.comm == "late" and (args.strategy != "ddp" or dtype == torch.float16):
+        raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
+                        "--comm fp32.")
 
 
 def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
@@ -1018,13 +984,7 @@ def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
     if directory == Path(source) and not any(limits.values()):
         return directory
     watch = heartbeat.raise_if_lost if heartbeat else lambda: None
-    with room("prepare"):
-        from prepare.pipeline import locate
-        return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
-    manifest = read_manifest(directory)
-    if not manifest or any(limits[name] not in (None, manifest["settings"].get(name)) for name in limits):
-        refuse_without("prepare", f"--data {source}")
-    return directory
+    return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
 
 
 def load_data(asked: Asked, **example) -> Dataset:
@@ -1032,25 +992,15 @@ def load_data(asked: Asked, **example) -> Dataset:
     --max-tokens. `asked.change_data`, a trainer's own function, may then replace its `train`, `val` and
     `masker_class`, for training and --eval-only alike. `example` has what the model's `example` takes more.
     """
-    args, config_class = asked.args, asked.model_class.Config
-    with torch.device("meta"):
-        model = asked.model_class(config_class(**flags_of_model(config_class, args)))
-    useful = 20 * num_params(model)
-    with room("cluster"):
-        from cluster.diagnosis import refuse_lone_tasks
-        from cluster.memory import before_data
-        refuse_lone_tasks()
-        useful = with_barrier(before_data, asked, example)  # with the vocabulary that --tokenizer will have
+    args = asked.args
+    refuse_lone_tasks()
+    useful = with_barrier(before_data, asked, example)  # with the vocabulary that --tokenizer will have
 
     def read():
         directories = [located(source, args, useful, asked.world.local_rank)
                        for source in sources_of(args.data)]
-        plain = None
-        for directory in directories:
-            if not (directory / "manifest.json").is_file():
-                with room("prepare", f"{directory}, which has no manifest.json,"):
-                    from prepare.llm_c import manifest_of_plain_shards as plain
-        dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"), plain)
+        dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"),
+                          manifest_of_plain_shards)
         if asked.change_data:
             asked.change_data(dataset)
             dataset.check_sets()
@@ -1099,9 +1049,7 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
                  "chooses another number")
     asked = replace(asked, args=args, settled=flags, saved=saved, begun=None if saved else asked.begun)
     sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
-    with room("loggers"):
-        from loggers.start import sinks_of
-        sinks += sinks_of(args, out, text.say, lock.lost)
+    sinks += sinks_of(args, out, text.say, lock.lost)
     return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
                grad_accum=grad_accum, checkpoints=checkpoints, text=text, sinks=sinks, lost=lock.lost)
 
@@ -1120,9 +1068,7 @@ def new_model(run: Run, **config) -> nn.Module:
                         "they are to learn: use isolated or causal, or prepare the data with "
                         "--prompt-field and --response-field.")
     if vars(config).get("response", -1) >= 0:
-        with room("weights"):
-            from weights.sampling import sample_prompt
-            sample_prompt(args, dataset)  # raises UserError now, and not after hours
+        sample_prompt(args, dataset)  # raises UserError now, and not after hours
     # the rest of the configuration is that of the checkpoint or of the weights
     changes = {name: value for name, value in vars(config).items()
                if name in reading_of(config) or FLAGS.get(name) == OF_MODEL}
@@ -1130,8 +1076,7 @@ def new_model(run: Run, **config) -> nn.Module:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
     elif args.init_from:
-        with room("weights", "--init-from"):
-            from weights.init_from import trained_model
+        from weights.init_from import trained_model
         model = trained_model(run, asdict(config), changes)
     else:
         model = build_model(model_class, config, world, args.strategy, args.comm)
@@ -1160,7 +1105,7 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
             "largest_batch": flags.largest_batch, "eval_batch": flags.eval_batch,
             "usual_steps": flags.usual_steps, "usual_warmup": flags.usual_warmup,
             "world_size": run.world.world_size, "threads": torch.get_num_threads(),
-            "ops": "ops" in rooms_here(), "trainer": run.trainer.name, "began": run.began}
+            "trainer": run.trainer.name, "began": run.began}
     shape = flags_of_model(run.model_class.Config, model.config)
     settings = vars(args) | run.constants | shape | plan | settings
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
@@ -1194,9 +1139,6 @@ def check_resumable(saved: dict, now: dict, branch: bool, say):
         way = f" (--init-from {path} starts it from these weights{way})" * (what != "tokenizer")
         raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
                         f"it as it was, or start a new run with another --out{way}.")
-    if (ops := after.get("ops", True)) != before.get("ops", True):
-        say(f"resuming {'with' if ops else 'without'} the folder ops/, unlike before: from here on the last "
-            "bits differ")
     for flag, value in now["settings"].items():
         if (was := saved["settings"].get(flag, value)) != value and FLAGS.get(flag) != ANEW:
             say(f"{'beginning again' if saved.get('begun') else 'resuming'} with {flag} {value} (was {was})")
@@ -1319,10 +1261,8 @@ def config_of(config_class: type, saved: dict, where):
 
 def code_trained_with(where) -> str:
     """The code that trained the run of a checkpoint, by its commit where that is recorded."""
-    with room("loggers"):
-        from loggers.source import last_commit
-        if commit := last_commit(Path(where)):
-            return f"the code that trained it (commit {commit})"
+    if commit := last_commit(Path(where)):
+        return f"the code that trained it (commit {commit})"
     return "the code that trained it"
 
 
@@ -1343,11 +1283,7 @@ def set_modes(model: nn.Module, run: Run) -> dict:
     if compiles(run.args.compile, run.world.device):
         run.say("compiling: the first step takes minutes")
     apply_modes(model, run.args, run.world)
-    taken = False
-    if not run.args.fast:
-        with room("ops"):
-            from ops.flash_attention_3 import take
-            taken = take(model, run, all_gather, at_end)
+    taken = not run.args.fast and take(model, run, all_gather, at_end)
     return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_3": taken}
 
 
@@ -1505,14 +1441,10 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = None
         if args.ema:
-            with room("ops", "--ema"):
-                from ops.ema import EMA
             self.ema = EMA(model, args.ema)
         self.wrapped = wrap(model, world, args.comm)
         self.late = None
         if args.comm == "late":
-            with room("cluster", "--comm late"):
-                from cluster.late import Late
             self.late = Late(model, self.inner, run)
         self.skipped = 0  # updates in a row whose gradient was not finite
         self._checked = False  # whether checkpoints can hold the optimizers' state
@@ -1878,10 +1810,7 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
         candidates = [there] if there.is_file() else list_checkpoints(there)
         if not candidates:
             fault = "holds no checkpoint" if there.exists() else "does not exist"
-            runs = []
-            with room("loggers"):
-                from loggers.hints import runs_beside
-                runs = runs_beside(there, family)
+            runs = runs_beside(there, family)
             such_as = f", such as {listed(runs)}" if runs else ""
             if (best := there / "checkpoints" / "best.pt").exists():  # beside damaged ones
                 such_as = f", such as {best}"
@@ -2138,26 +2067,15 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     def begin():
         if all_done(run, log, step):  # the files would name flags of no step
             return
-        files = {}
-        more = {}
-        with room("loggers"):
-            from loggers.checks import begin_checks
-            from loggers.mfu import MFU
-            from loggers.source import describe, source_files
-            begin_checks(run, model, log)
-            facts.mfu = MFU(run, model, settings)
-            files = source_files(run)
-            more = describe(run, facts.mfu)
+        begin_checks(run, model, log)
+        facts.mfu = MFU(run, model, settings)
+        files = source_files(run)
+        more = describe(run, facts.mfu)
         log.begin(step, files | run_files(run, identity | more))
 
     on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
-    with room("loggers"):
-        from loggers.start import say_plan
-        say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
-    for folder, loss in WITHOUT.items():
-        if folder not in rooms_here():
-            log.say(f"there is no folder {folder}/ beside ddp_utils.py, so {loss}")
+    say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
     warn_of_changes(run, model)
@@ -2322,13 +2240,7 @@ class Metrics:
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
-        self._label_count = None
-        self._machine_curves = lambda suffix: {}
-        with room("loggers"):
-            from loggers.labels import LabelCount
-            from loggers.machine import machine_curves
-            self._label_count = LabelCount(model, world.device)
-            self._machine_curves = machine_curves
+        self._label_count = LabelCount(model, world.device)
 
     def add(self, sums: dict[str, Tensor]):
         """Adds the sums of a micro-batch."""
@@ -2338,8 +2250,7 @@ class Metrics:
     def end_step(self, samples: int, labels: Tensor):
         """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
         self.labels = labels
-        if self._label_count:
-            self._label_count.counted += labels
+        self._label_count.counted += labels
         before = self._samples
         self._samples = samples
         self.ends_epoch = samples // self._rows > before // self._rows
@@ -2358,10 +2269,9 @@ class Metrics:
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
-        given = self._label_count.given if self._label_count else 0.0
-        *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, given], self.world)
-        if self._label_count:
-            self._label_count.compare(given, self.log.say)
+        *means, loss, given = reduce_sum(
+            [*self._means.values(), self._epoch_loss, self._label_count.given], self.world)
+        self._label_count.compare(given, self.log.say)
         seconds = time.perf_counter() - self._begun
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 
@@ -2371,7 +2281,7 @@ class Metrics:
         """
         world = self.world
         host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
-        own = self._machine_curves(host) if world.local_rank == 0 else {}
+        own = machine_curves(host) if world.local_rank == 0 else {}
         memory, curves = zip(*all_gather((monitor.memory_gb(world.device), own)))
         return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
 
@@ -2449,11 +2359,9 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
 
 
 def sample(state: TrainState, run: Run, step: int):
-    """Logs a text that the model writes, if weights/ is there. All ranks call this."""
-    with room("weights"):
-        from weights.sampling import write_sample
-        with state.averaged_weights():
-            write_sample(state.model, run, step, with_barrier)
+    """Logs a text that the model writes. All ranks call this."""
+    with state.averaged_weights():
+        write_sample(state.model, run, step, with_barrier)
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):

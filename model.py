@@ -16,9 +16,6 @@ In this file, and who calls it:
     what a model must provide  LanguageModel, CausalLM, flag: the models; flags also ddp_utils
     HRM, GPT-2, MLM            a trainer each
     optimizers and schedules   make_optimizers, learning_rate: the trainers
-
-Without the folder ops/, which has the fast forms, a model trains with the plain loss below and torch's own
-attention: more slowly, with the same values to 1e-6 (in float32).
 """
 
 import contextlib
@@ -36,7 +33,9 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from data import HOST, UserError, documents, first_line, local_rank, refuse_moved, room
+from data import HOST, UserError, documents, first_line, local_rank, refuse_moved
+from ops.adam_atan2 import AdamAtan2
+from ops.attention import cpu_attention
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -134,7 +133,7 @@ class Block(nn.Module):
     dropout = 0.0
     qk_norm = False
     drops_attention = False  # whether `dropout` is also that of attention
-    cpu_attention = None  # that of ops/ for bfloat16 on CPUs, if it is there, see attend
+    cpu_attention = None  # on CPUs that of ops/ for bfloat16, see attend
     flex_attention = None  # compiled when a GPU first needs it
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, mask=None,
@@ -269,12 +268,8 @@ def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, check
     """
     model.compute_dtype = dtype
     model.compile_loss = bool(compiling) and device.type == "cuda"
-    cpu_attention = None
-    if device.type == "cpu":
-        with room("ops"):
-            from ops.attention import cpu_attention
     for block in blocks_of(model):
-        block.cpu_attention = cpu_attention
+        block.cpu_attention = cpu_attention if device.type == "cpu" else None
         block.checkpointing = checkpointing
         if compiling:
             block.compile(**compiling)
@@ -313,8 +308,7 @@ def fused_loss() -> type | None:
     """
     global _fused
     if _fused is None:
-        with room("ops"):
-            from ops.cross_entropy import LinearCrossEntropy as _fused
+        from ops.cross_entropy import LinearCrossEntropy as _fused
         _fused = _fused or False
     return _fused or None
 
@@ -1081,8 +1075,7 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
             group["params"].append(p)
     adam = functools.partial(torch.optim.AdamW, fused=True)
     if name == "adam-atan2":
-        with room("ops", "--optimizer adam-atan2"):
-            from ops.adam_atan2 import AdamAtan2 as adam
+        adam = AdamAtan2
     optimizers = [adam(groups.values(), lr=lr, betas=betas)]
     if hidden:
         # scaled to the size of AdamW's updates, so that one learning rate serves both (arXiv 2502.16982)

@@ -37,7 +37,6 @@ from data import (
     lock_file,
     read_json,
     refuse_moved,
-    room,
     run_command,
     say,
     why_not_made,
@@ -581,8 +580,7 @@ def __getattr__(name: str):
 
 def main(argv: list[str] | None = None) -> int:
     """`python monitor.py`"""
-    with room("loggers", "python monitor.py"):
-        from loggers.command import main as command
+    from loggers.command import main as command
     return command(argv)
 
 

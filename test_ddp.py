@@ -21,16 +21,14 @@ import torch
 import torch.distributed as dist
 
 import ddp_utils
+from cluster.diagnosis import refuse_lone_tasks
 from data import (
-    ROOMS,
     ArgumentParser,
     Dataset,
     UserError,
     expanded,
     first_line,
     flag_group,
-    refuse_without,
-    room,
     say,
 )
 from ddp_utils import (
@@ -44,6 +42,7 @@ from ddp_utils import (
     number,
     with_barrier,
 )
+from prepare.llm_c import manifest_of_plain_shards
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 
@@ -54,7 +53,8 @@ SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
     """This rank's software, device and data. `wrong` is a sentence, or empty."""
     beside = Path(__file__).resolve().parent
-    files = [*beside.glob("*.py"), *(path for room in ROOMS for path in beside.glob(f"{room}/*.py"))]
+    packages = [path.parent for path in beside.glob("*/__init__.py")]
+    files = [path for folder in (beside, *packages) for path in folder.glob("*.py")]
     code = b"".join(path.read_bytes() for path in sorted(files))
     report = {"host": HOST, "world size": os.environ.get("WORLD_SIZE", "1"), "device": device.type,
               "backend": backend, "python": platform.python_version(), "torch": torch.__version__}
@@ -64,12 +64,10 @@ def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
         report |= {"gpu": hardware(device), "uuid": str(torch.cuda.get_device_properties(device).uuid)}
         if dist.is_nccl_available():
             report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    plain = None
     try:
         if args.data:
-            with room("prepare"):
-                from prepare.llm_c import manifest_of_plain_shards as plain
-            report["data"] = Dataset([Path(args.data)], 1, args.tokenizer, plain=plain).fingerprint[:12]
+            dataset = Dataset([Path(args.data)], 1, args.tokenizer, plain=manifest_of_plain_shards)
+            report["data"] = dataset.fingerprint[:12]
     except UserError as error:
         report["wrong"] = str(error)
     return report
@@ -196,8 +194,7 @@ def measure_network(world: World, limit: float):
 
 def dry_run(*args, **example):
     """Where copies of older trainers look for --dry-run."""
-    with room("cluster", "--dry-run"):
-        from cluster import memory
+    from cluster import memory
     memory.dry_run(*args, **example)
 
 
@@ -211,11 +208,7 @@ def main():
     flag("--tokenizer", expanded, "of --data, if that has no manifest")
     args = parser.parse_args()
 
-    with room("cluster"):
-        from cluster.diagnosis import refuse_lone_tasks
-        refuse_lone_tasks()
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        refuse_without("cluster", "the check of several processes")
+    refuse_lone_tasks()
     world = step("the start of the process group", init, args.backend, args.device, args.timeout,
                  lambda *device: compare(report_of(args, *device)))
 

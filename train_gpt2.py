@@ -17,7 +17,9 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 
 import data
 import ddp_utils as ddp
+from cluster.memory import dry_run
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
+from weights.use import use_model
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
 # 20 tokens per parameter, and the learning rates of Brown et al., 2020.
@@ -46,16 +48,12 @@ def parse_args(argv: list[str] | None = None) -> ddp.Command:
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        with data.room("cluster", "--dry-run"):
-            from cluster.memory import dry_run
         flags = ddp.settle(command)
         return dry_run(GPT2, flags)
     world = ddp.start(command)  # joins the process group
     # what is not given is as in the run that is resumed
     asked = ddp.find_run(GPT2, command, world, constants=globals())
     if ddp.uses_model(asked.args):
-        with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
-            from weights.use import use_model
         return use_model(asked)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log

@@ -15,7 +15,10 @@ from argparse import Namespace
 
 import data
 import ddp_utils as ddp
+from cluster.memory import dry_run
+from loggers.levels import show_levels
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
+from weights.use import use_model
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
 # 4 times its batch. In all trainers, micro-batch and checkpoint_activations are for GPUs of 80 GB.
@@ -90,16 +93,12 @@ def truncation(args: Namespace) -> tuple[int, int]:
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        with data.room("cluster", "--dry-run"):
-            from cluster.memory import dry_run
         flags = ddp.settle(command)
         return dry_run(HRM, flags, bp_steps=truncation(flags.args)[1])
     world = ddp.start(command)  # joins the process group
     # what is not given is as in the run that is resumed
     asked = ddp.find_run(HRM, command, world, constants=globals())
     if ddp.uses_model(asked.args):
-        with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
-            from weights.use import use_model
         return use_model(asked)
     low, high = truncation(asked.args)
 
@@ -191,9 +190,7 @@ def main(argv: list[str] | None = None):
     loader.close()
     if not due.stopping:
         ddp.sample(state, run, step)
-        with data.room("loggers"):
-            from loggers.levels import show_levels
-            show_levels(state, run)
+        show_levels(state, run)
     ddp.end_run(run, log, stop, step, samples)
 
 

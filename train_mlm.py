@@ -16,7 +16,10 @@ masks the same 15 %.
 
 import data
 import ddp_utils as ddp
+from cluster.memory import dry_run
+from cluster.presets import list_presets
 from model import MLM, MLMConfig, learning_rate, make_optimizers
+from weights.use import use_model
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")
@@ -65,20 +68,14 @@ def main(argv: list[str] | None = None):
     if "list_presets" in command.given and data.local_rank() > 0:
         return
     if "list_presets" in command.given:
-        with data.room("cluster", "--list-presets"):
-            from cluster.presets import list_presets
         return list_presets(PRESETS, RECIPES)
     if "dry_run" in command.given:
-        with data.room("cluster", "--dry-run"):
-            from cluster.memory import dry_run
         flags = ddp.settle(command)
         return dry_run(MLM, flags, mask_rate=flags.args.mask_rate)
     world = ddp.start(command)  # joins the process group
     # what is not given is as in the run that is resumed
     asked = ddp.find_run(MLM, command, world, constants=globals())
     if ddp.uses_model(asked.args):
-        with data.room("weights", "using a run (--prompt, --export, --eval-only and the like)"):
-            from weights.use import use_model
         return use_model(asked)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log

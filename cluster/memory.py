@@ -22,7 +22,6 @@ from data import (
     from_launcher,
     plan_batch,
     read_manifest,
-    room,
     say,
     sources_of,
 )
@@ -38,6 +37,8 @@ from model import (
     pad_vocab,
     use_device,
 )
+from ops import cross_entropy
+from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
 
 def expected_ids(data: str, tokenizer_name: str | None) -> int:
@@ -47,8 +48,6 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
     name = tokenizer_name or default_tokenizer(data)
     if re.fullmatch(r"bpe:\d+", name):
         return int(name[4:])
-    with room("prepare", f"the tokenizer {name}"):
-        from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
     return TIKTOKEN_IDS.get(name) or load_tokenizer(name).num_ids
 
 
@@ -91,10 +90,8 @@ def kept_for_backward(model_class: type, config, device: torch.device, dtype: to
         config = replace(config, dropout=0.0)
     with torch.device("meta"):
         model = model_class(config)
-    unsplit = contextlib.nullcontext()
-    with room("ops"):  # nothing is computed, so the loss need not be split into rows that fit a cache
-        from ops import cross_entropy
-        unsplit = mock.patch.object(cross_entropy, "LOSS_CACHE", 2**40)
+    # nothing is computed, so the loss need not be split into rows that fit a cache
+    unsplit = mock.patch.object(cross_entropy, "LOSS_CACHE", 2**40)
     with FakeTensorMode(allow_non_fake_inputs=True), unsplit:
         model.to_empty(device="cpu")
         # splits forward and backward as Inductor does, but without its kernels
@@ -150,10 +147,8 @@ def pinned_bytes(model: nn.Module, args: Namespace) -> int:
 def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
     """Bytes of logits that the loss of model(**inputs) holds at a time on a GPU."""
     rows = inputs["labels" if "labels" in inputs else "targets"].numel()
-    products = few = min(rows, 4096)  # of which the plain loss has as many in float32
-    with room("ops"):
-        from ops.cross_entropy import LOSS_ROWS
-        products, few = min(rows, LOSS_ROWS["cuda"]), 0 if compiled else few
+    products = min(rows, cross_entropy.LOSS_ROWS["cuda"])
+    few = 0 if compiled else min(rows, 4096)  # in float32
     return (products * dtype.itemsize + 12 * few) * padded_vocab
 
 

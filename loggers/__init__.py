@@ -1,5 +1,5 @@
 """What is made of a run beside train.log and metrics.jsonl: tensorboard.py (tb/), wandb.py (--wandb),
 picture.py (training_history.png and history.json), levels.py (levels.png), machine.py (curves of CPU, memory
 and GPUs), start.py (what a run prints at its start, and what gets its records). command.py is `python
-monitor.py`. Without the folder a run has train.log and metrics.jsonl.
+monitor.py`.
 """

@@ -8,12 +8,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from data import ROOMS, NotNow, access
+from data import NotNow, access
 from model import num_params
 from monitor import read_config
 
 # what makes no model
-OTHERS = {"train_hrm", "train_mlm", "train_gpt2", "ddp_utils", "monitor", "test_ddp", *ROOMS} - {"ops"}
+OTHERS = {"train_hrm", "train_mlm", "train_gpt2", "ddp_utils", "monitor", "test_ddp", "cluster", "loggers",
+          "prepare", "weights"}
 
 
 def text_of(path: Path) -> str:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from data import room
 from loggers.machine import begin_curves
 from loggers.picture import History
 from loggers.tensorboard import EventFile
 from loggers.wandb import WandbRun
 from model import blocks_of, flag_fields, flags_of_model, num_params
 from monitor import NO_BYTES
+from prepare.pipeline import would_split
 
 
 def too_short(dataset) -> str:
@@ -105,9 +105,5 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
     if dataset.short:
         run.say(f"WARNING: {too_short(dataset)}")
     elif not dataset.val:
-        split = "hash:0.1"
-        with room("prepare"):
-            from prepare.pipeline import would_split
-            split = would_split(dataset.manifest)
         run.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                f"them with --val-split {split} in another directory")
+                f"them with --val-split {would_split(dataset.manifest)} in another directory")

@@ -21,8 +21,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Finished, at_end
 
-from data import ROOMS
-
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
     "processes", "torch", "torch._dynamo", "torch.utils.tensorboard", "torch.utils.flop_counter", "numpy.ma",
@@ -43,7 +41,7 @@ def _import_from(directory: str) -> None:
     """Forgets the program's modules, which the server has imported, for those of a copy in a directory."""
     for name, module in [*sys.modules.items()]:
         folder = Path(getattr(module, "__file__", None) or "/").parent
-        if folder == ROOT or folder.parent == ROOT and folder.name in ROOMS:
+        if folder == ROOT or folder.parent == ROOT and (folder / "__init__.py").is_file():
             del sys.modules[name]
     sys.path[:] = [directory, *(path for path in sys.path if path != str(ROOT))]
 

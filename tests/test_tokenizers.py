@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -566,68 +565,8 @@ def test_bits_per_byte_are_those_of_the_text_or_none(kind, number, told, tmp_pat
         assert "val_bits_per_byte" not in record
 
 
-# ------------------------------------------------------------------------------ what is read without prepare/
-
-
-def of_kind(kind: str):
-    if kind in ("bytes", "gpt2"):
-        return load_tokenizer(kind)
-    if kind == "bpe:300":
-        return prepare_bpe.train_bpe(TEXT, 300)
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-    if kind == "word-piece":
-        words = {"[UNK]": 0, "[SEP]": 1, "run": 2, "##ning": 3, "é": 4}
-        built = tokenizers.Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
-        built.add_special_tokens(["[UNK]", "[SEP]"])
-    elif kind == "unigram":
-        pieces = [("<unk>", 0.0), ("\u2581", -2.0), ("a", -3.0), ("\u2581é", -3.0)]
-        built = tokenizers.Tokenizer(models.Unigram(pieces, 0))
-        built.pre_tokenizer = pre_tokenizers.Metaspace()
-        built.add_tokens(["<not special>"])
-    else:
-        return parse_tokenizer_json(kind, foreign(kind))
-    return parse_tokenizer_json(kind, built.to_str())
-
-
-def facts_of(tokenizer) -> dict:
-    """What a run needs of a tokenizer."""
-    names = ("name", "vocab", "specials", "eot", "mask", "mask_token", "num_ids", "vocab_size", "roles",
-             "takes_blank")
-    facts = {name: getattr(tokenizer, name) for name in names}
-    facts["lengths"], facts["text"] = tokenizer.lengths(), tokenizer.to_json()
-    return facts | {"id": tokenizer_id(tokenizer)}
-
-
-def without_prepare(monkeypatch):
-    monkeypatch.setattr(data, "rooms_here", list)
-    monkeypatch.setitem(sys.modules, "prepare.tokenizer", None)  # its import fails
-
-
-@pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("kind", ["bytes", "bpe:300", pytest.param("gpt2", marks=pytest.mark.full),
-                                  "byte-level", "roberta", "llama", "word-piece", "unigram"])
-def test_a_run_knows_the_same_of_a_tokenizer_without_prepare(kind, pairs, monkeypatch):
-    """Ids, roles, bytes of tokens and identity. A text with a longer token has others."""
-    if kind == "gpt2" and not (SHARED / "tiktoken").exists():
-        pytest.skip("the vocabulary of gpt2 is not in the cache")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
-    full = with_roles(of_kind(kind)) if pairs else of_kind(kind)
-    text = full.to_json()
-    assert isinstance(data.tokenizer_of(full.name, text), type(full))
-    without_prepare(monkeypatch)
-    plain = data.tokenizer_of(full.name, text)
-    assert type(plain) is data.Vocabulary and not hasattr(plain, "encode")
-    usual = facts_of(full)
-    assert facts_of(plain) == usual and bool(usual["roles"]) == pairs
-    word = next(word for word in full.vocab if word not in full.specials and word.isalpha())
-    longer = text.replace(json.dumps(word, ensure_ascii=False), json.dumps(word + "xy"))
-    found = facts_of(data.tokenizer_of(full.name, longer))
-    assert found["lengths"] != usual["lengths"] and found["id"] != usual["id"]
-
-
-def test_a_tokenizer_that_is_named_is_compared_without_prepare(tmp_path, monkeypatch, corpus):
-    """By its name and the bytes of its file, as the flags of a resumed run need it. Others are refused."""
+def test_a_tokenizer_that_is_named_is_compared(tmp_path, corpus):
+    """A file with another name and other bytes may be the same tokenizer."""
     (tmp_path / "theirs.json").write_text(foreign("roberta"))
     name = str(tmp_path / "theirs.json")
     made = prepare(f"text:{corpus}", tmp_path / "made", name, max_tokens=20_000)
@@ -638,10 +577,5 @@ def test_a_tokenizer_that_is_named_is_compared_without_prepare(tmp_path, monkeyp
     (tmp_path / "moved.json").write_text(foreign("roberta") + " ")
     moved = str(tmp_path / "moved.json")
     assert data.Dataset([made], 32, moved).fingerprint == fingerprint  # it is the same tokenizer
-    without_prepare(monkeypatch)
-    for known in None, name, str(of_run):
-        dataset = data.Dataset([made], 32, known)
-        assert type(dataset.tokenizer) is data.Vocabulary and dataset.fingerprint == fingerprint
-    for other in "bytes", moved:
-        with pytest.raises(UserError, match=f"--tokenizer {other} needs the folder prepare/"):
-            data.Dataset([made], 32, other)
+    with pytest.raises(UserError, match="was made with the tokenizer"):
+        data.Dataset([made], 32, "bytes")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data import UserError, access, first_line, names_in, read_json, room
+from data import UserError, access, first_line, names_in, read_json
 from model import (
     GPT2,
     HRM,
@@ -25,6 +25,7 @@ from model import (
     ModelConfig,
     pad_vocab,
 )
+from prepare.packages import needed
 
 
 @dataclass(frozen=True)
@@ -236,10 +237,8 @@ CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['conten
 
 
 def _safetensors():
-    with room("prepare"):
-        from prepare.packages import needed
-        with needed("safetensors", "a model of Hugging Face"):
-            import safetensors.torch
+    with needed("safetensors", "a model of Hugging Face"):
+        import safetensors.torch
     import safetensors.torch
     return safetensors
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 import torch
 from torch import nn
 
-from data import UserError, listed, room, tokenizer_id, tokenizer_in
+from data import UserError, listed, tokenizer_id, tokenizer_in
 from ddp_utils import (
     Run,
     apply_modes,
@@ -21,6 +21,7 @@ from ddp_utils import (
     with_barrier,
 )
 from model import VOCAB_TENSORS, pad_vocab
+from prepare.tokenizer import GPT2_DIGEST, load_tokenizer
 from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
 
 
@@ -48,8 +49,6 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
     weights = {}
 
     def read_hf() -> dict:
-        with room("prepare", f"--init-from {source}"):
-            from prepare.tokenizer import GPT2_DIGEST, load_tokenizer
         theirs = next((base for base in model_class.__mro__ if base in HF_FAMILIES), model_class)
         config, files = config_from_hf(theirs, source[3:])
         if complete:
@@ -120,8 +119,6 @@ def has_new_ids(found: dict, tokenizer, vocab_size: int, pairs: bool, say) -> bo
 
 def has_same_ids(found: dict, tokenizer) -> bool:
     """Whether each id that the weights know is that of the same token in the data."""
-    with room("prepare", f"--init-from {found['path']}"):
-        from prepare.tokenizer import load_tokenizer
     known_by = load_tokenizer(found["tokenizer_file"])
     assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
     most, theirs = found["model_config"]["vocab_size"], known_by.vocab

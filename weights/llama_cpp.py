@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import EOT, UserError, room
+from data import EOT, UserError
 from model import GPT2, HRM, MODERN_THETA
+from prepare.tokenizer import PATTERNS
 from weights.huggingface import ends_of, query_and_gate, refuse_export
 
 # ours → theirs: the last part of a parameter's name; a matrix with several names is divided
@@ -64,8 +65,6 @@ def _gguf_shape(writer, c, architecture: str):
 
 def _gguf_cut(tokenizer) -> str | None:
     """The name that llama.cpp has for the pattern by which the tokenizer cuts words, if it has one."""
-    with room("prepare", "--export gguf"):
-        from prepare.tokenizer import PATTERNS
     # without merges any name will do
     names = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx"}
     return names.get(vars(tokenizer).get("pattern", ""))

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import UserError, first_line, read_rows, room, rooms_here, say
+from data import UserError, first_line, read_rows, say
 from model import HRM, MLM, CausalLM, copied_buffers
+from prepare.tokenizer import prompt_ids
 
 
 class KVCache:
@@ -198,8 +199,6 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
     answers = c.response >= 0
     most = sampling.max_new_tokens or (c.seq_len if stop and answers else 200)
     if answers:
-        with room("prepare", "a prompt"):
-            from prepare.tokenizer import prompt_ids
         end = c.end if c.end >= 0 else c.start
         ids = prompt_ids(tokenizer, prompt, sampling.condition).tolist()
         if len(ids) >= c.seq_len:
@@ -282,8 +281,6 @@ def first_pair(dataset) -> tuple[str, str]:
     """Prompt (with its condition) and response of the first held-out sample. Both are "" if there is
     none, or if the text of the prompt encodes to other tokens.
     """
-    with room("prepare", "a prompt"):
-        from prepare.tokenizer import prompt_ids
     roles = dataset.roles
     row = []
     for shards in [*dataset.val.values()][:1]:
@@ -299,19 +296,15 @@ def first_pair(dataset) -> tuple[str, str]:
 
 def sample_prompt(args, dataset) -> tuple[str, str]:
     """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
-    the response is empty. Raises UserError if the prompt of a pair fills a row. Without prepare/, which
-    encodes, no sample is written, and both are empty.
+    the response is empty. Raises UserError if the prompt of a pair fills a row.
     """
-    prompt = expected = ""
-    with room("prepare"):
-        from prepare.tokenizer import prompt_ids
-        prompt = args.sample_prompt
-        if dataset.roles["response"] >= 0:
-            if not prompt and not args.condition:
-                prompt, expected = first_pair(dataset)
-            tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
-            if tokens >= args.seq_len:
-                raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
+    prompt, expected = args.sample_prompt, ""
+    if dataset.roles["response"] >= 0:
+        if not prompt and not args.condition:
+            prompt, expected = first_pair(dataset)
+        tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
+        if tokens >= args.seq_len:
+            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
     return prompt, expected
 
 
@@ -319,8 +312,6 @@ def write_sample(model, run, step: int, with_barrier):
     """Logs the sample of a run after `step` steps. Rank 0 writes it alone, for as long as that takes, unless
     each rank holds a shard. All ranks call this; `with_barrier` is that of ddp_utils.
     """
-    if "prepare" not in rooms_here():
-        return
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)
     sharded = args.strategy.startswith(("zero2", "zero3"))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import monitor
-from data import NotNow, RunError, UserError, first_line, refuse_without, room, say
+from data import NotNow, RunError, UserError, first_line, say
 from ddp_utils import (
     Asked,
     StopVote,
@@ -34,7 +34,12 @@ from ddp_utils import (
     read_checkpoint,
     with_barrier,
 )
+from loggers.source import say_changes
+from loggers.start import too_short
 from model import GPT2, MLM, compute_dtype, num_params, use_device
+from prepare.packages import needed
+from prepare.pipeline import would_split
+from prepare.tokenizer import load_tokenizer
 from weights.card import write_card
 from weights.huggingface import logits_of_hf, to_hf
 from weights.init_from import assert_tokenizer
@@ -66,8 +71,6 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
     use in a script of one's own: with averaged weights if there are any, on a device, in a --precision
     (default: that of the run), without a World. Raises RunError.
     """
-    with room("prepare", "load_run"):
-        from prepare.tokenizer import load_tokenizer
     path = next(iter(list_checkpoints(run)), Path(run))
     if path.is_dir():
         raise RunError(f"{run} holds no checkpoint: name another run directory, or train first.")
@@ -88,22 +91,16 @@ def use_model(run: Asked):
     modes = [word.partition("=")[0] for word in shlex.split(run.command) if word.startswith(MODES)]
     if len(modes) > (1 if args.eval_only else len({*modes})):  # one of them would be ignored
         raise UserError(f"{' and '.join(modes)} do not go together: give one of them.")
-    if not args.eval_only:
-        refuse_without("prepare", "using a run (--prompt, --export and the like)")
     if args.export == "gguf":
-        with room("prepare"):
-            from prepare.packages import needed
-            with needed("gguf", "--export gguf"):
-                import gguf  # noqa: F401
+        with needed("gguf", "--export gguf"):
+            import gguf  # noqa: F401
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
     args.compile = False  # which takes longer than an answer
     apply_modes(model, args, world)
     model.eval()
     if world.is_rank0:
-        with room("loggers"):
-            from loggers.source import say_changes
-            say_changes(run)
+        say_changes(run)
     with suppress(BrokenPipeError):  # nobody reads on, as after `--prompt … | head`
         if args.eval_only:
             return evaluate_only(model, run)
@@ -117,8 +114,6 @@ def use_on_rank0(model: nn.Module, run: Asked):
     args, world, saved = run.args, run.world, run.saved
     if not world.is_rank0:
         return
-    with room("prepare"):
-        from prepare.tokenizer import load_tokenizer
     out = args.out or Path(saved["path"]).parent.parent
     if not (out / "tokenizer.json").exists():
         raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
@@ -275,17 +270,9 @@ def evaluate_only(model: nn.Module, asked: Asked):
     dataset = load_data(asked)
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
-        split = "hash:0.1"
-        with room("prepare"):
-            from prepare.pipeline import would_split
-            split = would_split(dataset.manifest)
+        split = would_split(dataset.manifest)
         lacks = f"{dataset.name} has no validation set: prepare it with --val-split {split}"
-        if dataset.short:
-            lacks = f"the validation set of {dataset.name} fills no row of {args.seq_len}"
-            with room("loggers"):
-                from loggers.start import too_short
-                lacks = too_short(dataset)
-        raise UserError(f"{lacks}.")
+        raise UserError(f"{too_short(dataset) if dataset.short else lacks}.")
     masker = None
     if isinstance(model, MLM):
         rate = saved["settings"].get("EVAL_RATE", 0.15)

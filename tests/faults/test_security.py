@@ -27,7 +27,7 @@ from weights.huggingface import from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)
 SCRIPTS = sorted(ROOT.glob("*.py"))
-SCRIPTS += [path for room in data.ROOMS for path in sorted(ROOT.glob(f"{room}/**/*.py"))]
+SCRIPTS += [path for init in sorted(ROOT.glob("*/__init__.py")) for path in sorted(init.parent.glob("*.py"))]
 
 
 class Planted:
