@@ -42,6 +42,8 @@ from pathlib import Path
 
 import numpy as np
 
+from loggers.hints import nearest_flag
+
 # -----------------------------------------------------------------------------------------------------------
 # What all commands share
 
@@ -155,7 +157,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def nearest_flag(self, word: str) -> str:
         """The flag that somebody may have meant who typed `word`, or ""."""
-        from loggers.hints import nearest_flag
         return nearest_flag(word, self._option_string_actions)
 
     def check_row(self, name: str, row: dict):

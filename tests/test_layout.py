@@ -12,7 +12,6 @@ UPWARDS = {
     ("data", "prepare.command"): "python data.py forwards to its command",
     ("monitor", "loggers.command"): "python monitor.py forwards to its command",
     ("data", "prepare.tokenizer"): "prepared data have a tokenizer that encodes",
-    ("data", "loggers.hints"): "the nearest flag to one that is unknown",
     ("ddp_utils", "weights.init_from"): "find_run and new_model; to be moved"}
 
 
