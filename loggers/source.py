@@ -1,8 +1,8 @@
 """The code that a run is trained with: kept in its directory, compared, and named by its commit."""
 
-import ast
 import functools
-import itertools
+import os
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -39,45 +39,22 @@ def kept_files(run) -> dict[str, Path]:
     return found
 
 
-def code_of(text: str) -> list[ast.stmt]:
-    """The statements of a file, without comments and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if documented and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return tree.body
-
-
-def first_difference(before: list[ast.stmt], now: list[ast.stmt]) -> int:
-    """The line of the first statement of `now` that is another than before, 0 if there is none."""
-    line = 1
-    for old, new in itertools.zip_longest(before, now):
-        line = new.lineno if new else line
-        if not old or not new:
-            return line
-        if ast.dump(old) != ast.dump(new):
-            inner = first_difference(vars(old).get("body", []), vars(new).get("body", []))
-            return inner or line
-    return 0
-
-
 def say_changes(run, log=lambda text: None):
-    """Says on stderr, and to `log`, which of kept_files have other code than when the checkpoint's run began.
-    Without its record, nothing.
+    """Says on stderr, and to `log`, which of kept_files differ from the copies in the directory of the
+    checkpoint's run. Without a copy, nothing.
     """
-    directory = Path(run.saved["path"]).parents[1]
+    directory = Path(run.saved["path"]).parent.parent
     for name, path in kept_files(run).items():
         kept = directory / name
         others = name == "trainer.py" and path.name != run.saved["settings"].get("trainer")
         if others or not kept.is_file():
             continue
-        line = 1
-        with suppress(SyntaxError, ValueError, NotNow):  # it is only a note
-            line = first_difference(code_of(text_of(kept)), code_of(text_of(path)))
-        if line:
-            since = "it began this run" if name == "trainer.py" else f"{directory} began"
-            text = f"{path} has changed since {since}, first in line {line} (see {kept})"
+        changed = True
+        with suppress(NotNow):  # it is only a note, and diff says why
+            changed = text_of(kept) != text_of(path)
+        if changed:
+            now = os.path.relpath(path)
+            text = f"{now} has changed since: {shlex.join(['diff', str(kept), now])}"
             print(text, file=sys.stderr, flush=True)
             log(text)
 
