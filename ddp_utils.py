@@ -2143,11 +2143,13 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         with room("loggers"):
             from loggers.checks import begin_checks
             from loggers.mfu import MFU
-            from loggers.source import describe, source_files
+            from loggers.source import commits_and_counts, files_to_keep, say_changes
             begin_checks(run, model, log)
             facts.mfu = MFU(run, model, settings)
-            files = source_files(run)
-            more = describe(run, facts.mfu)
+            if run.saved:
+                say_changes(run, functools.partial(run.text.say, on_screen=False))
+            files = files_to_keep(run)
+            more = commits_and_counts(run, facts.mfu)
         log.begin(step, files | run_files(run, identity | more))
 
     on_rank0(begin)

@@ -1,6 +1,5 @@
 """The code that a run is trained with: kept in its directory, compared, and named by its commit."""
 
-import functools
 import os
 import shlex
 import subprocess
@@ -21,7 +20,7 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
 
 
-def kept_files(run) -> dict[str, Path]:
+def project_files(run) -> dict[str, Path]:
     """The files of the project that a run is trained with, by the names with which its directory keeps them:
     trainer.py, model.py and what else of the project is imported.
     """
@@ -40,11 +39,11 @@ def kept_files(run) -> dict[str, Path]:
 
 
 def say_changes(run, log=lambda text: None):
-    """Says on stderr, and to `log`, which of kept_files differ from the copies in the directory of the
+    """Says on stderr, and to `log`, which of project_files differ from the copies in the directory of the
     checkpoint's run. Without a copy, nothing.
     """
     directory = Path(run.saved["path"]).parent.parent
-    for name, path in kept_files(run).items():
+    for name, path in project_files(run).items():
         kept = directory / name
         others = name == "trainer.py" and path.name != run.saved["settings"].get("trainer")
         if others or not kept.is_file():
@@ -59,13 +58,9 @@ def say_changes(run, log=lambda text: None):
             log(text)
 
 
-def source_files(run) -> dict[str, str]:
-    """The texts to write into the run directory, as they are at the start that begins the run, or today if it
-    has none yet. Says what has changed since.
-    """
-    if run.saved:
-        say_changes(run, functools.partial(run.text.say, on_screen=False))
-    return {name: text_of(path) for name, path in kept_files(run).items()
+def files_to_keep(run) -> dict[str, str]:
+    """The texts of project_files that its directory does not have yet: all, if the run begins."""
+    return {name: text_of(path) for name, path in project_files(run).items()
             if not run.saved or not (run.out / name).exists()}
 
 
@@ -87,7 +82,7 @@ def last_commit(checkpoint: Path) -> str | None:
     return None
 
 
-def describe(run, mfu) -> dict:
+def commits_and_counts(run, mfu) -> dict:
     """What config.json says beside a run's identity: `commits`, one for each of its commands, the numbers of
     parameters and of training tokens, and the FLOPs per token of its last steps, None if they cannot be
     counted.

@@ -1065,7 +1065,7 @@ def test_a_config_that_is_damaged_is_written_anew(tmp_path):
     for text, commands in (("[]", 1), ('{"commands": null}', 1), ('{"commits": null}', 1), ("{", 1),
                            ('{"commands": ["a"]}', 2), ('{"commands": ["a"], "commits": ["b"]}', 2)):
         (tmp_path / "config.json").write_text(text)
-        config = json.loads(ddp_utils.run_files(run, source.describe(run, mfu))["config.json"])
+        config = json.loads(ddp_utils.run_files(run, source.commits_and_counts(run, mfu))["config.json"])
         assert len(config["commands"]) == len(config["commits"]) == commands, text
         assert config["parameters"] == 9 and config["flops_per_token"] is None
 
@@ -1110,7 +1110,7 @@ def test_a_trainer_without_a_file_has_no_text(tmp_path):
     run = SimpleNamespace(out=tmp_path, saved=None, command="python", model_class=GPT2,
                           trainer=tmp_path / "gone.py", dataset=SimpleNamespace(tokenizer=tokenizer))
     assert ddp_utils.run_files(run, {}).keys() == {"config.json", "tokenizer.json"}
-    assert "trainer.py" not in source.source_files(run)
+    assert "trainer.py" not in source.files_to_keep(run)
 
 
 def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
