@@ -285,6 +285,25 @@ def test_logits_of_ones_own_take_no_memory_and_draw_the_same_again():
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("base, config", [OWN["gpt2"], OWN["hrm"]])
+def test_a_loss_of_ones_own_is_that_of_tokens_too(base, config):
+    class Half(base):
+        def loss(self, hidden, idx, targets, **more):
+            return super().loss(0.5 * hidden, idx, targets, **more)
+
+    class Whole(base):
+        def loss(self, hidden, idx, targets):
+            return super().loss(hidden, idx, targets)
+
+    idx = torch.randint(57, (2, 16))
+    half, whole = (built(model_class, **config) for model_class in (Half, Whole))
+    tokens, _ = half(idx, idx, per_token=True)
+    torch.testing.assert_close(tokens.sum(), half(idx, idx)[0])
+    assert tokens.sum() != whole(idx, idx)[0]
+    with pytest.raises(TypeError, match="reduction"):
+        whole(idx, idx, per_token=True)
+
+
 # ---------------------------------------------------------------- models that write otherwise than they learn
 
 def windowed(model_class):
