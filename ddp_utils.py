@@ -105,10 +105,9 @@ from data import (
 )
 from loggers.checks import begin_checks
 from loggers.hints import runs_beside, table_of_sizes
-from loggers.labels import LabelCount
 from loggers.machine import machine_curves
 from loggers.mfu import MFU
-from loggers.source import describe, last_commit, source_files
+from loggers.source import commits_and_counts, files_to_keep, last_commit, say_changes
 from loggers.start import say_plan, sinks_of
 from model import (
     SHARDED,
@@ -2069,8 +2068,10 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
             return
         begin_checks(run, model, log)
         facts.mfu = MFU(run, model, settings)
-        files = source_files(run)
-        more = describe(run, facts.mfu)
+        if run.saved:
+            say_changes(run, functools.partial(run.text.say, on_screen=False))
+        files = files_to_keep(run)
+        more = commits_and_counts(run, facts.mfu)
         log.begin(step, files | run_files(run, identity | more))
 
     on_rank0(begin)
@@ -2219,10 +2220,8 @@ class Metrics:
     device until `reduce`.
     """
 
-    def __init__(self, run: Run, model: nn.Module, log: monitor.RunLog):
-        """Epochs that are not longer than the steps between two evaluations are not tracked. Warns if the
-        `model` gets other labels in training than its losses are divided by.
-        """
+    def __init__(self, run: Run, log: monitor.RunLog):
+        """Epochs that are not longer than the steps between two evaluations are not tracked."""
         world, rows = run.world, run.dataset.train.rows
         saved = run.saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
                           "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
@@ -2240,7 +2239,6 @@ class Metrics:
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
         self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
-        self._label_count = LabelCount(model, world.device)
 
     def add(self, sums: dict[str, Tensor]):
         """Adds the sums of a micro-batch."""
@@ -2250,7 +2248,6 @@ class Metrics:
     def end_step(self, samples: int, labels: Tensor):
         """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
         self.labels = labels
-        self._label_count.counted += labels
         before = self._samples
         self._samples = samples
         self.ends_epoch = samples // self._rows > before // self._rows
@@ -2269,9 +2266,7 @@ class Metrics:
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
-        *means, loss, given = reduce_sum(
-            [*self._means.values(), self._epoch_loss, self._label_count.given], self.world)
-        self._label_count.compare(given, self.log.say)
+        *means, loss = reduce_sum([*self._means.values(), self._epoch_loss], self.world)
         seconds = time.perf_counter() - self._begun
         return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
 

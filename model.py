@@ -12,10 +12,12 @@ In this file, and who calls it:
 
     layers                     Linear, rotary positions, Block: the models
     how a model computes       compute_dtype, use_device: ddp_utils.set_modes, weights/use.py
-    losses                     linear_cross_entropy, token_losses: forward of the models
+    the loss                   linear_cross_entropy: forward of the models
     what a model must provide  LanguageModel, CausalLM, flag: the models; flags also ddp_utils
     HRM, GPT-2, MLM            a trainer each
     optimizers and schedules   make_optimizers, learning_rate: the trainers
+
+Fast kernels are in ops/, for instance the summed loss.
 """
 
 import contextlib
@@ -36,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from data import HOST, UserError, documents, first_line, local_rank, refuse_moved
 from ops.adam_atan2 import AdamAtan2
 from ops.attention import cpu_attention
+from ops.cross_entropy import LinearCrossEntropy
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -276,49 +279,31 @@ def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, check
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Losses
+# The loss
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int,
                          bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
-                         compiled: bool = False, logits: Callable | None = None,
+                         compiled: bool = False, logits: Callable | None = None, reduction: str = "sum",
                          ) -> tuple[Tensor, Tensor, Tensor | None]:
     """For the logits hidden (…, C) · weightᵀ (C, V) + bias (V) and targets (…), returns the objective, the
     loss and, with `hits`, whether each target has the largest logit, bool (…). The loss is the summed
-    cross-entropy in nats. The objective, which is differentiated, adds z_loss · log² Z of each target (PaLM,
-    arXiv 2204.02311, uses 1e-4). Both are float32 scalars. Targets below 0 are ignored. Rows of `weight` from
-    `vocab_size` on are padding and have probability 0. `compiled` fuses the operations between the
-    matrix products of ops/. `logits` makes other logits (N, V) from rows of hidden (N, C).
+    cross-entropy in nats, detached. The objective, which is differentiated, adds z_loss · log² Z of each
+    target (PaLM, arXiv 2204.02311, uses 1e-4). With the `reduction` "sum" it is a scalar, with "none" that of
+    each target (…), for objectives that are no plain sum: weighted, clipped, of preferences. All are float32.
+    Targets below 0 are ignored; theirs is 0. Rows of `weight` from `vocab_size` on are padding and have
+    probability 0. `compiled` fuses the operations between the matrix products of ops/. `logits` makes other
+    logits (N, V) from rows of hidden (N, C). Memory does not grow with N · V. Raises ValueError for another
+    reduction.
     """
-    if logits is None and (fused := fused_loss()):
-        objective, loss, correct = fused.apply(
+    if reduction not in ("sum", "none"):  # a mean over a micro-batch would be divided twice
+        raise ValueError(f"reduction is {reduction!r}, but must be 'sum' or 'none'")
+    if logits is None and reduction == "sum":
+        objective, loss, correct = LinearCrossEntropy.apply(
             hidden.flatten(0, -2), weight, bias, targets.flatten(), vocab_size, z_loss,
             torch.is_grad_enabled(), hits, compiled)
         return objective, loss, correct.view(targets.shape)
-    objective, loss, *correct = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, logits, hits)
-    return objective.sum(), loss.sum(), correct[0] if hits else None
 
-
-_fused = None  # what fused_loss has found
-
-
-def fused_loss() -> type | None:
-    """LinearCrossEntropy of ops/, or None without that. The first call imports it: that of the first model.
-    (functools.cache would be ignored, with a warning, by what compiles a whole model.)
-    """
-    global _fused
-    if _fused is None:
-        from ops.cross_entropy import LinearCrossEntropy as _fused
-        _fused = _fused or False
-    return _fused or None
-
-
-def label_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None,
-                 z_loss: float, logits: Callable | None = None, hits: bool = False) -> list[Tensor]:
-    """The objective and the detached loss of each target (…), float32, 0 where that is below 0, and with
-    `hits` whether it has the largest logit. The backward pass computes the logits again, so memory does not
-    grow with N · V.
-    """
     def plain(h: Tensor) -> Tensor:
         products = F.linear(h, weight.to(h.dtype)).float()
         return products if bias is None else products + bias
@@ -332,17 +317,11 @@ def label_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: in
 
     rows = 4096 if hidden.is_cuda else 512
     chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows))
-    parts = [checkpoint(of_rows, h, y, use_reentrant=False) for h, y in chunks]
-    return [torch.cat(part).view(targets.shape) for part in zip(*parts)]
-
-
-def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, bias: Tensor | None = None,
-                 z_loss: float = 0.0, logits: Callable | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """As linear_cross_entropy, but the objective of each target (…), float32, 0 where that is below 0, and
-    detached sums: `loss`. For objectives that are no plain sum: weighted, clipped, of preferences.
-    """
-    objective, loss = label_losses(hidden, weight, targets, vocab_size, bias, z_loss, logits)
-    return objective, {"loss": loss.sum()}
+    parts = [checkpoint(of_rows, h, y, use_reentrant=False) for h, y in chunks]  # computes the logits again
+    objective, loss, *correct = (torch.cat(part).view(targets.shape) for part in zip(*parts))
+    if reduction == "sum":
+        objective = objective.sum()
+    return objective, loss.sum(), correct[0] if hits else None
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -485,21 +464,17 @@ class LanguageModel(nn.Module):
     compile_loss = False  # on GPUs, fuse the operations between the loss's matrix products
     z_loss = 0.0  # weight of log² Z of each label in the objective
 
-    def __init__(self):
-        super().__init__()
-        fused_loss()  # not in the first step
-
 
 class CausalLM(LanguageModel):
     """What HRM and GPT2 share: attention masks, loss and generation."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, per_token: bool = False):
-        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of `loss`, or
-        `per_token` of `losses`.
+        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of `loss`,
+        `per_token` with the reduction "none".
         """
         x = self.hidden(idx)
         if per_token:
-            return self.losses(x, targets)
+            return self.loss(x, idx, targets, reduction="none")
         return self.logits(x) if targets is None else self.loss(x, idx, targets)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -530,16 +505,18 @@ class CausalLM(LanguageModel):
         after = None if c.attention == "prefix" else 0
         return attention_mask(sees, idx, flex and cache is None and c.uses_flex(idx.device), after=after)
 
-    def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """For states (B, T, C) and targets (B, T), returns the objective and detached sums. Targets below 0
-        do not count. The sums are `loss` in nats and, when evaluating pairs, the number of `samples` and how
-        many of them are `exact`: all their targets have the largest logit.
+    def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor,
+             reduction: str = "sum") -> tuple[Tensor, dict[str, Tensor]]:
+        """For states (B, T, C) and targets (B, T), returns the objective, with the reduction "none" that of
+        each target (B, T), and detached sums. Targets below 0 do not count. The sums are `loss` in nats and,
+        when evaluating pairs, the number of `samples` and how many of them are `exact`: all their targets
+        have the largest logit. An override without `reduction` cannot be called with `per_token`.
         """
         c = self.config
         hits = c.response >= 0 and not self.training
         objective, loss, correct = linear_cross_entropy(
             hidden, self.head_weight, targets, c.vocab_size, z_loss=self.z_loss, hits=hits,
-            compiled=self.compile_loss, logits=self.own_logits)
+            compiled=self.compile_loss, logits=self.own_logits, reduction=reduction)
         sums = {"loss": loss}
         if hits:
             number, _, _ = documents(idx, c.start, c.response)
@@ -551,11 +528,6 @@ class CausalLM(LanguageModel):
             exact = samples & (mistakes.gather(1, number) == 0)
             sums |= {"samples": samples.sum(), "exact": exact.sum()}
         return objective, sums
-
-    def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `loss`, but the objective of each target (B, T), which is 0 where it does not count."""
-        return token_losses(hidden, self.head_weight, targets, self.config.vocab_size, z_loss=self.z_loss,
-                            logits=self.own_logits)
 
     def decode(self, idx: Tensor, cache) -> Tensor:
         """Adds the new tokens idx (B, T) to the cache; returns the logits (B, vocab_size) after the last."""
@@ -736,14 +708,15 @@ class HRM(CausalLM):
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None,
                 per_token: bool = False):
         """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of
-        CausalLM.loss, or `per_token` of CausalLM.losses. The sums then include the `cycles` run, and with
+        CausalLM.loss, `per_token` with the reduction "none". The sums then include the `cycles` run, and with
         `halt` the `ponder` cost, which also enters the objective. bp_steps None means no truncation. `cycles`
         overrides the configuration.
         """
         z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
             return self.logits(z)
-        objective, sums = self.losses(z, targets) if per_token else self.loss(z, idx, targets)
+        loss = functools.partial(self.loss, reduction="none") if per_token else self.loss
+        objective, sums = loss(z, idx, targets)
         if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient anyway
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
@@ -1002,11 +975,9 @@ class MLM(LanguageModel):
         if positions is None:
             logits = F.linear(x, self.embed.weight.to(x.dtype), self.head_bias.to(x.dtype))
             return logits[..., :c.vocab_size]
-        if per_token:
-            return token_losses(x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss)
         objective, loss, correct = linear_cross_entropy(
             x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss, hits=not self.training,
-            compiled=self.compile_loss)
+            compiled=self.compile_loss, reduction="none" if per_token else "sum")
         return objective, {"loss": loss} if self.training else {"loss": loss, "correct": correct.sum()}
 
     def hidden(self, idx: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None):
     state.warm_up(*examples)
     stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    metrics = ddp.Metrics(run, model, log)  # after warm_up, whose labels do not count
+    metrics = ddp.Metrics(run, log)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training

@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None):
     masker = dataset.masker_class(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = dataset.masker_class(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
-    metrics = ddp.Metrics(run, model, log)  # after warm_up, whose labels do not count
+    metrics = ddp.Metrics(run, log)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training

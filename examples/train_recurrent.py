@@ -118,7 +118,7 @@ def main(argv=None) -> None:
     state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    metrics = ddp.Metrics(run, model, log)
+    metrics = ddp.Metrics(run, log)
     log.start_clock(step, samples)
     while True:
         due = ddp.due_after(step, run, metrics, stop)

@@ -1,8 +1,7 @@
 """The code that a run is trained with: kept in its directory, compared, and named by its commit."""
 
-import ast
-import functools
-import itertools
+import os
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,7 +21,7 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
 
 
-def kept_files(run) -> dict[str, Path]:
+def project_files(run) -> dict[str, Path]:
     """The files of the project that a run is trained with, by the names with which its directory keeps them:
     trainer.py, model.py and what else of the project is imported.
     """
@@ -40,56 +39,29 @@ def kept_files(run) -> dict[str, Path]:
     return found
 
 
-def code_of(text: str) -> list[ast.stmt]:
-    """The statements of a file, without comments and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if documented and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return tree.body
-
-
-def first_difference(before: list[ast.stmt], now: list[ast.stmt]) -> int:
-    """The line of the first statement of `now` that is another than before, 0 if there is none."""
-    line = 1
-    for old, new in itertools.zip_longest(before, now):
-        line = new.lineno if new else line
-        if not old or not new:
-            return line
-        if ast.dump(old) != ast.dump(new):
-            inner = first_difference(vars(old).get("body", []), vars(new).get("body", []))
-            return inner or line
-    return 0
-
-
 def say_changes(run, log=lambda text: None):
-    """Says on stderr, and to `log`, which of kept_files have other code than when the checkpoint's run began.
-    Without its record, nothing.
+    """Says on stderr, and to `log`, which of project_files differ from the copies in the directory of the
+    checkpoint's run. Without a copy, nothing.
     """
-    directory = Path(run.saved["path"]).parents[1]
-    for name, path in kept_files(run).items():
+    directory = Path(run.saved["path"]).parent.parent
+    for name, path in project_files(run).items():
         kept = directory / name
         others = name == "trainer.py" and path.name != run.saved["settings"].get("trainer")
         if others or not kept.is_file():
             continue
-        line = 1
-        with suppress(SyntaxError, ValueError, NotNow):  # it is only a note
-            line = first_difference(code_of(text_of(kept)), code_of(text_of(path)))
-        if line:
-            since = "it began this run" if name == "trainer.py" else f"{directory} began"
-            text = f"{path} has changed since {since}, first in line {line} (see {kept})"
+        changed = True
+        with suppress(NotNow):  # it is only a note, and diff says why
+            changed = text_of(kept) != text_of(path)
+        if changed:
+            now = os.path.relpath(path)
+            text = f"{now} has changed since: {shlex.join(['diff', str(kept), now])}"
             print(text, file=sys.stderr, flush=True)
             log(text)
 
 
-def source_files(run) -> dict[str, str]:
-    """The texts to write into the run directory, as they are at the start that begins the run, or today if it
-    has none yet. Says what has changed since.
-    """
-    if run.saved:
-        say_changes(run, functools.partial(run.text.say, on_screen=False))
-    return {name: text_of(path) for name, path in kept_files(run).items()
+def files_to_keep(run) -> dict[str, str]:
+    """The texts of project_files that its directory does not have yet: all, if the run begins."""
+    return {name: text_of(path) for name, path in project_files(run).items()
             if not run.saved or not (run.out / name).exists()}
 
 
@@ -111,7 +83,7 @@ def last_commit(checkpoint: Path) -> str | None:
     return None
 
 
-def describe(run, mfu) -> dict:
+def commits_and_counts(run, mfu) -> dict:
     """What config.json says beside a run's identity: `commits`, one for each of its commands, the numbers of
     parameters and of training tokens, and the FLOPs per token of its last steps, None if they cannot be
     counted.

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import model as model_module
 import train_gpt2
 import train_hrm
 from data import UserError
@@ -865,19 +864,23 @@ def test_z_loss_is_differentiated_and_not_reported(with_bias):
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_the_loss_without_ops_is_the_same(dtype, bound, with_bias, z_loss, monkeypatch):
-    """Values, gradients and hits, in three chunks of the plain one; a padding column, a target or an upstream
+def test_the_losses_of_targets_sum_to_the_loss(dtype, bound, with_bias, z_loss):
+    """Values, gradients and hits, in three chunks of targets; a padding column, a target or an upstream
     gradient too many is noticed. Gradients of bfloat16 are rounded before and after the upstream gradient.
     """
     hidden, weight = torch.randn(1300, 24).to(dtype), torch.randn(PADDED, 24) / 5
     targets = torch.randint(-20, VOCAB, (2, 650))
 
-    def found(targets=targets, columns=VOCAB, scale=1 / 900):
+    def found(reduction="none", targets=targets, columns=VOCAB, scale=1 / 900):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight, torch.linspace(-1, 1, PADDED))]
         bias = leaves[2] if with_bias else None
         objective, loss, correct = linear_cross_entropy(
-            leaves[0].view(2, 650, 24), leaves[1], targets, columns, bias, z_loss, hits=True)
+            leaves[0].view(2, 650, 24), leaves[1], targets, columns, bias, z_loss, hits=True,
+            reduction=reduction)
         assert objective.dtype == loss.dtype == torch.float32 and not loss.requires_grad
+        if reduction == "none":
+            assert objective.shape == targets.shape and not objective[targets < 0].any()
+            objective = objective.sum()
         gradients = torch.autograd.grad(objective * scale, leaves[:2 + with_bias])
         assert [g.dtype for g in gradients] == [dtype, torch.float32, torch.float32][:2 + with_bias]
         return correct, [loss, objective.detach(), *gradients]
@@ -885,9 +888,7 @@ def test_the_loss_without_ops_is_the_same(dtype, bound, with_bias, z_loss, monke
     def off(one, other):
         return [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(one, other, strict=True)]
 
-    assert model_module.fused_loss()
-    hits, fused = found()
-    monkeypatch.setattr(model_module, "_fused", False)
+    hits, fused = found("sum")
     again, plain = found()
     assert torch.equal(hits, again) and hits.any() and not hits[targets < 0].any()
     assert max(off(plain[:2], fused[:2])) <= 1e-6 and max(off(plain, fused)) <= bound
@@ -895,15 +896,11 @@ def test_the_loss_without_ops_is_the_same(dtype, bound, with_bias, z_loss, monke
         assert max(off(found(**change)[1], fused)) > bound, change
 
 
-def test_without_ops_models_train_and_are_counted(monkeypatch):
-    """As with it; the plain loss has a fourth product, because it computes its logits again."""
-    model = hrm()
-    usual, flops = step(model)[0], flops_per_token(HRM, model.config)
-    monkeypatch.setattr(model_module, "_fused", False)
-    assert linear_cross_entropy(torch.zeros(5, 32), model.head_weight, torch.arange(5), VOCAB)[2] is None
-    assert flops_per_token(HRM, model.config) == flops + 2 * 32 * PADDED
-    for name, found in step(model)[0].items():
-        assert (found - usual[name]).norm() <= 1e-5 * usual[name].norm(), name
+def test_another_reduction_is_refused():
+    hidden, weight, targets = torch.randn(9, 24), torch.randn(PADDED, 24), torch.arange(9)
+    assert linear_cross_entropy(hidden, weight, targets, VOCAB, reduction="none")[2] is None
+    with pytest.raises(ValueError, match="mean"):
+        linear_cross_entropy(hidden, weight, targets, VOCAB, reduction="mean")
 
 
 def test_a_model_has_a_z_loss():

@@ -132,7 +132,8 @@ def assert_decodes(model: CausalLM) -> None:
     if has_usual_loss(model):
         x = 100 * model.hidden(idx, None)  # logits as large as those of trained weights
         exact = torch.nn.functional.cross_entropy(model.logits(x).mT.float(), idx, reduction="none")
-        torch.testing.assert_close(model.losses(x, idx)[0], exact, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.loss(x, idx, idx, reduction="none")[0], exact, rtol=1e-4,
+                                   atol=1e-4)
         torch.testing.assert_close(model.loss(x, idx, idx)[1]["loss"], exact.sum(), rtol=1e-4, atol=0)
 
 
