@@ -36,7 +36,6 @@ from data import (
     first_line,
     lock_file,
     read_json,
-    refuse_moved,
     room,
     run_command,
     say,
@@ -569,14 +568,6 @@ class RunLog:
         for sink in (self._text, *self.sinks):
             with suppress(OSError):
                 sink.close()
-
-
-MOVED = {"loggers.tensorboard": "EventFile", "loggers.wandb": "WandbRun", "loggers.picture": "draw_curves",
-         "loggers.mfu": "peak_flops PEAK_TFLOPS"}
-
-
-def __getattr__(name: str):
-    refuse_moved(__name__, name, MOVED)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib
 import shutil
 import socket
 import sys
@@ -16,8 +15,6 @@ from runs import Trainer, assert_same_run, log_of, steps_of
 
 import data
 import ddp_utils
-import model
-import monitor
 from data import ROOMS
 from ddp_utils import list_checkpoints
 from prepare.bpe import train_bpe
@@ -136,16 +133,6 @@ def test_these_rules_find_what_breaks_them(tmp_path, files, circle, placed):
     assert bool(on_a_circle(arrows(tmp_path))) is circle
     found = ill_placed(tmp_path)
     assert found[0].startswith(placed) if placed else not found
-
-
-@pytest.mark.parametrize("module", [data, model, monitor, ddp_utils])
-def test_names_that_older_copies_use_say_where_they_are(module):
-    for place, names in vars(module).get("MOVED", {}).items():
-        for name in names.split():
-            assert hasattr(importlib.import_module(place), name), name
-            with pytest.raises(data.UserError, match=f"write `from {place} import {name}`"):
-                getattr(module, name)
-    assert not hasattr(module, "no_such_name")
 
 
 # ----------------------------------------------------------------------------------- what a run does without
