@@ -79,12 +79,6 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def refuse_moved(module: str, name: str, places: dict[str, str]):
-    """For __getattr__ of a module: UserError, for a copy of older code, where a name is in a room now."""
-    for place, names in places.items():
-        if name in names.split():
-            raise UserError(f"{module}.{name} has moved: write `from {place} import {name}`.")
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 @contextlib.contextmanager
@@ -1064,17 +1058,6 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
     if Path(data).is_dir() or (":" not in data and os.sep in data and not Path(data).is_file()):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
-
-
-MOVED = {"prepare.sources": "Source SOURCES", "prepare.bpe": "train_bpe", "prepare.packing": "write_shard",
-         "prepare.pipeline": "prepare locate",
-         "prepare.tokenizer": "Tokenizer load_tokenizer parse_tokenizer_json byte_level_bpe last_merge "
-                              "with_roles prompt_ids spelled PATTERNS TIKTOKEN_IDS TOKENIZERS "
-                              "GPT2_DIGEST BYTE_TO_CHAR CHAR_TO_BYTE BYTE_LEVEL LONGEST_SPACE"}
-
-
-def __getattr__(name: str):
-    refuse_moved(__name__, name, MOVED)
 
 
 def main():

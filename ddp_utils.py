@@ -90,7 +90,6 @@ from data import (
     parse_count,
     plan_batch,
     positive_int,
-    refuse_moved,
     replacing,
     row_of,
     say,
@@ -740,8 +739,6 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
 def flags_of_run(saved: dict, command: Command) -> dict:
     """What a resumed run keeps of its settings."""
     given, settings = command.given, saved["settings"]
-    if "MIN_LR_RATIO" in settings:  # a constant of the trainers until 2026-11-27
-        settings["min_lr"] = settings["MIN_LR_RATIO"]
     names = command.defaults.keys() | {"largest_batch", "eval_batch"}
     kept = {name: value for name, value in settings.items()
             if name in names and (name == "largest_batch" or FLAGS.get(name) != ANEW)}
@@ -827,7 +824,7 @@ class Asked:
     out: Path
     saved: dict | None  # the checkpoint to resume from or to use
     begun: dict | None  # what config.json says of a run that was killed before its first checkpoint
-    began: str | None  # what a run and its branches are known by; older ones have none
+    began: str  # what a run and its branches are known by
     metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
     change_data: Callable | None = None  # what a trainer changes in its Dataset, see load_data
 
@@ -911,7 +908,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
     return Asked(model_class, args, flags, world, constants, trainer,
                  command_line(trainer, world, command.argv), out, saved, begun,
-                 record["settings"].get("began") if record else began)
+                 record["settings"].get("began", began) if record else began)
 
 
 def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
@@ -953,7 +950,7 @@ def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
         return None
     newest = load_checkpoint(out, print)
     settings = newest["settings"]
-    if settings.get("began") != saved["settings"].get("began"):
+    if settings["began"] != saved["settings"]["began"]:
         raise UserError(f"{out} holds another run than {args.resume}: give another --out, or leave out "
                         "--resume to go on with that.")
     return newest if settings.get("resume") == args.resume and newest["step"] > saved["step"] else None
@@ -1246,13 +1243,11 @@ def assert_same_parameters(model: nn.Module, saved: dict):
 
 def config_of(config_class: type, saved: dict, where):
     """The configuration in the checkpoint `where`, with defaults for fields that it lacks. Raises UserError
-    for a field that is gone, unless it has the value of an attribute with which `config_class` replaces it.
+    for a field that is gone.
     """
     known = {field.name for field in fields(config_class)}
     config = config_class(**{name: value for name, value in saved.items() if name in known})
-    unknown = [name for name in sorted(saved.keys() - known)
-               if getattr(config, name, "no such attribute") != saved[name]]
-    if unknown:
+    if unknown := sorted(saved.keys() - known):
         raise UserError(f"{where} sets {listed(unknown)}, which {config_class.__name__} does not know: use "
                         f"{code_trained_with(where)}, or train again in another --out.")
     return config
@@ -1668,7 +1663,7 @@ class TrainState:
         self._create_optimizer_state()
         ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
-        plain = saved.get("plain", {})  # older ones have none
+        plain = saved["plain"]
         ours |= dict.fromkeys(self.plain_values())
         theirs |= dict.fromkeys(plain)
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
@@ -1700,10 +1695,7 @@ class TrainState:
                 if (p := parameters.get(owner)) in optimizer.state:
                     optimizer.state[p][key] = value
         if self.ema:
-            # of older runs, and of those that had none, one in each step
-            self.ema.updates = saved.get("ema_updates") or saved["step"]
-            if tensors["ema"] and "ema_updates" not in saved:
-                say("averaged weights: from here on their decay grows with the steps, see --ema in --help")
+            self.ema.updates = saved["ema_updates"] or saved["step"]  # the run may have had no average
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
@@ -1731,40 +1723,51 @@ class TrainState:
 
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "kept", "late", "optimizer")  # of tensors in a checkpoint, each a dict by name
+FORMAT = 2  # of the checkpoints that are written and read here
 
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:
-    """Reads a checkpoint and checks every byte, unless only its plain data are wanted. Raises RunError if it
-    is not what was written, NotNow if it cannot be read.
+    """Reads a checkpoint and checks every byte, unless only its plain data are wanted. Raises UserError if it
+    has another FORMAT, RunError if it is not what was written, NotNow if it cannot be read.
 
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
     directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
     """
     try:
         with access(path):
-            with zipfile.ZipFile(path) as file:
-                broken = checked and file.testzip()
-            if broken:
-                raise ValueError(f"{broken} has a wrong checksum")
             load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
-            try:
-                saved = load(mmap=True)
-            except RuntimeError as error:
-                if "unable to" not in str(error):  # mmap or open the file, which some file systems cannot
-                    raise
-                saved = load()
-        if saved["format"] != 1 or checked and bit_sums(saved["tensors"]) != saved["sums"]:
+            with zipfile.ZipFile(path) as file:
+                plain, = (name for name in file.namelist() if name.endswith("/data.pkl"))
+                file.read(plain)  # raises if it is damaged, and the format with it
+                try:
+                    saved = load(mmap=True)
+                except RuntimeError as error:
+                    if "unable to" not in str(error):  # mmap or open the file, which some file systems cannot
+                        raise
+                    saved = load()
+                refuse_other_format(path, saved["format"])
+                if broken := checked and file.testzip():
+                    raise ValueError(f"{broken} has a wrong checksum")
+        if checked and bit_sums(saved["tensors"]) != saved["sums"]:
             raise ValueError("its tensors are not those that were saved")
         if NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
             raise ValueError(f"it is that of step {saved['step']}")
         return saved
-    except NotNow:
+    except UserError:
         raise
     except FileNotFoundError:
         raise NotNow(f"{path} is not there: bring it back, or what it is a link to, and run the same command "
                      "again.") from None
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
         raise RunError(first_line(error)) from None
+
+
+def refuse_other_format(path: Path, found: int):
+    """Raises UserError if the checkpoint `path` has another format. It may be sound, so it stays as it is."""
+    if found != FORMAT:
+        other = "commit 42aa566, the last that reads it" if found < FORMAT else "a newer one"
+        raise UserError(f"{path} is a checkpoint of format {found}, and this code reads format {FORMAT}: use "
+                        f"{code_trained_with(path)}, or {other}.")
 
 
 def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
@@ -1870,10 +1873,19 @@ class Checkpoints:
     def load(self, resume: str, saved: dict | None = None) -> dict | None:
         """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
         is read again only if there is a newer one. Renames damaged ones, which would otherwise count among
-        the newest to keep. Raises UserError on all ranks.
+        the newest to keep. Raises UserError on all ranks, also if any has another format: those would be
+        removed as the oldest ones.
         """
         directory = self.run_directory
-        newest = on_rank0(lambda: next(map(str, list_checkpoints(directory)), None))
+
+        def find_newest() -> str | None:
+            there = list_checkpoints(directory)
+            for path in [*there, self.directory / "best.pt"]:
+                with suppress(RunError, NotNow):
+                    read_checkpoint(path, checked=False)
+            return next(map(str, there), None)
+
+        newest = on_rank0(find_newest)
         if not newest:
             return saved
         if resume == "none":
@@ -1958,7 +1970,7 @@ class Checkpoints:
         if not world.is_rank0:
             return
         world.synchronize()  # copies to pinned memory may still be under way
-        content = {"format": 1, "step": step, "torch": str(torch.__version__),
+        content = {"format": FORMAT, "step": step, "torch": str(torch.__version__),
                    "scaler": state.scaler.state_dict(), "plain": plain,
                    "ema_updates": state.ema.updates if state.ema else 0}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
@@ -2385,14 +2397,3 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
             raise
         checkpoints.close()  # raises if that is the error
     say_on_other_nodes(world, f"{ending} on node 0")
-
-
-MOVED = {"monitor": "RunLock results_of", "ops.ema": "EMA", "weights.init_from": "load_frozen",
-         "weights.sampling": "sample_prompt", "weights.use": "load_model load_run use_model evaluate_only"}
-
-
-def __getattr__(name: str):
-    if name in ("parse", "begin_sum", "on_all", "from_all", "clip_gradients"):  # names of 2026-11-26
-        raise UserError("this trainer is a copy of an older one: change the lines that docs/changing.md "
-                        'names under "From an older copy".')
-    refuse_moved(__name__, name, MOVED)

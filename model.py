@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from data import HOST, UserError, documents, first_line, local_rank, refuse_moved
+from data import HOST, UserError, documents, first_line, local_rank
 from ops.adam_atan2 import AdamAtan2
 from ops.attention import cpu_attention
 from ops.cross_entropy import LinearCrossEntropy
@@ -576,7 +576,6 @@ class HRMConfig(AttentionConfig):
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embed_scale: float | None = None  # None: sqrt(d_model), so that embeddings start with variance 1
-    qk_norm = tie = False  # fields of older runs, at the only values that are left
 
     def __post_init__(self):
         if isinstance(self.h_cycles, str):
@@ -585,10 +584,6 @@ class HRMConfig(AttentionConfig):
         super().__post_init__()
         if self.embed_scale is None:
             self.embed_scale = self.d_model ** 0.5
-
-    @property
-    def zero_init(self) -> bool:  # another field of older runs
-        return self.init == "identity"
 
     @property
     def depth(self) -> int:
@@ -807,10 +802,6 @@ class GPT2Config(AttentionConfig):
                         "best with --optimizer muon")
     norm_eps: float = 1e-5
     OF_PAIRS: ClassVar[str] = "isolated"
-
-    @property
-    def qk_norm(self) -> bool:  # a field of older runs
-        return self.modern
 
     @property
     def ff(self) -> int:
@@ -1073,15 +1064,3 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
     done = (step - warmup) / (steps - 1 - warmup)
     fraction = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else min((1 - done) / decay, 1.0)
     return lr * (min_ratio + (1 - min_ratio) * fraction)
-
-
-MOVED = {
-    "ops.adam_atan2": "AdamAtan2",
-    "weights.huggingface": "HFFamily HF_FAMILIES MODERN to_hf from_hf config_from_hf",
-    "weights.llama_cpp": "to_gguf",
-    "weights.sampling": "KVCache sample_ids generate continue_text fill_masks",
-    "loggers.mfu": "flops_per_token"}
-
-
-def __getattr__(name: str):
-    refuse_moved(__name__, name, MOVED)

@@ -36,7 +36,6 @@ from data import (
     first_line,
     lock_file,
     read_json,
-    refuse_moved,
     run_command,
     say,
     why_not_made,
@@ -568,14 +567,6 @@ class RunLog:
         for sink in (self._text, *self.sinks):
             with suppress(OSError):
                 sink.close()
-
-
-MOVED = {"loggers.tensorboard": "EventFile", "loggers.wandb": "WandbRun", "loggers.picture": "draw_curves",
-         "loggers.mfu": "peak_flops PEAK_TFLOPS"}
-
-
-def __getattr__(name: str):
-    refuse_moved(__name__, name, MOVED)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -192,12 +192,6 @@ def measure_network(world: World, limit: float):
 # The commands
 
 
-def dry_run(*args, **example):
-    """Where copies of older trainers look for --dry-run."""
-    from cluster import memory
-    memory.dry_run(*args, **example)
-
-
 def main():
     parser = ArgumentParser(description=__doc__)
     flag = flag_group(parser, "the check")

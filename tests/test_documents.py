@@ -20,8 +20,7 @@ TRAINERS = ("train_hrm.py", "train_mlm.py", "train_gpt2.py")
 FOLDERS = [path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # where each was before
-MOVED = {"cluster/README.md": "clusters.md", "cluster/RUNS.md": "running.md",
-         "tests/README.md": "changing.md", "bench/NOTES.md": "measurements.md"}
+MOVED = {"tests/README.md": "changing.md", "bench/NOTES.md": "measurements.md"}
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.md"))
 
 

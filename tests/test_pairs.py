@@ -925,6 +925,20 @@ def test_ids_that_weights_lack_begin_as_the_mean(script, build, tmp_path):
     assert wanted in done.out and "loss response" in done.out
 
 
+def test_plain_text_adds_no_ids_to_weights(shards, tmp_path):
+    """Pairs add some to any tokenizer; other new ids are those of another tokenizer."""
+    from weights.huggingface import to_hf
+    for vocab_size in (257, 256):
+        weights = tmp_path / f"{vocab_size}"
+        to_hf(gpt2(vocab_size=vocab_size, response=-1), weights, load_tokenizer("bytes"))
+        (weights / "tokenizer.json").unlink()  # or its ids would be compared
+        trainer = Trainer("train_gpt2.py", seq_len=T, steps=1, max_new_tokens=3, n_layer=None, size="tiny",
+                          init_from=f"hf:{weights}")
+        done = trainer.train(0, shards, tmp_path / f"run-{vocab_size}")
+        assert done.code == (2 if vocab_size == 256 else 0), done.out
+        assert ("knows 256 of 257 ids" in done.out) == (vocab_size == 256), done.out
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("script, ranks", [("train_gpt2.py", 0), ("train_hrm.py", 2)])
 def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):

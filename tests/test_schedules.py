@@ -1,18 +1,17 @@
-"""The rates of --schedule with --min-lr and --decay: as said, in runs of before these flags, and in another
-length of the same run. As flags of a run that is resumed: tests/test_which_run.py.
+"""The rates of --schedule with --min-lr and --decay: as said, and in another length of the same run. As flags
+of a run that is resumed: tests/test_which_run.py.
 """
 
 import json
 import re
 import shlex
 import shutil
-import sys
 
 import pytest
 import torch
 from conftest import ROOT
 from processes import fork
-from runs import Trainer, assert_same_run, copy_of_the_first_half, log_of, steps_of, tensors_of
+from runs import Trainer, assert_same_run, log_of, steps_of, tensors_of
 from states import flags_of
 from test_own_evaluation import ranks_of
 
@@ -55,32 +54,6 @@ def test_other_numbers_are_refused_in_one_sentence(flag, values, words):
     fine = flags_of(train_gpt2, ["--min-lr", "0", "--decay", "1"])
     usual = flags_of(train_gpt2, [])
     assert (fine.min_lr, fine.decay, usual.min_lr, usual.decay) == (0, 1, 0.1, 0.2)
-
-
-def test_a_run_of_before_the_flag_keeps_the_constant_of_its_trainer(shards, tmp_path):
-    """Its settings have it as MIN_LR_RATIO. Today's trainer goes on with that rate, bit for bit."""
-    path = tmp_path / "train_older.py"
-    new = (ROOT / "train_gpt2.py").read_text()
-    old = new.replace("BETAS = 0.9, 0.95", "BETAS, MIN_LR_RATIO = (0.9, 0.95), 0.5")
-    path.write_text(old.replace("args.min_lr, args.decay)", "MIN_LR_RATIO)"))
-    trainer = Trainer(str(path), **FLAGS)
-    assert trainer.train(0, shards, tmp_path / "whole").code == 0
-    assert steps_of(tmp_path / "whole")[-1]["lr"] == 0.5e-3
-    for name in ("resumed", "without"):
-        copy_of_the_first_half(tmp_path / "whole", tmp_path / name)
-    path.write_text(new)
-    del sys.modules[path.stem]
-    done = trainer.here("--out", tmp_path / "resumed")
-    assert done.code == 0 and "resuming after step 4" in done.out, done.out
-    assert "resuming with" not in done.out, done.out
-    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
-
-    checkpoint, = list_checkpoints(tmp_path / "without")  # the control
-    saved = torch.load(checkpoint, weights_only=True)
-    del saved["settings"]["MIN_LR_RATIO"]
-    torch.save(saved, checkpoint)
-    assert trainer.here("--out", tmp_path / "without").code == 0
-    assert steps_of(tmp_path / "without")[-1]["lr"] == pytest.approx(0.1e-3)
 
 
 @pytest.mark.full

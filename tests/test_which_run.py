@@ -759,17 +759,6 @@ def test_a_command_line_is_parsed_once(tmp_path, shards, monkeypatch):
         assert passes.pop() and not passes
 
 
-def test_an_older_copy_ends_in_one_sentence(tmp_path, shards):
-    """Which names the place that says what to change."""
-    path = tmp_path / "train_old.py"
-    text = (ROOT / "train_gpt2.py").read_text()
-    path.write_text(text.replace("return ddp.parse_flags(", "return ddp.parse("))
-    done = fork(0, path, "--data", shards)
-    assert done.code == 2 and done.out.count("error: this trainer is a copy of an older one") == 1, done.out
-    assert '"From an older copy"' in done.out and "Traceback" not in done.out, done.out
-    assert "## From an older copy" in (ROOT / "docs" / "changing.md").read_text()
-
-
 @pytest.mark.full
 def test_a_fine_tuned_run_does_not_care_how_its_base_is_written(tmp_path, shards, monkeypatch):
     """Nor whether it is still there; its tokenizer is the same one under another name."""
@@ -802,22 +791,6 @@ def test_limits_of_the_data_are_kept(tmp_path, monkeypatch):
     assert other.code == 0 and "on other-" in other.out, other.out
     refused = GPT2.here("--dry-run", "--out", "run")
     assert refused.code == 2 and "--dry-run does not read the run in run: give its flags" in refused.out
-
-
-def test_a_run_of_an_older_version_has_settings_too(tmp_path, shards):
-    """Those of before lack the trainer, its command and the largest micro-batch."""
-    run = tmp_path / "run"
-    assert GPT2.train(0, shards, run, steps=2, eval_every=2).code == 0
-    path = list_checkpoints(run)[0]
-    saved = torch.load(path, weights_only=True)
-    for name in ("trainer", "began", "largest_batch", "wanted_batch"):
-        del saved["settings"][name]
-    saved["settings"]["preset"] = None
-    torch.save(saved, path)
-    (run / "config.json").write_text("{}")
-    done = GPT2.here("--out", run, "--steps", "3")
-    assert done.code == 0 and done.out.count("resuming with") == 1, done.out
-    assert "batch 2 x accumulation 6" in done.out, done.out
 
 
 # ---------------------------------------------------------------------------------------- copies of a trainer

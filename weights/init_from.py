@@ -20,7 +20,7 @@ from ddp_utils import (
     reading_of,
     with_barrier,
 )
-from model import VOCAB_TENSORS, pad_vocab
+from model import VOCAB_TENSORS
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer
 from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
 
@@ -99,22 +99,17 @@ def assert_context(model_class: type, weights: dict, seq_len: int):
         raise UserError(f"{weights['path']} has learned positions for {known} tokens: lower --seq-len.")
 
 
-def has_new_ids(found: dict, tokenizer, vocab_size: int, pairs: bool, say) -> bool:
-    """Whether the data have ids that the weights do not know. Warns if nobody knows what their ids mean.
-    Raises UserError if one of them is that of another token in the data, or if there are new ones without
-    `pairs`, which add some to any tokenizer.
+def assert_ids(found: dict, run: Run, vocab_size: int):
+    """Raises UserError if an id that the weights know is that of another token in the data. Warns if nobody
+    knows what the ids of the weights mean.
     """
-    source, most = found["path"], found["model_config"]["vocab_size"]
-    ids = f"{source} knows {most} ids, {tokenizer.name} {vocab_size}"
+    source, most, tokenizer = found["path"], found["model_config"]["vocab_size"], run.dataset.tokenizer
     if not (found["tokenizer"] and found["tokenizer_file"]):
-        say(f"WARNING: {ids}: its weights are of use only if these ids mean the same, which is not known "
-            "here: use the tokenizer of that model")
+        run.say(f"WARNING: {source} knows {most} ids, {tokenizer.name} {vocab_size}: its weights are of use "
+                "only if these ids mean the same, which is not known here: use the tokenizer of that model")
     elif not on_rank0(has_same_ids, found, tokenizer):
         raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
                         f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
-    if most < vocab_size and not pairs:
-        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
-    return most < vocab_size
 
 
 def has_same_ids(found: dict, tokenizer) -> bool:
@@ -125,33 +120,38 @@ def has_same_ids(found: dict, tokenizer) -> bool:
     return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
 
 
-def attention_from(found: dict, exported: bool, given: str | None, usual: str | None, prompts: bool,
-                   say) -> str | None:
-    """The attention to train with: the one that is `given`, else that of the weights, if they say it and it
-    suits the data (only `prompts` allow a prefix), else the `usual` one. Warns if the weights had another.
+def attention_from(found: dict, run: Run, usual: str | None) -> dict:
+    """The attention to train with, as a field of the configuration, if the weights have one: what is given,
+    else that of the weights, if they say it and it suits the data (only prompts have a prefix), else the
+    `usual` one. Warns if the weights had another.
     """
     theirs = found["model_config"].get("attention")
     if not theirs:
-        return usual
-    says = theirs == "prefix" or not exported  # an export cannot say more
-    fits = theirs != "prefix" or prompts
-    ours = theirs if says and fits and not given else usual
+        return {}
+    says = theirs == "prefix" or not run.args.init_from.startswith("hf:")  # an export cannot say more
+    fits = theirs != "prefix" or run.dataset.loss == "response"
+    ours = theirs if says and fits and not vars(run.args).get("attention") else usual
     if theirs != ours and "prefix" in (theirs, ours):
-        say(f"WARNING: {found['path']} was trained with {theirs if says else 'causal or isolated'} "
-            f"attention, and this run has --attention {ours}")
-    return ours
+        run.say(f"WARNING: {found['path']} was trained with {theirs if says else 'causal or isolated'} "
+                f"attention, and this run has --attention {ours}")
+    return {"attention": ours}
 
 
-def enlarged(found: dict, seq_len: int, vocab_size: int) -> tuple[dict, dict]:
-    """The fields of the configuration and the tensors, with room for rows of seq_len tokens and for
-    vocab_size ids. The embeddings of new ids start as the mean of the existing ones.
+def enlarged(found: dict, run: Run, config: dict) -> tuple[dict, dict]:
+    """The fields of the configuration and the tensors, with room for the rows of the run and, as in the
+    `config` of a new model, for the ids of the data. The embeddings of new ids start as the mean of the
+    existing ones. Raises UserError if there are new ones without pairs, which add some to any tokenizer.
     """
     known, weights = found["model_config"], found["weights"]
-    most = known["vocab_size"]
-    context = {"seq_len": max(seq_len, known["seq_len"])}
+    most, vocab_size = known["vocab_size"], config["vocab_size"]
+    context = {"seq_len": max(run.args.seq_len, known["seq_len"])}
     if most >= vocab_size:
         return context, weights
-    rows = max(pad_vocab(vocab_size), known["padded_vocab"])
+    ids = f"{found['path']} knows {most} of {vocab_size} ids"
+    if config.get("response", -1) < 0:
+        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+    run.say(f"{ids}: embeddings of new ids start as the mean of the existing ones")
+    rows = max(config["padded_vocab"], known["padded_vocab"])
     longer = {}
     for name in VOCAB_TENSORS & weights.keys():
         mean = weights[name][:most].mean(0, keepdim=True)
@@ -182,20 +182,14 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
     Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
     """
-    model_class, args, world, dataset, say = run.model_class, run.args, run.world, run.dataset, run.say
+    model_class, args, world, say = run.model_class, run.args, run.world, run.say
     found = weights_of(model_class, args.init_from)
-    source, known, vocab_size = found["path"], found["model_config"], config["vocab_size"]
+    source, known = found["path"], found["model_config"]
     say(f"starting from {source}")
-    pairs = config.get("response", -1) >= 0
-    new_ids = has_new_ids(found, dataset.tokenizer, vocab_size, pairs, say)
-    attention = attention_from(found, args.init_from.startswith("hf:"), vars(args).get("attention"),
-                               changes.get("attention"), pairs and dataset.loss != "all", say)
-    if new_ids:
-        say(f"{source} knows {known['vocab_size']} of {vocab_size} ids: embeddings of new ids start as the "
-            "mean of the existing ones")
-    larger, weights = enlarged(found, args.seq_len, vocab_size)
-    chosen = {"attention": attention} if attention else {}
-    whole = model_class.Config(**config | known | changes | chosen | larger)
+    assert_ids(found, run, config["vocab_size"])
+    changes |= attention_from(found, run, changes.get("attention"))
+    larger, weights = enlarged(found, run, config)
+    whole = model_class.Config(**config | known | changes | larger)
     model = build_model(model_class, whole, world, args.strategy, args.comm)
 
     # the weights are on rank 0

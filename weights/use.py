@@ -69,7 +69,8 @@ def load_model(model_class: type, saved: dict, world: World, strategy: str = "dd
 def load_run(model_class: type, run: str | Path, device: str = "cpu", precision: str | None = None) -> tuple:
     """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
     use in a script of one's own: with averaged weights if there are any, on a device, in a --precision
-    (default: that of the run), without a World. Raises RunError.
+    (default: that of the run), without a World. Raises RunError, or UserError for a checkpoint of another
+    format.
     """
     path = next(iter(list_checkpoints(run)), Path(run))
     if path.is_dir():
