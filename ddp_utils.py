@@ -1934,10 +1934,9 @@ class Checkpoints:
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
         at_end.callback(wait_for_writing)  # and only then the RunLock's end
-        self._best = math.inf  # the criterion of best.pt
-        self._own_criterion = False  # whether a trainer has set that
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
+        self.files: dict[int, Path] = {}  # those that there were at the start, by step
 
     def load(self, resume: str, saved: dict | None = None) -> dict | None:
         """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
@@ -1978,25 +1977,21 @@ class Checkpoints:
         return saved["step"], saved["samples"]
 
     def _go_back(self, step: int):
-        """Replaces a best.pt of a later step by the best of the checkpoints that there are."""
-        files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
+        """Makes best.pt the best of the checkpoints up to `step` that there are."""
         best = self.directory / "best.pt"
+        files = self.files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         marked = None
-        if best.exists():
-            with suppress(RunError):
-                marked = read_checkpoint(best, checked=False)["step"]
-                files.setdefault(marked, best)
-                if marked > step:
-                    best.unlink()
+        with suppress(NotNow, RunError):
+            marked = read_checkpoint(best, checked=False)["step"]
+            files.setdefault(marked, best)
+            if marked > step:
+                best.unlink()
         with suppress(FileNotFoundError):
-            records = monitor.read_metrics(self.run_directory)
-            self._own_criterion = monitor.has_own_criterion(records)
-            losses = monitor.evaluations_of(records)
+            losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
             left = {at: loss for at, loss in losses.items() if at <= step and at in files and loss < math.inf}
-            self._best = min(left.values(), default=math.inf)
             lowest = min(left, key=left.get, default=marked)
             if lowest != marked and (marked in left or not best.exists()):
-                self._link(files[lowest])
+                self._link(best, files[lowest])
 
     def save(self, step: int, state: TrainState, meta: dict):
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -2038,13 +2033,10 @@ class Checkpoints:
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
-    def mark_best(self, step: int, found: dict[str, float]):
-        """Links best.pt to the checkpoint of `step`, once it is written, if there is one and the evaluation
-        `found` is the best: the lowest `criterion`, where a trainer has set one, else `val_loss`.
-        """
+    def mark_best(self, step: int):
+        """Makes best.pt a link to the checkpoint of `step`, once it is written, if there is one."""
         if self.world.is_rank0 and self.saved_step == step:  # not if the update was skipped
-            self._submit(self._link_best, self.directory / "best.pt", self._newest,
-                         monitor.criterion_of(found), "criterion" in found)
+            self._submit(self._link, self.directory / "best.pt", self._newest)
 
     def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -2084,22 +2076,16 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link_best(self, path: Path, newest: Path, criterion: float, own: bool):
-        if own != self._own_criterion:  # numbers of two kinds cannot be compared
-            self._best, self._own_criterion = math.inf, own
-        if criterion < self._best and newest.exists():  # else its save failed, and said so
-            self._link(newest)
-            self._best = criterion
-
-    def _link(self, source: Path):
-        """Makes best.pt a link to a checkpoint."""
+    def _link(self, best: Path, source: Path):
+        if not source.exists():  # its save failed, and said so
+            return
         temporary = self.directory / ".tmp-best.pt"
         temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(source, temporary)
-        os.replace(temporary, self.directory / "best.pt")
+        os.replace(temporary, best)
         temporary.unlink(missing_ok=True)  # which is left where both are links to the same file
         fsync_directory(self.directory)
 
@@ -2134,6 +2120,9 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     # other ranks have no records, and need only the evaluations
     log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
+    # a lower loss whose checkpoint is gone is not the best, as its save failed or somebody deleted it
+    gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
+    log.evaluations |= dict.fromkeys(gone, math.inf)
 
     def begin():
         if all_done(run, log, step):  # the files would name flags of no step

@@ -208,16 +208,11 @@ def criterion_of(record: dict) -> float | None:
     return record.get("criterion", record.get("val_loss"))
 
 
-def has_own_criterion(records: list[dict]) -> bool:
-    """Whether a trainer has set the criterion of the last evaluation."""
-    return "criterion" in ([{}] + [r for r in records if "val_loss" in r])[-1]
-
-
 def evaluations_of(records: list[dict]) -> dict[int, float]:
     """The criteria of evaluations by step; infinite where it is another number than that of the last one."""
-    own = has_own_criterion(records)
-    return {r["step"]: criterion_of(r) if ("criterion" in r) == own else math.inf
-            for r in records if "val_loss" in r and criterion_of(r) is not None}
+    evaluated = [record for record in records if "val_loss" in record]
+    return {r["step"]: criterion_of(r) if ("criterion" in r) == ("criterion" in evaluated[-1]) else math.inf
+            for r in evaluated if criterion_of(r) is not None}
 
 
 def without_nan(record: dict) -> dict:
@@ -406,7 +401,6 @@ class RunLog:
         self.lost = lost
         self.records = records
         self.evaluations = evaluations_of(records)  # their criteria by step, on all ranks
-        self.own_criterion = has_own_criterion(records)  # whether a trainer has set them
         self.clock: Clock | None = None  # see start_clock
         self.sinks = sinks
         self._behind = []  # the sinks that lack records, because a write has failed
@@ -487,27 +481,23 @@ class RunLog:
         if metrics.ends_epoch and not self.facts.val_tokens:
             self._epoch_line(record, math.nan)
 
-    def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool):
-        """Records and prints the results of an evaluation."""
+    def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> bool:
+        """Records and prints the results of an evaluation. Returns, on all ranks, whether it is the best."""
         ours = ("val_accuracy", "val_bits_per_byte")
         refuse_taken([name.removeprefix("val_") for name in found if name not in ours] + ["lr", "bp_steps"])
-        criterion, own = criterion_of(found), "criterion" in found
-        if own != self.own_criterion:  # numbers of two kinds cannot be compared
-            self.evaluations = dict.fromkeys(self.evaluations, math.inf)
-        self.own_criterion = own
-        best = criterion < min(self.evaluations.values(), default=-math.inf)
-        if math.isfinite(criterion):  # otherwise it is repeated on resume
-            self.evaluations[step] = criterion
-        if not self.active:
-            return
         record = {"step": step, "tokens": samples * self.settings["seq_len"], **found,
                   "time": round(time.time(), 3)}
+        criteria = evaluations_of([*self.records, without_nan(record)])
+        # what counts no more, as it has no checkpoint, stays so
+        self.evaluations = {at: max(c, self.evaluations.get(at, c)) for at, c in criteria.items()}
+        best = min(self.evaluations, key=self.evaluations.get, default=None) == step
         parts = [*results(found), f"unigram entropy {self.facts.entropy:.4f}"]
-        self.write(record, " | ".join(parts + ["best so far"] * best))
+        self.write(record, " | ".join(parts + ["best so far"] * (best and len(self.evaluations) > 1)))
         self._warn_of_loss(step, found["val_loss"])
         trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
         if ends_epoch and trained:
             self._epoch_line(trained[0], found["val_loss"])
+        return best
 
     def _warn_of_loss(self, step: int, loss: float | None):
         entropy = self.facts.entropy
@@ -523,14 +513,14 @@ class RunLog:
 
     def write(self, record: dict, line: str):
         """Passes a record to all sinks, and its line for people to train.log."""
-        if not self.active:
-            return
-        if not self.lost():
-            self._pass_on(without_nan(record))
-        self._text.write(record, line)
+        if self.lost():
+            return self._text.write(record, line)
+        self.records.append(without_nan(record))
+        if self.active:
+            self._pass_on(self.records[-1])
+            self._text.write(record, line)
 
     def _pass_on(self, record: dict):
-        self.records.append(record)
         behind = self._behind
         self._behind = []
         for sink in self.sinks:
@@ -555,8 +545,7 @@ class RunLog:
         best = ""
         if self.evaluations:
             at = min(self.evaluations, key=self.evaluations.get)
-            kind = "criterion" if self.own_criterion else "validation loss"
-            best = f"; best {kind} {self.evaluations[at]:.4f} at step {at}"
+            best = f"; best evaluation {self.evaluations[at]:.4f} at step {at}"
         if self.records and not self.facts.val_tokens:
             self._warn_of_loss(step, self.records[-1].get("loss"))
         self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")

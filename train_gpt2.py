@@ -90,8 +90,8 @@ def main(argv: list[str] | None = None):
             found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found)
-            log.evaluation(step, samples, found, metrics.ends_epoch)
+            if log.evaluation(step, samples, found, metrics.ends_epoch):  # the best so far
+                checkpoints.mark_best(step)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
                 ddp.sample(state, run, step)
         if due.stopping or due.done:

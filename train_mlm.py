@@ -116,8 +116,8 @@ def main(argv: list[str] | None = None):
             found = ddp.evaluate(state, run, stop, eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found)
-            log.evaluation(step, samples, found, metrics.ends_epoch)
+            if log.evaluation(step, samples, found, metrics.ends_epoch):  # the best so far
+                checkpoints.mark_best(step)
         if due.stopping or due.done:
             break
         if due.saving:  # saves and evaluations do not count as training time

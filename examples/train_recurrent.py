@@ -128,8 +128,8 @@ def main(argv=None) -> None:
             found = ddp.evaluate(state, run, stop)
             if found is None:
                 continue
-            checkpoints.mark_best(step, found)
-            log.evaluation(step, samples, found, metrics.ends_epoch)
+            if log.evaluation(step, samples, found, metrics.ends_epoch):  # the best so far
+                checkpoints.mark_best(step)
         if due.stopping or due.done:
             break
         if metrics.ends_epoch:

@@ -565,9 +565,20 @@ def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
 @pytest.mark.parametrize("loss, best", [(1.9, True), (2.1, False)])
 def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best):
     log = begun(tmp_path, seq_len=8)
-    log.evaluations = {1: 2.0}
-    log.evaluation(3, 1, {"val_loss": loss}, False)
+    log.evaluation(1, 1, {"val_loss": 2.0}, False)
+    assert log.evaluation(3, 1, {"val_loss": loss}, False) == best
     assert capsys.readouterr().out.endswith("| best so far\n") == best
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_all_ranks_agree_on_the_best(tmp_path, active):
+    """The first of equal ones; none without a number; and the first of another criterion."""
+    log = log_with(tmp_path, 0, {"steps": 10, "seq_len": 8}, active=active)
+    found = [{"val_loss": math.nan}, {"val_loss": 3.0}, {"val_loss": 3.0}, {"val_loss": math.inf},
+             {"val_loss": 2.0}, {"val_loss": 1.0, "criterion": 9.0}, {"val_loss": 0.5, "criterion": 9.5}]
+    best = [log.evaluation(step, 8, result, False) for step, result in enumerate(found, 1)]
+    assert best == [False, True, False, False, True, True, False]
+    assert log.evaluations == {2: math.inf, 3: math.inf, 5: math.inf, 6: 9.0, 7: 9.5}
 
 
 def terminal() -> SimpleNamespace:
@@ -660,7 +671,7 @@ def metrics_of(means: dict) -> SimpleNamespace:
 
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
-    log = log_with(tmp_path, 0, {"log_every": 1, "eval_every": 5, "steps": 10}, active=False)
+    log = log_with(tmp_path, 0, {"log_every": 1, "eval_every": 5, "steps": 10, "seq_len": 8}, active=False)
     log.say("x")
     log.write(record(1), "")
     log.step(metrics_of({"loss": 1.0}), 1, 8, 1.0, lr=1e-3)
@@ -936,7 +947,7 @@ def test_of_equal_losses_the_first_is_the_best(tmp_path, capsys):
     log.evaluations = {2: 4.0, 4: 3.0, 9: 3.0}
     log.start_clock(0, 0)
     log.finish(10, 80, 0.1, "the end")
-    assert "best validation loss 3.0000 at step 4;" in capsys.readouterr().out
+    assert "best evaluation 3.0000 at step 4;" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_found_no_number_is_made_again(tmp_path):

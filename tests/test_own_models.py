@@ -917,7 +917,7 @@ def own_numbers(tmp_path, name="square", result="mine", number="own") -> Trainer
     """
     head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
     main = re.sub(r"\bGPT2\b", "Mine", main).replace("grad_norm, lr=lr)", f"grad_norm, lr=lr, {number}=1.5)")
-    mark = "            checkpoints.mark_best("
+    mark = "            if log.evaluation("
     assert mark in main and f"{number}=1.5" in main
     main = main.replace(mark, f"            found[{result!r}] = 2.5\n{mark}")
     path = tmp_path / f"train_{name}_{result}_{number}.py"
