@@ -599,7 +599,7 @@ def add_training_flags(parser: ArgumentParser):
     flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA); if it holds one, that is "
          "resumed or used as it was, but for the flags that are given")
     flag("--log-every", positive_int, "steps between log lines", 10)
-    flag("--eval-every", positive_int, "steps between evaluations; a longer epoch also ends with one")
+    flag("--eval-every", positive_int, "steps between evaluations")
     flag("--eval-batches", nonnegative_int, "batches of a validation set to evaluate, each with the table's "
          "global_batch sequences, whatever --global-batch is; 0: all")
     flag("--save-every", positive_int, "steps between checkpoints")
@@ -1101,7 +1101,7 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
     sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
     with room("loggers"):
         from loggers.start import sinks_of
-        sinks += sinks_of(args, out, text.say, lock.lost)
+        sinks += sinks_of(args, out, text.say, lock.lost, dataset.train.rows * args.seq_len)
     return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
                grad_accum=grad_accum, checkpoints=checkpoints, text=text, sinks=sinks, lost=lock.lost)
 
@@ -2113,7 +2113,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
     facts = monitor.Facts(
-        settings, rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in val),
+        settings, val_tokens=sum(shards.num_tokens for shards in val),
         entropy=unigram_entropy(val or [dataset.train]),
         sync="shards" if settings["strategy"] in SHARDED else "OK")
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
@@ -2205,14 +2205,14 @@ class Due:
     saving: bool
 
 
-def due_after(step: int, run: Run, metrics: "Metrics", stop: "StopVote") -> Due:
+def due_after(step: int, run: Run, log: monitor.RunLog, stop: "StopVote") -> Due:
     """What is due after `step` steps. A save precedes each evaluation, which can take long. A step that the
     log has evaluated is not evaluated again.
     """
     stopping = stop.agreed > 0
     done = step >= run.steps
-    in_turn = step % run.args.eval_every == 0 or metrics.ends_epoch or done
-    evaluating = step > 0 and bool(run.dataset.val) and step not in metrics.log.evaluations and in_turn
+    in_turn = step % run.args.eval_every == 0 or done
+    evaluating = step > 0 and bool(run.dataset.val) and step not in log.evaluations and in_turn
     saving = step > 0 and (step % run.args.save_every == 0 or evaluating or stopping or done)
     return Due(stopping, done, evaluating, saving)
 
@@ -2286,31 +2286,20 @@ class StopVote:
 
 
 class Metrics:
-    """A model's sums over the labels of a step, and its loss over an epoch. Each rank keeps its part on the
-    device until `reduce`.
-    """
+    """A model's sums over the labels of a step. Each rank keeps its part on the device until `reduce`."""
 
     def __init__(self, run: Run, model: nn.Module, log: monitor.RunLog):
-        """Epochs that are not longer than the steps between two evaluations are not tracked. Warns if the
-        `model` gets other labels in training than its losses are divided by.
-        """
-        world, rows = run.world, run.dataset.train.rows
-        saved = run.saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
-                          "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
-        epoch = saved["epoch"]
+        """Warns if the `model` gets other labels in training than its losses are divided by."""
+        world = run.world
+        saved = run.saved or {"samples": 0, "loss": math.nan}
         self.world = world
         self.log = log
-        self._rows = rows if rows > run.args.eval_every * run.global_batch else math.inf
-        self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
         self._samples = saved["samples"]
-        self._steps = epoch["steps"]
-        self._begun = time.perf_counter() - epoch["seconds"]
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # of the last step, over all ranks
         # this rank's part of each mean; the parts of all ranks add up to the mean
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
-        self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
         self._label_count = None
         self._machine_curves = lambda suffix: {}
         with room("loggers"):
@@ -2329,30 +2318,17 @@ class Metrics:
         self.labels = labels
         if self._label_count:
             self._label_count.counted += labels
-        before = self._samples
         self._samples = samples
-        self.ends_epoch = samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
-        # float32 values sum exactly in float64, so a resumed run gets the same sum
-        self._epoch_loss += self._means["loss"].float()
-        self._steps += 1
 
-    def begin_epoch(self):
-        """Sets the sums over an epoch to 0."""
-        self._epoch_loss.zero_()
-        self.ends_epoch = False
-        self._steps = 0
-        self._begun = time.perf_counter()
-
-    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
+    def reduce(self) -> dict[str, float]:
+        """The means of the last step over all ranks."""
         given = self._label_count.given if self._label_count else 0.0
-        *means, loss, given = reduce_sum([*self._means.values(), self._epoch_loss, given], self.world)
+        *means, given = reduce_sum([*self._means.values(), given], self.world)
         if self._label_count:
             self._label_count.compare(given, self.log.say)
-        seconds = time.perf_counter() - self._begun
-        return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
+        return dict(zip(self._means, means))
 
     def machines(self) -> dict:
         """The most memory of any process, and the curves of each machine, with its name if there are several,
@@ -2366,9 +2342,7 @@ class Metrics:
 
     def position(self) -> dict:
         """The state for a checkpoint."""
-        means, epoch = self.reduce()
-        return {"loss": means["loss"], "samples": self._samples, "epoch": epoch,
-                "ends_epoch": self.ends_epoch}
+        return {"loss": self.reduce()["loss"], "samples": self._samples}
 
 
 def refuse_odd_metric(metric: Callable, found):

@@ -296,7 +296,6 @@ class Facts:
     """What a log knows of its run."""
 
     settings: dict  # its flags, plan and constants
-    rows: int  # of the training data
     val_tokens: int  # of all validation sets
     entropy: float  # of their unigrams, in nats
     sync: str  # what a line says of the parameters of all ranks
@@ -434,11 +433,11 @@ class RunLog:
         self.clock.lap_samples = samples
         self.clock.lap_began = time.perf_counter()
 
-    def wants(self, step: int, ends_epoch: bool) -> bool:
+    def wants(self, step: int) -> bool:
         """Whether a step is logged."""
         run = self.settings
         evaluated = step % run["eval_every"] == 0 and self.facts.val_tokens > 0
-        return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
+        return step % run["log_every"] == 0 or evaluated or step in (1, run["steps"])
 
     def step(self, metrics, step: int, samples: int, grad_norm: float, /, **numbers):
         """Records and prints a training step, after which the run has consumed `samples`, if it is due, with
@@ -447,9 +446,9 @@ class RunLog:
         """
         if self.active:
             self._text.tick(step)
-        if not self.wants(step, metrics.ends_epoch):  # the same on all ranks
+        if not self.wants(step):  # the same on all ranks
             return
-        means, epoch = metrics.reduce()
+        means = metrics.reduce()
         grad_norm = float(grad_norm)
         machines = metrics.machines()
         refuse_taken([*numbers, *means])
@@ -474,14 +473,10 @@ class RunLog:
                    "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
         record["mfu"] = self.facts.mfu(record)
         self.restart_clock(samples)  # after counting, which is not part of the next steps
-        if metrics.ends_epoch or step == run["steps"]:
-            record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
         eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
         self.write(record, step_line(record, eta, self.facts.sync))
-        if metrics.ends_epoch and not self.facts.val_tokens:
-            self._epoch_line(record, math.nan)
 
-    def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool) -> bool:
+    def evaluation(self, step: int, samples: int, found: dict) -> bool:
         """Records and prints the results of an evaluation. Returns, on all ranks, whether it is the best."""
         ours = ("val_accuracy", "val_bits_per_byte")
         refuse_taken([name.removeprefix("val_") for name in found if name not in ours] + ["lr", "bp_steps"])
@@ -494,9 +489,6 @@ class RunLog:
         parts = [*results(found), f"unigram entropy {self.facts.entropy:.4f}"]
         self.write(record, " | ".join(parts + ["best so far"] * (best and len(self.evaluations) > 1)))
         self._warn_of_loss(step, found["val_loss"])
-        trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
-        if ends_epoch and trained:
-            self._epoch_line(trained[0], found["val_loss"])
         return best
 
     def _warn_of_loss(self, step: int, loss: float | None):
@@ -504,12 +496,6 @@ class RunLog:
         if 10 * step > self.settings["steps"] and (loss is None or not loss <= entropy):
             self.say(f"WARNING: after {step} steps the loss is above {entropy:.4f}, which a model without "
                      "any context would reach: try a lower --lr or more steps")
-
-    def _epoch_line(self, record: dict, val_loss: float):
-        number = record["tokens"] // (self.facts.rows * self.settings["seq_len"])
-        of = f"/{self.settings['epochs']:g}" if self.settings.get("epochs") else ""
-        self.say(f"epoch {number}{of} | training loss {record['epoch_loss']:.4f} | validation loss "
-                 f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
 
     def write(self, record: dict, line: str):
         """Passes a record to all sinks, and its line for people to train.log."""

@@ -26,9 +26,9 @@ def too_short(dataset) -> str:
     return text
 
 
-def sinks_of(args, out: Path, say, lost) -> list:
+def sinks_of(args, out: Path, say, lost, epoch_tokens: int) -> list:
     """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
-    sinks = [EventFile(out / "tb", say)]
+    sinks = [EventFile(out / "tb", say, epoch_tokens)]
     if args.wandb:
         sinks.append(WandbRun(out, say))
     return [*sinks, History(out, say, lost)]

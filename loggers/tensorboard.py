@@ -3,6 +3,7 @@
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 from loggers.machine import why_not
@@ -13,15 +14,21 @@ class EventFile:
     """Curves for TensorBoard, and the settings as a text. Each start writes all records into a file of its
     own, which makes TensorBoard forget the points of older files: these may lack some, as after a full disk,
     and TensorBoard's faster reader forgets only where a curve has a point again.
+
+    The loss of an epoch is the mean over its logged steps. Its seconds are those of training, without
+    evaluations, saves and the time between two starts.
     """
 
-    def __init__(self, directory: Path, say):
+    def __init__(self, directory: Path, say, epoch_tokens: int):
         self._directory = directory
         self._say = say
+        self._epoch_tokens = epoch_tokens
         self._writer = None  # none if nothing can be written
 
     def open(self, records: list[dict], settings: dict):
         self.close()
+        self._steps = settings["steps"]
+        self._tokens, self._losses, self._seconds = 0, [], 0.0  # up to the last record, and of its epoch
         try:
             from tensorboard.summary.writer import event_file_writer
             from torch.utils.tensorboard import SummaryWriter
@@ -50,7 +57,7 @@ class EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
         own = "Train" if "loss" in record else "Val"
         points = []
-        for key, value in record.items():
+        for key, value in (record | self._end_of_epoch(record)).items():
             base, slash, name = key.partition("/")  # the name of a validation set
             if isinstance(value, int | float) and base not in OTHER_KEYS:
                 tag = TAGS.get(base, f"{own}/{base}") + slash + name
@@ -58,6 +65,20 @@ class EventFile:
                 if tag.startswith("Loss/") and "tokens" in record:  # these as the axis, too
                     self._writer.add_scalar(f"Tokens/{tag}", value, record["tokens"], record.get("time"))
         self._writer.file_writer.add_summary(Summary(value=points), record["step"], record.get("time"))
+
+    def _end_of_epoch(self, record: dict) -> dict[str, float]:
+        """The loss and seconds of an epoch, in the record of its last step or that of the run."""
+        if record.get("loss") is None:  # an evaluation, or NaN
+            return {}
+        before, self._tokens = self._tokens, record["tokens"]
+        self._losses.append(record["loss"])
+        self._seconds += (self._tokens - before) / max(record["tokens_per_sec"], 0.1)
+        inside = self._tokens // self._epoch_tokens == before // self._epoch_tokens
+        if inside and record["step"] != self._steps:
+            return {}
+        found = {"epoch_loss": fmean(self._losses), "epoch_seconds": self._seconds}
+        self._losses, self._seconds = [], 0.0
+        return found
 
     def write(self, record: dict):
         if self._writer:

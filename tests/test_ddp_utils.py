@@ -385,30 +385,6 @@ def test_marking_the_same_best_again_leaves_nothing_behind(tmp_path, world):
         assert names == {"best.pt", list_checkpoints(tmp_path)[0].name}
 
 
-def test_the_loss_of_an_epoch(world):
-    """A step that reaches into the next epoch is the last of its own; a resumed run has the same sums."""
-    dataset = SimpleNamespace(train=SimpleNamespace(rows=10))
-    run = SimpleNamespace(world=world, dataset=dataset, global_batch=4,
-                          args=SimpleNamespace(eval_every=2), saved=None)
-    log = SimpleNamespace(say=print)
-    labels = torch.tensor(2.0, dtype=torch.float64)
-    metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1), log)
-    ends, found = [], []
-    for step in range(1, 6):
-        metrics.add({"loss": torch.tensor(1.0 * step)})
-        metrics.add({"loss": torch.tensor(1.0 * step)})
-        metrics.end_step(4 * step, labels)
-        position = metrics.position()
-        ends.append(metrics.ends_epoch)
-        found.append((position["loss"], position["epoch"]["loss"], position["epoch"]["steps"]))
-        run.saved = position
-        metrics = ddp_utils.Metrics(run, torch.nn.Linear(1, 1), log)
-        if metrics.ends_epoch:
-            metrics.begin_epoch()
-    assert ends == [False, False, True, False, True]
-    assert found == [(1, 1, 1), (2, 3, 2), (3, 6, 3), (4, 4, 1), (5, 9, 2)]
-
-
 def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     """Rank 0 may write for longer than --timeout."""
     order = []
@@ -773,7 +749,7 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
                 "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto",
                 "eval_batches": 0, "eval_batch": 16, "warmup": 30}
     dataset = SimpleNamespace(train=train, val={}, short={}, manifest={}, name="mine", loss=loss)
-    facts = monitor.Facts(settings, rows=60, val_tokens=0, entropy=3.0, sync="OK")
+    facts = monitor.Facts(settings, val_tokens=0, entropy=3.0, sync="OK")
     run = SimpleNamespace(world=world, dataset=dataset, say=said.append, settled=SimpleNamespace(row={}),
                           steps=300, global_batch=16, batch=8, grad_accum=2)
     say_plan(run, make_state(world), facts, Counter(["a GPU"]), True)

@@ -265,7 +265,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 # RunLog
 
 
-FACTS = {"sync": "OK", "val_tokens": 8, "rows": 4, "entropy": 2.89861}
+FACTS = {"sync": "OK", "val_tokens": 8, "entropy": 2.89861}
 
 
 def log_with(out: Path, step: int, settings: dict, *sinks, active: bool = True, **changes) -> RunLog:
@@ -287,7 +287,7 @@ def begun(out: Path, step: int = 0, val_tokens: int = 8, **settings) -> RunLog:
 
 
 def events(out: Path, say) -> EventFile:
-    return EventFile(out / "tb", say)
+    return EventFile(out / "tb", say, 400)
 
 
 def reader(out: Path, kind: str = "event_accumulator"):
@@ -307,7 +307,7 @@ def curves(out: Path) -> dict[str, list[tuple[int, float]]]:
 @needs_psutil
 def test_tags(tmp_path):
     log = begun(tmp_path)
-    log.write(record(1, val_loss=4.5, epoch_loss=4.8, epoch_seconds=12.0, bp_steps=2, cycles=2.0, ponder=0.1,
+    log.write(record(1, val_loss=4.5, bp_steps=2, cycles=2.0, ponder=0.1,
                      val_exact=0.6, **{"val_exact/easy": 0.7}), "")
     log.write(record(2, loss=float("nan"), mfu=None, val_accuracy=0.5, val_bits_per_byte=1.0), "")
     log.close()
@@ -315,15 +315,32 @@ def test_tags(tmp_path):
     assert found.pop("settings/text_summary") == 1
     for tag in ("System/CPU_percent", "System/RAM_percent"):
         assert [step for step, _ in found.pop(tag)] == [1, 2]
-    one = {"Loss/train_step": 4.9, "Loss/train_epoch": 4.8, "Loss/val_epoch": 4.5, "Time/epoch_seconds": 12.0,
-           "LR": 1e-3, "GradNorm": 1.0, "Throughput/tokens_per_sec": 50.0, "Throughput/mfu": 0.25,
-           "HRM/bp_steps": 2, "HRM/cycles": 2, "HRM/ponder": 0.1, "Pairs/val_exact": 0.6,
-           "Pairs/val_exact/easy": 0.7}
+    one = {"Loss/train_step": 4.9, "Loss/val_epoch": 4.5, "LR": 1e-3, "GradNorm": 1.0,
+           "Throughput/tokens_per_sec": 50.0, "Throughput/mfu": 0.25, "HRM/bp_steps": 2, "HRM/cycles": 2,
+           "HRM/ponder": 0.1, "Pairs/val_exact": 0.6, "Pairs/val_exact/easy": 0.7}
     assert {t: v for t, ((s, v), *_) in found.items() if s == 1} == pytest.approx(one)
     assert [t for t, points in found.items() if len(points) == 2] == [
         "LR", "GradNorm", "Throughput/tokens_per_sec"]  # not the loss, which was NaN
     assert found["MLM/val_accuracy"] == [(2, 0.5)]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["loss"] is None
+
+
+@pytest.mark.parametrize("killed_at", [None, 3, 7, 9])
+def test_the_curves_of_epochs_are_of_their_logged_steps(tmp_path, killed_at):
+    """An epoch has 400 tokens, a step 100. The last step ends the last one. Neither evaluations nor the time
+    between two starts are in the seconds.
+    """
+    log = begun(tmp_path)
+    for step in range(1, 11):
+        log.write(record(step, loss=step, tokens_per_sec=50.0 if step < 9 else 25.0), "")
+        log.write({"step": step, "tokens": 100 * step, "val_loss": 1.0, "time": 1.8e9}, "")
+        if step == killed_at:
+            log = begun(tmp_path, step - 1)
+            log.write(record(step, loss=step, tokens_per_sec=50.0 if step < 9 else 25.0, time=1.9e9), "")
+    log.close()
+    found = curves(tmp_path)
+    assert found["Loss/train_epoch"] == [(4, 2.5), (8, 6.5), (10, 9.5)]
+    assert found["Time/epoch_seconds"] == [(4, 8.0), (8, 8.0), (10, 8.0)]
 
 
 @needs_psutil
@@ -558,15 +575,15 @@ def test_each_record_goes_to_all_sinks_by_one_call(tmp_path, capsys):
 def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
     log = begun(tmp_path, seq_len=8)
     capsys.readouterr()
-    log.evaluation(9, 1, {"val_loss": 2.62509, **found}, False)
+    log.evaluation(9, 1, {"val_loss": 2.62509, **found})
     assert capsys.readouterr().out == line and (tmp_path / "train.log").read_text().endswith(line)
 
 
 @pytest.mark.parametrize("loss, best", [(1.9, True), (2.1, False)])
 def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best):
     log = begun(tmp_path, seq_len=8)
-    log.evaluation(1, 1, {"val_loss": 2.0}, False)
-    assert log.evaluation(3, 1, {"val_loss": loss}, False) == best
+    log.evaluation(1, 1, {"val_loss": 2.0})
+    assert log.evaluation(3, 1, {"val_loss": loss}) == best
     assert capsys.readouterr().out.endswith("| best so far\n") == best
 
 
@@ -576,7 +593,7 @@ def test_all_ranks_agree_on_the_best(tmp_path, active):
     log = log_with(tmp_path, 0, {"steps": 10, "seq_len": 8}, active=active)
     found = [{"val_loss": math.nan}, {"val_loss": 3.0}, {"val_loss": 3.0}, {"val_loss": math.inf},
              {"val_loss": 2.0}, {"val_loss": 1.0, "criterion": 9.0}, {"val_loss": 0.5, "criterion": 9.5}]
-    best = [log.evaluation(step, 8, result, False) for step, result in enumerate(found, 1)]
+    best = [log.evaluation(step, 8, result) for step, result in enumerate(found, 1)]
     assert best == [False, True, False, False, True, True, False]
     assert log.evaluations == {2: math.inf, 3: math.inf, 5: math.inf, 6: 9.0, 7: 9.5}
 
@@ -643,13 +660,6 @@ def test_closed_streams_are_no_traceback(tmp_path, corpus):
     assert done.code == 0 and (tmp_path / "sh-2" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("epochs, line", [(3.0, "epoch 2/3 |"), (None, "epoch 2 |")])
-def test_an_epoch_says_of_how_many_where_that_is_known(tmp_path, capsys, epochs, line):
-    log = begun(tmp_path, seq_len=8, epochs=epochs)
-    log._epoch_line({"tokens": 64, "epoch_loss": 2.0, "epoch_seconds": 3}, 2.5)
-    assert line in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("bar", [False, True], ids=["lines", "progress bar"])
 def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar):
     def gone(*_, **__):
@@ -665,9 +675,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
 
 def metrics_of(means: dict) -> SimpleNamespace:
     """What Metrics says of a step."""
-    epoch = {"loss": 1.5, "steps": 1, "seconds": 1.0}
-    return SimpleNamespace(reduce=lambda: (means, epoch), machines=lambda: {"mem_gb": 0.1}, labels=8,
-                           ends_epoch=False)
+    return SimpleNamespace(reduce=lambda: means, machines=lambda: {"mem_gb": 0.1}, labels=8)
 
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path):
@@ -675,7 +683,7 @@ def test_ranks_that_are_not_active_write_nothing(tmp_path):
     log.say("x")
     log.write(record(1), "")
     log.step(metrics_of({"loss": 1.0}), 1, 8, 1.0, lr=1e-3)
-    log.evaluation(1, 8, {"val_loss": 1.0}, False)
+    log.evaluation(1, 8, {"val_loss": 1.0})
     log.finish(1, 8, 0.0, "")
     assert log.evaluations == {1: 1.0}  # which all ranks have
     log.say("x")
@@ -938,8 +946,7 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
 def test_which_steps_are_logged(tmp_path, val_tokens, logged):
     """Those with an evaluation, too, if there is anything to evaluate."""
     log = begun(tmp_path, 0, val_tokens, log_every=4, eval_every=3)
-    assert [step for step in range(1, 11) if log.wants(step, False)] == logged
-    assert log.wants(2, True)
+    assert [step for step in range(1, 11) if log.wants(step)] == logged
 
 
 def test_of_equal_losses_the_first_is_the_best(tmp_path, capsys):
@@ -1065,8 +1072,7 @@ def test_kill_9_at_a_record(tmp_path, shards, kind, step, where):
     assert [r["step"] for r in records if "loss" in r] == [*range(1, 17)]
     assert [r["step"] for r in records] == history["step"]
     found = curves(out)
-    for tag, key in (("Loss/train_step", "loss"), ("Loss/val_epoch", "val_loss"), ("LR", "lr"),
-                     ("Loss/train_epoch", "epoch_loss"), ("Time/epoch_seconds", "epoch_seconds")):
+    for tag, key in ("Loss/train_step", "loss"), ("Loss/val_epoch", "val_loss"), ("LR", "lr"):
         expected = [(r["step"], r[key]) for r in records if r.get(key) is not None]
         assert [step for step, _ in found[tag]] == [step for step, _ in expected], tag
         assert [v for _, v in found[tag]] == pytest.approx([v for _, v in expected]), tag
