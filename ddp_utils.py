@@ -870,7 +870,6 @@ class Run(Asked):
     checkpoints: "Checkpoints"
     text: monitor.TrainLog  # train.log and the screen
     sinks: list  # of the records, see monitor.RunLog
-    lost: Callable  # a RunLock's
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
 
     def say(self, text: str):
@@ -1101,9 +1100,9 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
     sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
     with room("loggers"):
         from loggers.start import sinks_of
-        sinks += sinks_of(args, out, text.say, lock.lost, dataset.train.rows * args.seq_len)
+        sinks += sinks_of(args, out, text.say, dataset.train.rows * args.seq_len)
     return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
-               grad_accum=grad_accum, checkpoints=checkpoints, text=text, sinks=sinks, lost=lock.lost)
+               grad_accum=grad_accum, checkpoints=checkpoints, text=text, sinks=sinks)
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -1924,7 +1923,7 @@ class Checkpoints:
 
     unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process
 
-    def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: ""):
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: False):
         self.lost = lost  # a RunLock's
         self.run_directory = run_directory
         self.directory = run_directory / "checkpoints"
@@ -2004,12 +2003,13 @@ class Checkpoints:
         self.saved_step = step
         say_on_other_nodes(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a "
                                   "checkpoint")
-        lost = self.lost()
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
-        while (sums := reduce_sum([not all(job.done() for job in self.unwritten), bool(lost)], world))[0]:
+        while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
             time.sleep(0.02)
-        if sums[1]:
-            raise UserError(on_rank0(lambda: lost))
+        if any(reduce_sum([self.lost()], world)):  # before anything is written there
+            raise UserError(f"{self.run_directory} was moved, removed or taken by another run, so this one "
+                            "ends without a checkpoint: give each run its own --out; one that was moved "
+                            "resumes with --out and its new name.")
         for group, name, tensor, owner in state.tensors():
             if owner is not None:
                 tensor = transfer(tensor, owner, 0, world)
@@ -2048,8 +2048,6 @@ class Checkpoints:
     def _submit(self, function, path: Path, *args):
         def job():
             try:
-                if lost := self.lost():
-                    raise RuntimeError(lost)
                 self.directory.mkdir(exist_ok=True)
                 function(path, *args)
             except Exception as error:  # mostly a full disk, which torch.save does not name
@@ -2119,7 +2117,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     # other ranks have no records, and need only the evaluations
-    log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
+    log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks)
     # a lower loss whose checkpoint is gone is not the best, as its save failed or somebody deleted it
     gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
     log.evaluations |= dict.fromkeys(gone, math.inf)

@@ -70,8 +70,7 @@ class RunLock:
 
     def __init__(self, out: Path):
         self.out = out
-        self._file = None
-        self._mutex = threading.Lock()  # the thread that writes checkpoints also calls `lost`
+        self._owner = None
 
     def acquire(self):
         """Creates the directory and locks it. Raises UserError."""
@@ -93,39 +92,25 @@ class RunLock:
                 "run writes there")
         self._file = file
         at_end.callback(self.release)
-        self._owner = f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}"
         with suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, self._owner.encode())
+            os.write(descriptor, f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}".encode())
+        self._owner = path.read_bytes()
         for leftover in (self.out / "checkpoints").glob(".tmp-*"):
             name = leftover.name.removeprefix(".tmp-")
             if name == "best.pt" or CHECKPOINT.fullmatch(name):
                 leftover.unlink()
 
-    def lost(self) -> str:
-        """Why this run may no longer write into its directory, or ""."""
-        if not self._file:  # rank 0 has it
-            return ""
-        with self._mutex:
-            path = self.out / ".lock"
-            try:
-                held = os.fstat(self._file.fileno())
-                owner = path.read_text()
-                same = os.path.samestat(held, path.stat())
-            except FileNotFoundError:
-                lock = Path(f"/proc/self/fd/{self._file.fileno()}").resolve()
-                # it was removed, or macOS does not say where it is: each save says that it fails
-                if not os.path.exists(lock):
-                    return ""
-                return (f"{self.out} was moved to {lock.parent}: the same command with --out {lock.parent} "
-                        "resumes the run.")
-            except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
-                return ""  # fails as well, and is tried again
-            # some file systems number a file anew; on a full disk the owner was not written
-            if owner == self._owner or same and not owner:
-                return ""
-            return (f"{self.out} was taken by another run ({owner}), so this one ends without a checkpoint: "
-                    "give each run its own --out.")
+    def lost(self) -> bool:
+        """Whether the directory that this process has locked was moved, removed or taken by another run."""
+        if self._owner is None:  # rank 0 has it
+            return False
+        try:
+            return (self.out / ".lock").read_bytes() != self._owner
+        except FileNotFoundError:
+            return True
+        except OSError:  # the disk is away: a save fails as well, and is tried again
+            return False
 
     def release(self):
         """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
@@ -389,15 +374,11 @@ class RunLog:
     but only that of rank 0 prints and writes.
     """
 
-    def __init__(self, out: Path, text: TrainLog, facts: Facts, records: list[dict], sinks: list,
-                 lost=lambda: ""):
-        """`records` are those so far, on all ranks; `lost()` says why nothing may be written any more, see
-        RunLock.
-        """
+    def __init__(self, out: Path, text: TrainLog, facts: Facts, records: list[dict], sinks: list):
+        """`records` are those so far, on all ranks."""
         self.out = Path(out)
         self.facts = facts
         self.settings = facts.settings
-        self.lost = lost
         self.records = records
         self.evaluations = evaluations_of(records)  # their criteria by step, on all ranks
         self.clock: Clock | None = None  # see start_clock
@@ -499,8 +480,6 @@ class RunLog:
 
     def write(self, record: dict, line: str):
         """Passes a record to all sinks, and its line for people to train.log."""
-        if self.lost():
-            return self._text.write(record, line)
         self.records.append(without_nan(record))
         if self.active:
             self._pass_on(self.records[-1])

@@ -14,10 +14,9 @@ from monitor import FAULTS, own_keys
 class History:
     """history.json and training_history.png, written anew after evaluations and at the end."""
 
-    def __init__(self, out: Path, say, lost=lambda: ""):
+    def __init__(self, out: Path, say):
         self._out = out
         self._say = say
-        self._lost = lost  # see RunLog
         self._records = []
         self._next = 0.0  # when they may be written again
 
@@ -31,7 +30,7 @@ class History:
     def _save(self, last: bool = False):
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
         start = time.perf_counter()
-        if not self._records or not last and start < self._next or self._lost():
+        if not self._records or not last and start < self._next:
             return
         keys = dict.fromkeys(key for record in self._records for key in record)
         history = {key: [record.get(key) for record in self._records] for key in keys}

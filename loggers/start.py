@@ -26,12 +26,12 @@ def too_short(dataset) -> str:
     return text
 
 
-def sinks_of(args, out: Path, say, lost, epoch_tokens: int) -> list:
+def sinks_of(args, out: Path, say, epoch_tokens: int) -> list:
     """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
     sinks = [EventFile(out / "tb", say, epoch_tokens)]
     if args.wandb:
         sinks.append(WandbRun(out, say))
-    return [*sinks, History(out, say, lost)]
+    return [*sinks, History(out, say)]
 
 
 def say_plan(run, state, facts, machines: Counter, compiled: bool):

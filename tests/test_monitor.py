@@ -721,14 +721,6 @@ def test_a_value_that_is_no_number_ends_no_start(tmp_path):
     assert curves(tmp_path)["Loss/train_step"] == [(1, pytest.approx(4.9))] and "LR" not in curves(tmp_path)
 
 
-def test_a_run_whose_directory_is_lost_still_prints_its_steps(tmp_path, capsys):
-    log = begun(tmp_path)
-    log.lost = lambda: "another run has taken it"
-    log.write(record(1), "loss 4.9")
-    assert "step 1/10 | loss 4.9" in capsys.readouterr().out and not log.records
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
 def test_a_sink_that_fails_is_opened_again_alone(tmp_path, monkeypatch, capsys):
     """With the record that it lacks, while the others have each record by itself."""
     calls, log = [], begun(tmp_path)
