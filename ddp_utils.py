@@ -869,7 +869,6 @@ class Run(Asked):
     grad_accum: int  # micro-batches in a step
     checkpoints: "Checkpoints"
     text: monitor.TrainLog  # train.log and the screen
-    sinks: list  # of the records, see monitor.RunLog
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
 
     def say(self, text: str):
@@ -1097,12 +1096,8 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
         text.say(f"warm-up over {args.warmup} of {steps} steps, as over {of_size} of {usual}: --warmup "
                  "chooses another number")
     asked = replace(asked, args=args, settled=flags, saved=saved, begun=None if saved else asked.begun)
-    sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
-    with room("loggers"):
-        from loggers.start import sinks_of
-        sinks += sinks_of(args, out, text.say, dataset.train.rows * args.seq_len)
     return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
-               grad_accum=grad_accum, checkpoints=checkpoints, text=text, sinks=sinks)
+               grad_accum=grad_accum, checkpoints=checkpoints, text=text)
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -2110,14 +2105,13 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         check_resumable(run.begun, identity, False, run.say)
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
-    facts = monitor.Facts(
-        settings, val_tokens=sum(shards.num_tokens for shards in val),
-        entropy=unigram_entropy(val or [dataset.train]),
-        sync="shards" if settings["strategy"] in SHARDED else "OK")
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     # other ranks have no records, and need only the evaluations
-    log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks)
+    log = monitor.RunLog(
+        run.out, run.text, settings, records or evaluated,
+        val_tokens=sum(shards.num_tokens for shards in val), entropy=unigram_entropy(val or [dataset.train]),
+        sync="shards" if settings["strategy"] in SHARDED else "OK")
     # a lower loss whose checkpoint is gone is not the best, as its save failed or somebody deleted it
     gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
     log.evaluations |= dict.fromkeys(gone, math.inf)
@@ -2131,17 +2125,19 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
             from loggers.checks import begin_checks
             from loggers.mfu import MFU
             from loggers.source import describe, source_files
+            from loggers.start import sinks_of
             begin_checks(run, model, log)
-            facts.mfu = MFU(run, model, settings)
+            log.sinks += sinks_of(run, log)
+            log.mfu = MFU(run, model, settings)
             files = source_files(run)
-            more = describe(run, facts.mfu)
+            more = describe(run, log.mfu)
         log.begin(step, files | run_files(run, identity | more))
 
     on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
     with room("loggers"):
         from loggers.start import say_plan
-        say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
+        say_plan(run, state, log, machines, compiles(settings["compile"], world.device))
     for folder, loss in WITHOUT.items():
         if folder not in rooms_here():
             log.say(f"there is no folder {folder}/ beside ddp_utils.py, so {loss}")

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -19,38 +18,34 @@ class EventFile:
     evaluations, saves and the time between two starts.
     """
 
-    def __init__(self, directory: Path, say, epoch_tokens: int):
-        self._directory = directory
-        self._say = say
+    def __init__(self, log, epoch_tokens: int):
+        directory = log.out / "tb"
         self._epoch_tokens = epoch_tokens
-        self._writer = None  # none if nothing can be written
-
-    def open(self, records: list[dict], settings: dict):
-        self.close()
-        self._steps = settings["steps"]
+        self._steps = log.settings["steps"]
         self._tokens, self._losses, self._seconds = 0, [], 0.0  # up to the last record, and of its epoch
+        self._writer = None  # none if nothing can be written
         try:
             from tensorboard.summary.writer import event_file_writer
             from torch.utils.tensorboard import SummaryWriter
-            self._directory.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True)
             later = [int(path.name.split(".")[3]) + 1
-                     for path in self._directory.glob("events.out.tfevents.[0-9]*.*")]
+                     for path in directory.glob("events.out.tfevents.[0-9]*.*")]
             # TensorBoard reads files in the order of their names, so a clock that goes back must not matter:
             # the name begins with what this module's clock says
             stamp = max([time.time(), *later])
             event_file_writer.time = SimpleNamespace(time=lambda: stamp)
             try:
-                self._writer = SummaryWriter(self._directory, purge_step=0, filename_suffix=".run")
+                self._writer = SummaryWriter(directory, purge_step=0, filename_suffix=".run")
             finally:
                 event_file_writer.time = time
             self._writer.add_text(
-                "settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()), 0)
-            for record in records:
+                "settings", "\n".join(f"    {name}: {value}" for name, value in log.settings.items()), 0)
+            for record in log.records:
                 self._add(record)
             self._writer.flush()
         except FAULTS as error:
             self._writer = None
-            self._say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
+            log.say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
 
     def _add(self, record: dict):
         """Adds all points of a record as one event: the writer opens the file anew for each."""
@@ -80,7 +75,7 @@ class EventFile:
         self._losses, self._seconds = [], 0.0
         return found
 
-    def write(self, record: dict):
+    def log(self, record: dict):
         if self._writer:
             self._add(record)
             self._writer.flush()

@@ -749,10 +749,10 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
                 "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto",
                 "eval_batches": 0, "eval_batch": 16, "warmup": 30}
     dataset = SimpleNamespace(train=train, val={}, short={}, manifest={}, name="mine", loss=loss)
-    facts = monitor.Facts(settings, val_tokens=0, entropy=3.0, sync="OK")
+    log = SimpleNamespace(settings=settings, val_tokens=0, entropy=3.0)
     run = SimpleNamespace(world=world, dataset=dataset, say=said.append, settled=SimpleNamespace(row={}),
                           steps=300, global_batch=16, batch=8, grad_accum=2)
-    say_plan(run, make_state(world), facts, Counter(["a GPU"]), True)
+    say_plan(run, make_state(world), log, Counter(["a GPU"]), True)
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
     assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16; ")
     assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "

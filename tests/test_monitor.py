@@ -265,16 +265,15 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 # RunLog
 
 
-FACTS = {"sync": "OK", "val_tokens": 8, "entropy": 2.89861}
+OF_RUN = {"sync": "OK", "val_tokens": 8, "entropy": 2.89861}
 
 
 def log_with(out: Path, step: int, settings: dict, *sinks, active: bool = True, **changes) -> RunLog:
-    """A log that is open after `step` steps. `sinks` are made of the directory and what prints."""
+    """A log that is open after `step` steps. `sinks` are made of it."""
     text = monitor.TrainLog(out / "train.log", "[Rank 0/1]", active)
-    sinks = [monitor.MetricsFile(out / "metrics.jsonl"), *(make(out, text.say) for make in sinks)]
-    records = monitor.records_until(out, step, text.say)
-    log = RunLog(out, text, monitor.Facts(settings, **FACTS | changes), records, sinks)
+    log = RunLog(out, text, settings, monitor.records_until(out, step, text.say), **OF_RUN | changes)
     log.begin(step, {})
+    log.sinks += [make(log) for make in sinks]
     return log
 
 
@@ -286,8 +285,8 @@ def begun(out: Path, step: int = 0, val_tokens: int = 8, **settings) -> RunLog:
     return log
 
 
-def events(out: Path, say) -> EventFile:
-    return EventFile(out / "tb", say, 400)
+def events(log: RunLog) -> EventFile:
+    return EventFile(log, 400)
 
 
 def reader(out: Path, kind: str = "event_accumulator"):
@@ -454,13 +453,11 @@ def test_a_package_that_fails_later_ends_no_run(tmp_path, monkeypatch, capsys):
     def fail(event):
         raise TypeError("made up")
 
-    monkeypatch.setattr(log.sinks[1], "_add", fail)
+    monkeypatch.setattr(log.sinks[0], "_add", fail)
     for step in (1, 2, 3):
         log.write(record(step), "")
     log.close()
-    said = capsys.readouterr().out
-    assert "EventFile lacks a record (TypeError: made up)" in said
-    assert "curves for TensorBoard are not written: TypeError: made up" in said
+    assert capsys.readouterr().out.count("EventFile fails (TypeError: made up)") == 1
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
 
 
@@ -512,7 +509,7 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    writer = log.sinks[1]._writer
+    writer = log.sinks[0]._writer
     if where == "thread":  # what it calls for each record
         monkeypatch.setattr(writer.file_writer.event_writer._async_writer._writer, "write", full)
     else:
@@ -520,9 +517,38 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
     log.write(record(1), "")
     log.write(record(2), "")
     said = capsys.readouterr().out
-    assert said.count("No space left on device") == said.count("EventFile lacks a record") == 1
+    assert said.count("No space left on device") == said.count("EventFile fails") == 1
     assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2]
+    monkeypatch.undo()
+    begun(tmp_path, 2)  # the next start has all
     assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_record(tmp_path, monkeypatch, capsys):
+    """Also not the last one, and not where half a line was written."""
+    log = begun(tmp_path)
+    real = monitor.write_atomically
+
+    class Full:
+        def write(self, text):
+            with open(tmp_path / "metrics.jsonl", "a") as file:
+                file.write(text[:9])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*_):
+        raise UserError("this cannot be written: free some space.")
+
+    for first in (1, 4):
+        log.write(record(first), "")
+        log._metrics = Full()
+        log.write(record(first + 1), "")
+        monkeypatch.setattr(monitor, "write_atomically", full)
+        log.write(record(first + 2), "")
+        monkeypatch.setattr(monitor, "write_atomically", real)
+    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3, 4]
+    log.close()
+    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert capsys.readouterr().out.count("WARNING: metrics.jsonl lacks a record (") == 4
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -553,14 +579,14 @@ def test_a_disk_that_is_full_at_a_start_loses_no_old_curve(tmp_path, monkeypatch
 @needs_psutil
 def test_each_record_goes_to_all_sinks_by_one_call(tmp_path, capsys):
     got = []
-    own = SimpleNamespace(open=lambda records, settings: got.append((len(records), settings["lr"])),
-                          write=lambda record: got.append(record["step"]), close=lambda: got.append("closed"))
+    own = SimpleNamespace(log=lambda record: got.append(record["step"]), close=lambda: got.append("closed"))
     for first in (1, 2):
-        log = log_with(tmp_path, first - 1, {"lr": 1e-3, "steps": 10}, events, lambda *_: own)
+        log = log_with(tmp_path, first - 1, {"lr": 1e-3, "steps": 10}, events, lambda log: own)
+        got.append(len(log.records))
         log.write(record(first), "loss 4.9")
         log.write({"step": first, "val_loss": 4.0}, "validation loss 4.0")
         log.close()
-    assert got == [(0, 1e-3), 1, 1, "closed", (2, 1e-3), 2, 2, "closed"]
+    assert got == [0, 1, 1, "closed", 2, 2, 2, "closed"]
     said = ["[Rank 0/1] step 1/10 | loss 4.9", "step 1 | validation loss 4.0",
             "[Rank 0/1] step 2/10 | loss 4.9", "step 2 | validation loss 4.0"]
     assert (tmp_path / "train.log").read_text().splitlines() == said == capsys.readouterr().out.splitlines()
@@ -721,21 +747,20 @@ def test_a_value_that_is_no_number_ends_no_start(tmp_path):
     assert curves(tmp_path)["Loss/train_step"] == [(1, pytest.approx(4.9))] and "LR" not in curves(tmp_path)
 
 
-def test_a_sink_that_fails_is_opened_again_alone(tmp_path, monkeypatch, capsys):
-    """With the record that it lacks, while the others have each record by itself."""
-    calls, log = [], begun(tmp_path)
-
-    def fail(record):
+def test_a_sink_that_fails_is_left_out_alone(tmp_path, capsys):
+    """It is said once, also of its end, and the others have each record."""
+    def fail(*_):
         raise ConnectionError("gone")
 
-    own = SimpleNamespace(open=lambda records, settings: calls.append(len(records)), write=fail, close=len)
-    log.sinks.append(own)
-    monkeypatch.setattr(monitor.MetricsFile, "open", lambda *_: pytest.fail("all are written anew"))
-    for step in range(1, 5):
+    log, got = begun(tmp_path), []
+    log.sinks += [SimpleNamespace(log=fail, close=len), SimpleNamespace(log=got.append, close=fail)]
+    for step in range(1, 4):
         log.write(record(step), "")
-    assert calls == [2, 4]
-    assert capsys.readouterr().out.count("SimpleNamespace lacks a record (ConnectionError: gone)") == 2
-    assert [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert capsys.readouterr().out.count("SimpleNamespace fails (ConnectionError: gone)") == 1
+    log.close()
+    assert capsys.readouterr().out.count("SimpleNamespace fails (ConnectionError: gone)") == 1
+    assert [r["step"] for r in got] == [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
+    assert json.loads((tmp_path / "history.json").read_text())["step"] == [1, 2, 3]
 
 
 @needs_psutil
@@ -753,7 +778,7 @@ def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeyp
         log = begun(tmp_path, 5 * i)
         for step in range(5 * i + 1, 5 * i + 8):  # the last two are made again
             log.write(record(step, loss=i), "")
-        log.sinks[1].close()
+        log.sinks[0].close()
     found = curves(tmp_path)["Loss/train_step"]
     expected = [(step, min((step - 1) // 5, len(shifts) - 1)) for step in range(1, 5 * len(shifts) + 3)]
     assert (found == expected) == (named or shifts[-1] == max(shifts))
@@ -824,13 +849,14 @@ def test_a_kill_in_the_middle_of_a_record_costs_no_point(tmp_path, monkeypatch, 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_directory_of_curves_that_was_removed_has_all_again(tmp_path, capsys):
-    """The next record notices, and the one after it writes all."""
+    """The next record notices, and the next start writes all."""
     log = begun(tmp_path)
     log.write(record(1), "")
     shutil.rmtree(tmp_path / "tb")
     for step in (2, 3, 4):
         log.write(record(step), "")
-    assert capsys.readouterr().out.count("EventFile lacks a record") == 1
+    assert capsys.readouterr().out.count("EventFile fails") == 1
+    begun(tmp_path, 4)
     assert [step for step, _ in curves(tmp_path)["Loss/train_step"]] == [1, 2, 3, 4]
 
 
@@ -1020,7 +1046,7 @@ from pathlib import Path
 import monitor, train_gpt2
 from ddp_utils import launch
 kind, where = sys.argv.pop(1), sys.argv.pop(1)
-write_all, write_metrics = monitor.RunLog.write, monitor.MetricsFile.write
+write_all, tell = monitor.RunLog.write, monitor.RunLog._tell
 def here(record):
     return record["step"] == 8 and ("val_loss" if kind == "evaluation" else "loss") in record
 def die(file):
@@ -1029,14 +1055,13 @@ def die(file):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 def write(log, record, line):
-    file = log.sinks[0]._file
+    if where == "before" and here(record): die(log._metrics)
     write_all(log, record, line)
-    if where == "after" and here(record): die(file)
-def write_file(sink, record):
-    if where == "before" and here(record): die(sink._file)
-    write_metrics(sink, record)
-    if where == "between" and here(record): die(sink._file)
-monitor.RunLog.write, monitor.MetricsFile.write = write, write_file
+    if where == "after" and here(record): die(log._metrics)
+def tell_sinks(log, call):
+    if where == "between" and here(log.records[-1]): die(log._metrics)
+    tell(log, call)
+monitor.RunLog.write, monitor.RunLog._tell = write, tell_sinks
 launch(train_gpt2.main)
 """
 

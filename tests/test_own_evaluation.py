@@ -690,7 +690,7 @@ def test_a_trainer_states_the_flops_of_its_step(shards, tmp_path, monkeypatch):
     begin = monitor.RunLog.begin
 
     def noted(self, *rest):
-        shown.append(self.facts.mfu.flops({}))
+        shown.append(self.mfu.flops({}))
         begin(self, *rest)
 
     monkeypatch.setattr(monitor.RunLog, "begin", noted)

@@ -724,7 +724,7 @@ class Wrapper(torch.optim.Optimizer):
 def checks(world):
     """A model, and what the checks of a trainer say of it."""
     model, said = small(GPT2), []
-    log = SimpleNamespace(active=True, sinks=[], say=said.append, facts=SimpleNamespace(entropy=3.0))
+    log = SimpleNamespace(active=True, sinks=[], say=said.append, entropy=3.0)
     run = SimpleNamespace(saved=None, args=SimpleNamespace(init_from=None), grad_accum=2,
                           world=SimpleNamespace(world_size=2))
     begin_checks(run, model, log)
@@ -801,7 +801,7 @@ def test_a_mean_that_is_divided_again_is_named_once(checks, losses, evaluation, 
     records += [{"step": 9, "val_loss": evaluation}] * (evaluation is not None)
     counts = []
     for record in [*records, *records]:
-        sink.write(monitor.without_nan(record))
+        sink.log(monitor.without_nan(record))
         counts.append(len(checks.said))
     assert counts == [int(warned_at is not None and i >= warned_at) for i in range(1, len(counts) + 1)]
     for text in checks.said:

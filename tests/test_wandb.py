@@ -166,7 +166,7 @@ FAKE = {"import": "raise TypeError('Descriptors cannot be created directly')",
 @pytest.mark.parametrize("when, said", [
     ("import", "nothing is sent to Weights & Biases: TypeError: Descriptors"),
     ("init", "nothing is sent to Weights & Biases: OSError: no network"),
-    ("log", "WandbRun lacks a record (ValueError: odd)")])
+    ("log", "WandbRun fails (ValueError: odd)")])
 def test_nothing_that_wandb_raises_ends_a_run(when, said, shards, tmp_path, monkeypatch):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "wandb.py").write_text(FAKE[when])
