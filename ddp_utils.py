@@ -573,7 +573,7 @@ def add_training_flags(parser: ArgumentParser):
     flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA); if it holds one, that is "
          "resumed or used as it was, but for the flags that are given")
     flag("--log-every", positive_int, "steps between log lines", 10)
-    flag("--eval-every", positive_int, "steps between evaluations; a longer epoch also ends with one")
+    flag("--eval-every", positive_int, "steps between evaluations")
     flag("--eval-batches", nonnegative_int, "batches of a validation set to evaluate, each with the table's "
          "global_batch sequences, whatever --global-batch is; 0: all")
     flag("--save-every", positive_int, "steps between checkpoints")
@@ -840,8 +840,6 @@ class Run(Asked):
     grad_accum: int  # micro-batches in a step
     checkpoints: "Checkpoints"
     text: monitor.TrainLog  # train.log and the screen
-    sinks: list  # of the records, see monitor.RunLog
-    lost: Callable  # a RunLock's
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
 
     def say(self, text: str):
@@ -1044,10 +1042,8 @@ def open_run(asked: Asked, dataset: Dataset) -> Run:
         text.say(f"warm-up over {args.warmup} of {steps} steps, as over {of_size} of {usual}: --warmup "
                  "chooses another number")
     asked = replace(asked, args=args, settled=flags, saved=saved, begun=None if saved else asked.begun)
-    sinks = [monitor.MetricsFile(out / "metrics.jsonl")]
-    sinks += sinks_of(args, out, text.say, lock.lost)
     return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
-               grad_accum=grad_accum, checkpoints=checkpoints, text=text, sinks=sinks, lost=lock.lost)
+               grad_accum=grad_accum, checkpoints=checkpoints, text=text)
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -1855,7 +1851,7 @@ class Checkpoints:
 
     unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process
 
-    def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: ""):
+    def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: False):
         self.lost = lost  # a RunLock's
         self.run_directory = run_directory
         self.directory = run_directory / "checkpoints"
@@ -1865,10 +1861,9 @@ class Checkpoints:
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
         at_end.callback(wait_for_writing)  # and only then the RunLock's end
-        self._best = math.inf  # the criterion of best.pt
-        self._own_criterion = False  # whether a trainer has set that
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
+        self.files: dict[int, Path] = {}  # those that there were at the start, by step
 
     def load(self, resume: str, saved: dict | None = None) -> dict | None:
         """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
@@ -1918,25 +1913,21 @@ class Checkpoints:
         return saved["step"], saved["samples"]
 
     def _go_back(self, step: int):
-        """Replaces a best.pt of a later step by the best of the checkpoints that there are."""
-        files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
+        """Makes best.pt the best of the checkpoints up to `step` that there are."""
         best = self.directory / "best.pt"
+        files = self.files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         marked = None
-        if best.exists():
-            with suppress(RunError):
-                marked = read_checkpoint(best, checked=False)["step"]
-                files.setdefault(marked, best)
-                if marked > step:
-                    best.unlink()
+        with suppress(NotNow, RunError):
+            marked = read_checkpoint(best, checked=False)["step"]
+            files.setdefault(marked, best)
+            if marked > step:
+                best.unlink()
         with suppress(FileNotFoundError):
-            records = monitor.read_metrics(self.run_directory)
-            self._own_criterion = monitor.has_own_criterion(records)
-            losses = monitor.evaluations_of(records)
+            losses = monitor.evaluations_of(monitor.read_metrics(self.run_directory))
             left = {at: loss for at, loss in losses.items() if at <= step and at in files and loss < math.inf}
-            self._best = min(left.values(), default=math.inf)
             lowest = min(left, key=left.get, default=marked)
             if lowest != marked and (marked in left or not best.exists()):
-                self._link(files[lowest])
+                self._link(best, files[lowest])
 
     def save(self, step: int, state: TrainState, meta: dict):
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -1949,12 +1940,13 @@ class Checkpoints:
         self.saved_step = step
         say_on_other_nodes(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a "
                                   "checkpoint")
-        lost = self.lost()
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
-        while (sums := reduce_sum([not all(job.done() for job in self.unwritten), bool(lost)], world))[0]:
+        while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
             time.sleep(0.02)
-        if sums[1]:
-            raise UserError(on_rank0(lambda: lost))
+        if any(reduce_sum([self.lost()], world)):  # before anything is written there
+            raise UserError(f"{self.run_directory} was moved, removed or taken by another run, so this one "
+                            "ends without a checkpoint: give each run its own --out; one that was moved "
+                            "resumes with --out and its new name.")
         for group, name, tensor, owner in state.tensors():
             if owner is not None:
                 tensor = transfer(tensor, owner, 0, world)
@@ -1978,13 +1970,10 @@ class Checkpoints:
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
-    def mark_best(self, step: int, found: dict[str, float]):
-        """Links best.pt to the checkpoint of `step`, once it is written, if there is one and the evaluation
-        `found` is the best: the lowest `criterion`, where a trainer has set one, else `val_loss`.
-        """
+    def mark_best(self, step: int):
+        """Makes best.pt a link to the checkpoint of `step`, once it is written, if there is one."""
         if self.world.is_rank0 and self.saved_step == step:  # not if the update was skipped
-            self._submit(self._link_best, self.directory / "best.pt", self._newest,
-                         monitor.criterion_of(found), "criterion" in found)
+            self._submit(self._link, self.directory / "best.pt", self._newest)
 
     def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1996,8 +1985,6 @@ class Checkpoints:
     def _submit(self, function, path: Path, *args):
         def job():
             try:
-                if lost := self.lost():
-                    raise RuntimeError(lost)
                 self.directory.mkdir(exist_ok=True)
                 function(path, *args)
             except Exception as error:  # mostly a full disk, which torch.save does not name
@@ -2024,22 +2011,16 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link_best(self, path: Path, newest: Path, criterion: float, own: bool):
-        if own != self._own_criterion:  # numbers of two kinds cannot be compared
-            self._best, self._own_criterion = math.inf, own
-        if criterion < self._best and newest.exists():  # else its save failed, and said so
-            self._link(newest)
-            self._best = criterion
-
-    def _link(self, source: Path):
-        """Makes best.pt a link to a checkpoint."""
+    def _link(self, best: Path, source: Path):
+        if not source.exists():  # its save failed, and said so
+            return
         temporary = self.directory / ".tmp-best.pt"
         temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(source, temporary)
-        os.replace(temporary, self.directory / "best.pt")
+        os.replace(temporary, best)
         temporary.unlink(missing_ok=True)  # which is left where both are links to the same file
         fsync_directory(self.directory)
 
@@ -2066,29 +2047,32 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
         check_resumable(run.begun, identity, False, run.say)
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
-    facts = monitor.Facts(
-        settings, rows=dataset.train.rows, val_tokens=sum(shards.num_tokens for shards in val),
-        entropy=unigram_entropy(val or [dataset.train]),
-        sync="shards" if settings["strategy"] in SHARDED else "OK")
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     # other ranks have no records, and need only the evaluations
-    log = monitor.RunLog(run.out, run.text, facts, records or evaluated, run.sinks, run.lost)
+    log = monitor.RunLog(
+        run.out, run.text, settings, records or evaluated,
+        val_tokens=sum(shards.num_tokens for shards in val), entropy=unigram_entropy(val or [dataset.train]),
+        sync="shards" if settings["strategy"] in SHARDED else "OK")
+    # a lower loss whose checkpoint is gone is not the best, as its save failed or somebody deleted it
+    gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
+    log.evaluations |= dict.fromkeys(gone, math.inf)
 
     def begin():
         if all_done(run, log, step):  # the files would name flags of no step
             return
         begin_checks(run, model, log)
-        facts.mfu = MFU(run, model, settings)
+        log.sinks += sinks_of(run, log)
+        log.mfu = MFU(run, model, settings)
         if run.saved:
             say_changes(run, functools.partial(run.text.say, on_screen=False))
         files = files_to_keep(run)
-        more = commits_and_counts(run, facts.mfu)
+        more = commits_and_counts(run, log.mfu)
         log.begin(step, files | run_files(run, identity | more))
 
     on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
-    say_plan(run, state, facts, machines, compiles(settings["compile"], world.device))
+    say_plan(run, state, log, machines, compiles(settings["compile"], world.device))
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     log.say(f"run directory {log.out}{resuming}")
     warn_of_changes(run, model)
@@ -2147,14 +2131,14 @@ class Due:
     saving: bool
 
 
-def due_after(step: int, run: Run, metrics: "Metrics", stop: "StopVote") -> Due:
+def due_after(step: int, run: Run, log: monitor.RunLog, stop: "StopVote") -> Due:
     """What is due after `step` steps. A save precedes each evaluation, which can take long. A step that the
     log has evaluated is not evaluated again.
     """
     stopping = stop.agreed > 0
     done = step >= run.steps
-    in_turn = step % run.args.eval_every == 0 or metrics.ends_epoch or done
-    evaluating = step > 0 and bool(run.dataset.val) and step not in metrics.log.evaluations and in_turn
+    in_turn = step % run.args.eval_every == 0 or done
+    evaluating = step > 0 and bool(run.dataset.val) and step not in log.evaluations and in_turn
     saving = step > 0 and (step % run.args.save_every == 0 or evaluating or stopping or done)
     return Due(stopping, done, evaluating, saving)
 
@@ -2228,29 +2212,19 @@ class StopVote:
 
 
 class Metrics:
-    """A model's sums over the labels of a step, and its loss over an epoch. Each rank keeps its part on the
-    device until `reduce`.
-    """
+    """A model's sums over the labels of a step. Each rank keeps its part on the device until `reduce`."""
 
     def __init__(self, run: Run, log: monitor.RunLog):
-        """Epochs that are not longer than the steps between two evaluations are not tracked."""
-        world, rows = run.world, run.dataset.train.rows
-        saved = run.saved or {"samples": 0, "loss": math.nan, "ends_epoch": False,
-                          "epoch": {"loss": 0.0, "steps": 0, "seconds": 0.0}}
-        epoch = saved["epoch"]
+        world = run.world
+        saved = run.saved or {"samples": 0, "loss": math.nan}
         self.world = world
         self.log = log
-        self._rows = rows if rows > run.args.eval_every * run.global_batch else math.inf
-        self.ends_epoch = saved["ends_epoch"]  # whether the last step reached into the next epoch
         self._samples = saved["samples"]
-        self._steps = epoch["steps"]
-        self._begun = time.perf_counter() - epoch["seconds"]
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # of the last step, over all ranks
         # this rank's part of each mean; the parts of all ranks add up to the mean
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
-        self._epoch_loss = torch.tensor(epoch["loss"] * share, dtype=torch.float64, device=world.device)
 
     def add(self, sums: dict[str, Tensor]):
         """Adds the sums of a micro-batch."""
@@ -2260,27 +2234,13 @@ class Metrics:
     def end_step(self, samples: int, labels: Tensor):
         """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
         self.labels = labels
-        before = self._samples
         self._samples = samples
-        self.ends_epoch = samples // self._rows > before // self._rows
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
-        # float32 values sum exactly in float64, so a resumed run gets the same sum
-        self._epoch_loss += self._means["loss"].float()
-        self._steps += 1
 
-    def begin_epoch(self):
-        """Sets the sums over an epoch to 0."""
-        self._epoch_loss.zero_()
-        self.ends_epoch = False
-        self._steps = 0
-        self._begun = time.perf_counter()
-
-    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The means of the last step, and the loss, steps and seconds of its epoch, over all ranks."""
-        *means, loss = reduce_sum([*self._means.values(), self._epoch_loss], self.world)
-        seconds = time.perf_counter() - self._begun
-        return dict(zip(self._means, means)), {"loss": loss, "steps": self._steps, "seconds": seconds}
+    def reduce(self) -> dict[str, float]:
+        """The means of the last step over all ranks."""
+        return dict(zip(self._means, reduce_sum([*self._means.values()], self.world)))
 
     def machines(self) -> dict:
         """The most memory of any process, and the curves of each machine, with its name if there are several,
@@ -2294,9 +2254,7 @@ class Metrics:
 
     def position(self) -> dict:
         """The state for a checkpoint."""
-        means, epoch = self.reduce()
-        return {"loss": means["loss"], "samples": self._samples, "epoch": epoch,
-                "ends_epoch": self.ends_epoch}
+        return {"loss": self.reduce()["loss"], "samples": self._samples}
 
 
 def refuse_odd_metric(metric: Callable, found):

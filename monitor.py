@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
@@ -68,8 +67,7 @@ class RunLock:
 
     def __init__(self, out: Path):
         self.out = out
-        self._file = None
-        self._mutex = threading.Lock()  # the thread that writes checkpoints also calls `lost`
+        self._owner = None
 
     def acquire(self):
         """Creates the directory and locks it. Raises UserError."""
@@ -91,39 +89,25 @@ class RunLock:
                 "run writes there")
         self._file = file
         at_end.callback(self.release)
-        self._owner = f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}"
         with suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, self._owner.encode())
+            os.write(descriptor, f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}".encode())
+        self._owner = path.read_bytes()
         for leftover in (self.out / "checkpoints").glob(".tmp-*"):
             name = leftover.name.removeprefix(".tmp-")
             if name == "best.pt" or CHECKPOINT.fullmatch(name):
                 leftover.unlink()
 
-    def lost(self) -> str:
-        """Why this run may no longer write into its directory, or ""."""
-        if not self._file:  # rank 0 has it
-            return ""
-        with self._mutex:
-            path = self.out / ".lock"
-            try:
-                held = os.fstat(self._file.fileno())
-                owner = path.read_text()
-                same = os.path.samestat(held, path.stat())
-            except FileNotFoundError:
-                lock = Path(f"/proc/self/fd/{self._file.fileno()}").resolve()
-                # it was removed, or macOS does not say where it is: each save says that it fails
-                if not os.path.exists(lock):
-                    return ""
-                return (f"{self.out} was moved to {lock.parent}: the same command with --out {lock.parent} "
-                        "resumes the run.")
-            except (ValueError, OSError):  # given back, perhaps this moment; or the disk is away, and a save
-                return ""  # fails as well, and is tried again
-            # some file systems number a file anew; on a full disk the owner was not written
-            if owner == self._owner or same and not owner:
-                return ""
-            return (f"{self.out} was taken by another run ({owner}), so this one ends without a checkpoint: "
-                    "give each run its own --out.")
+    def lost(self) -> bool:
+        """Whether the directory that this process has locked was moved, removed or taken by another run."""
+        if self._owner is None:  # rank 0 has it
+            return False
+        try:
+            return (self.out / ".lock").read_bytes() != self._owner
+        except FileNotFoundError:
+            return True
+        except OSError:  # the disk is away: a save fails as well, and is tried again
+            return False
 
     def release(self):
         """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
@@ -206,16 +190,11 @@ def criterion_of(record: dict) -> float | None:
     return record.get("criterion", record.get("val_loss"))
 
 
-def has_own_criterion(records: list[dict]) -> bool:
-    """Whether a trainer has set the criterion of the last evaluation."""
-    return "criterion" in ([{}] + [r for r in records if "val_loss" in r])[-1]
-
-
 def evaluations_of(records: list[dict]) -> dict[int, float]:
     """The criteria of evaluations by step; infinite where it is another number than that of the last one."""
-    own = has_own_criterion(records)
-    return {r["step"]: criterion_of(r) if ("criterion" in r) == own else math.inf
-            for r in records if "val_loss" in r and criterion_of(r) is not None}
+    evaluated = [record for record in records if "val_loss" in record]
+    return {r["step"]: criterion_of(r) if ("criterion" in r) == ("criterion" in evaluated[-1]) else math.inf
+            for r in evaluated if criterion_of(r) is not None}
 
 
 def without_nan(record: dict) -> dict:
@@ -294,29 +273,6 @@ def records_until(run_directory: Path, step: int, say) -> list[dict]:
 # The log
 
 
-@dataclass
-class Facts:
-    """What a log knows of its run."""
-
-    settings: dict  # its flags, plan and constants
-    rows: int  # of the training data
-    val_tokens: int  # of all validation sets
-    entropy: float  # of their unigrams, in nats
-    sync: str  # what a line says of the parameters of all ranks
-    mfu: Callable[[dict], float | None] = lambda record: None  # of the steps that a record stands for
-
-
-@dataclass
-class Clock:
-    """Step, samples and time when training began here; samples and time after the last pause."""
-
-    step: int
-    samples: int
-    began: float
-    lap_samples: int
-    lap_began: float
-
-
 class TrainLog:
     """train.log and the screen: all that a run says, and a line for each record. Every rank has one, but only
     that of rank 0 (`active`) prints and writes.
@@ -367,47 +323,27 @@ class TrainLog:
         self._bar.close()
 
 
-class MetricsFile:
-    """metrics.jsonl: a JSON object for each record."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = None
-
-    def open(self, records: list[dict], settings: dict):
-        """Replaces the file by one with these records, if there is space for it."""
-        write_atomically(self._path, *(json.dumps(r).encode() + b"\n" for r in records))
-        self._file = open(self._path, "a", buffering=1, encoding="utf-8")  # writes each line at once
-
-    def write(self, record: dict):
-        self._file.write(json.dumps(record) + "\n")
-
-    def close(self):
-        self._file.close()
-
-
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
-    passes to all `sinks`. A sink has open(records, settings), which gets all records so far, write(record)
-    and close(). After an error of write, a sink is opened again for the next record. Every rank has a RunLog,
-    but only that of rank 0 prints and writes.
+    adds to metrics.jsonl and train.log, and passes to all `sinks`. A sink has log(record) and close(); one
+    that needs the records before it is made finds them in `records`. Every rank has a RunLog, but only that
+    of rank 0 prints and writes.
     """
 
-    def __init__(self, out: Path, text: TrainLog, facts: Facts, records: list[dict], sinks: list,
-                 lost=lambda: ""):
-        """`records` are those so far, on all ranks; `lost()` says why nothing may be written any more, see
-        RunLock.
-        """
+    def __init__(self, out: Path, text: TrainLog, settings: dict, records: list[dict], val_tokens: int,
+                 entropy: float, sync: str):
+        """`records` are those so far, on all ranks; `sync` is what a line says of the parameters of all."""
         self.out = Path(out)
-        self.facts = facts
-        self.settings = facts.settings
-        self.lost = lost
+        self.settings = settings  # flags, plan and constants of the run
+        self.val_tokens = val_tokens  # of all validation sets
+        self.entropy = entropy  # of their unigrams, in nats
+        self.mfu: Callable[[dict], float | None] = lambda record: None  # of the steps of a record
         self.records = records
         self.evaluations = evaluations_of(records)  # their criteria by step, on all ranks
-        self.own_criterion = has_own_criterion(records)  # whether a trainer has set them
-        self.clock: Clock | None = None  # see start_clock
-        self.sinks = sinks
-        self._behind = []  # the sinks that lack records, because a write has failed
+        self.sinks = []
+        self._sync = sync
+        self._metrics = None  # metrics.jsonl
+        self._behind = False  # whether that lacks a record
         self._text = text
         self.active = text.active
 
@@ -424,25 +360,24 @@ class RunLog:
         for name, text in files.items():
             (self.out / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.out / name, text.encode())
-        for sink in self.sinks:
-            sink.open(self.records, self.settings)
+        self._write_metrics()
         self._text.begin(step, self.settings["steps"])
 
     def start_clock(self, step: int, samples: int):
         """Starts the clock when the run has done `step` steps and `samples` samples."""
-        now = time.perf_counter()
-        self.clock = Clock(step, samples, now, samples, now)
+        self._first_step, self._first_samples = step, samples
+        self._began = time.perf_counter()
+        self.restart_clock(samples)
 
     def restart_clock(self, samples: int):
         """Excludes a pause that ends now, such as an evaluation, from tokens per second."""
-        self.clock.lap_samples = samples
-        self.clock.lap_began = time.perf_counter()
+        self._lap_samples, self._lap_began = samples, time.perf_counter()
 
-    def wants(self, step: int, ends_epoch: bool) -> bool:
+    def wants(self, step: int) -> bool:
         """Whether a step is logged."""
         run = self.settings
-        evaluated = step % run["eval_every"] == 0 and self.facts.val_tokens > 0
-        return step % run["log_every"] == 0 or evaluated or ends_epoch or step in (1, run["steps"])
+        evaluated = step % run["eval_every"] == 0 and self.val_tokens > 0
+        return step % run["log_every"] == 0 or evaluated or step in (1, run["steps"])
 
     def step(self, metrics, step: int, samples: int, grad_norm: float, /, **numbers):
         """Records and prints a training step, after which the run has consumed `samples`, if it is due, with
@@ -451,9 +386,9 @@ class RunLog:
         """
         if self.active:
             self._text.tick(step)
-        if not self.wants(step, metrics.ends_epoch):  # the same on all ranks
+        if not self.wants(step):  # the same on all ranks
             return
-        means, epoch = metrics.reduce()
+        means = metrics.reduce()
         grad_norm = float(grad_norm)
         machines = metrics.machines()
         refuse_taken([*numbers, *means])
@@ -468,94 +403,85 @@ class RunLog:
         if not self.active:
             return
         run = self.settings
-        clock = self.clock
         now = time.perf_counter()
         seq_len = run["seq_len"]
-        tokens_per_sec = (samples - clock.lap_samples) * seq_len / (now - clock.lap_began)
+        tokens_per_sec = (samples - self._lap_samples) * seq_len / (now - self._lap_began)
         record = {"step": step, "loss": means["loss"]} | numbers
         record |= {"grad_norm": grad_norm, "labels": int(metrics.labels)} | machines | means
         record |= {"skipped": int(not math.isfinite(grad_norm)), "tokens": samples * seq_len, "mfu": None,
                    "tokens_per_sec": round(tokens_per_sec, 1), "time": round(time.time(), 3)}
-        record["mfu"] = self.facts.mfu(record)
+        record["mfu"] = self.mfu(record)
         self.restart_clock(samples)  # after counting, which is not part of the next steps
-        if metrics.ends_epoch or step == run["steps"]:
-            record |= {"epoch_loss": epoch["loss"] / epoch["steps"], "epoch_seconds": epoch["seconds"]}
-        eta = max(run["steps"] - step, 0) * (now - clock.began) / (step - clock.step)
-        self.write(record, step_line(record, eta, self.facts.sync))
-        if metrics.ends_epoch and not self.facts.val_tokens:
-            self._epoch_line(record, math.nan)
+        eta = max(run["steps"] - step, 0) * (now - self._began) / (step - self._first_step)
+        self.write(record, step_line(record, eta, self._sync))
 
-    def evaluation(self, step: int, samples: int, found: dict, ends_epoch: bool):
-        """Records and prints the results of an evaluation."""
+    def evaluation(self, step: int, samples: int, found: dict) -> bool:
+        """Records and prints the results of an evaluation. Returns, on all ranks, whether it is the best."""
         ours = ("val_accuracy", "val_bits_per_byte")
         refuse_taken([name.removeprefix("val_") for name in found if name not in ours] + ["lr", "bp_steps"])
-        criterion, own = criterion_of(found), "criterion" in found
-        if own != self.own_criterion:  # numbers of two kinds cannot be compared
-            self.evaluations = dict.fromkeys(self.evaluations, math.inf)
-        self.own_criterion = own
-        best = criterion < min(self.evaluations.values(), default=-math.inf)
-        if math.isfinite(criterion):  # otherwise it is repeated on resume
-            self.evaluations[step] = criterion
-        if not self.active:
-            return
         record = {"step": step, "tokens": samples * self.settings["seq_len"], **found,
                   "time": round(time.time(), 3)}
-        parts = [*results(found), f"unigram entropy {self.facts.entropy:.4f}"]
-        self.write(record, " | ".join(parts + ["best so far"] * best))
+        criteria = evaluations_of([*self.records, without_nan(record)])
+        # what counts no more, as it has no checkpoint, stays so
+        self.evaluations = {at: max(c, self.evaluations.get(at, c)) for at, c in criteria.items()}
+        best = min(self.evaluations, key=self.evaluations.get, default=None) == step
+        parts = [*results(found), f"unigram entropy {self.entropy:.4f}"]
+        self.write(record, " | ".join(parts + ["best so far"] * (best and len(self.evaluations) > 1)))
         self._warn_of_loss(step, found["val_loss"])
-        trained = [r for r in self.records[-2:] if r["step"] == step and r.get("epoch_loss") is not None]
-        if ends_epoch and trained:
-            self._epoch_line(trained[0], found["val_loss"])
+        return best
 
     def _warn_of_loss(self, step: int, loss: float | None):
-        entropy = self.facts.entropy
+        entropy = self.entropy
         if 10 * step > self.settings["steps"] and (loss is None or not loss <= entropy):
             self.say(f"WARNING: after {step} steps the loss is above {entropy:.4f}, which a model without "
                      "any context would reach: try a lower --lr or more steps")
 
-    def _epoch_line(self, record: dict, val_loss: float):
-        number = record["tokens"] // (self.facts.rows * self.settings["seq_len"])
-        of = f"/{self.settings['epochs']:g}" if self.settings.get("epochs") else ""
-        self.say(f"epoch {number}{of} | training loss {record['epoch_loss']:.4f} | validation loss "
-                 f"{val_loss:.4f} | {tqdm.format_interval(record['epoch_seconds'])}")
-
     def write(self, record: dict, line: str):
-        """Passes a record to all sinks, and its line for people to train.log."""
+        """Adds a record to metrics.jsonl and its line for people to train.log; passes it to all sinks."""
+        self.records.append(without_nan(record))
         if not self.active:
             return
-        if not self.lost():
-            self._pass_on(without_nan(record))
+        try:
+            if self._behind:
+                self._write_metrics()
+            else:
+                self._metrics.write(json.dumps(self.records[-1]) + "\n")
+        except FAULTS as error:  # mostly a full disk
+            self._behind = True
+            self.say(f"WARNING: metrics.jsonl lacks a record ({first_line(error)}); the next one tries again")
+        self._tell(lambda sink: sink.log(self.records[-1]))
         self._text.write(record, line)
 
-    def _pass_on(self, record: dict):
-        self.records.append(record)
-        behind = self._behind
-        self._behind = []
-        for sink in self.sinks:
+    def _write_metrics(self):
+        """Replaces metrics.jsonl by one with all records, if there is space for it."""
+        path = self.out / "metrics.jsonl"
+        write_atomically(path, *(json.dumps(record).encode() + b"\n" for record in self.records))
+        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # writes each line at once
+        self._behind = False
+
+    def _tell(self, call: Callable):
+        """Calls `call` with each sink. An error is said, and that sink is called no more."""
+        for sink in [*self.sinks]:
             try:
-                if sink in behind:
-                    sink.open(self.records, self.settings)
-                else:
-                    sink.write(record)
+                call(sink)
             except FAULTS as error:  # of a package behind the sink, too
-                self._behind.append(sink)
-                self.say(f"WARNING: {type(sink).__name__} lacks a record ({first_line(error)}); the next one "
-                         "tries again")
+                self.sinks.remove(sink)
+                self.say(f"WARNING: {type(sink).__name__} fails ({first_line(error)}), so it gets no more "
+                         "records until the next start")
 
     def finish(self, step: int, samples: int, peak_memory: float, ending: str):
         """Says how fast the run was, and how it has ended."""
         if not self.active:
             return
-        clock = self.clock
-        seconds = time.perf_counter() - clock.began
-        speed = (samples - clock.samples) * self.settings["seq_len"] / seconds
-        took = f"{step - clock.step} steps in {tqdm.format_interval(seconds)}, evaluations and saves included"
+        seconds = time.perf_counter() - self._began
+        speed = (samples - self._first_samples) * self.settings["seq_len"] / seconds
+        took = (f"{step - self._first_step} steps in {tqdm.format_interval(seconds)}, evaluations and saves "
+                "included")
         best = ""
         if self.evaluations:
             at = min(self.evaluations, key=self.evaluations.get)
-            kind = "criterion" if self.own_criterion else "validation loss"
-            best = f"; best {kind} {self.evaluations[at]:.4f} at step {at}"
-        if self.records and not self.facts.val_tokens:
+            best = f"; best evaluation {self.evaluations[at]:.4f} at step {at}"
+        if self.records and not self.val_tokens:
             self._warn_of_loss(step, self.records[-1].get("loss"))
         self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()
@@ -564,9 +490,12 @@ class RunLog:
     def close(self):
         if not self.active:
             return
-        for sink in (self._text, *self.sinks):
-            with suppress(OSError):
-                sink.close()
+        with suppress(*FAULTS):
+            if self._behind:
+                self._write_metrics()
+            self._metrics.close()
+        self._text.close()
+        self._tell(lambda sink: sink.close())
 
 
 def main(argv: list[str] | None = None) -> int:

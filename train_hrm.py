@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None):
 
     # -------------------------------------------------------------------------------------------- training
     while True:
-        due = ddp.due_after(step, run, metrics, stop)
+        due = ddp.due_after(step, run, log, stop)
         if step % ddp.SYNC_EVERY == 0:  # and before each save
             ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
@@ -155,16 +155,14 @@ def main(argv: list[str] | None = None):
             found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            checkpoints.mark_best(step, found)
-            log.evaluation(step, samples, found, metrics.ends_epoch)
+            if log.evaluation(step, samples, found):  # the best so far
+                checkpoints.mark_best(step)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
                 ddp.sample(state, run, step)
         if due.stopping or due.done:
             break
         if due.saving:  # saves and evaluations do not count as training time
             log.restart_clock(samples)
-        if metrics.ends_epoch:
-            metrics.begin_epoch()
 
         ramp, bp_steps, cycles = plan(step)
         lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)

@@ -121,19 +121,17 @@ def main(argv=None) -> None:
     metrics = ddp.Metrics(run, log)
     log.start_clock(step, samples)
     while True:
-        due = ddp.due_after(step, run, metrics, stop)
+        due = ddp.due_after(step, run, log, stop)
         if due.saving:
             checkpoints.save(step, state, identity | metrics.position())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop)
             if found is None:
                 continue
-            checkpoints.mark_best(step, found)
-            log.evaluation(step, samples, found, metrics.ends_epoch)
+            if log.evaluation(step, samples, found):  # the best so far
+                checkpoints.mark_best(step)
         if due.stopping or due.done:
             break
-        if metrics.ends_epoch:
-            metrics.begin_epoch()
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
         labels = ddp.async_sum(count, world)

@@ -26,17 +26,14 @@ class MeanLoss:
         self._run, self._log, self._hook = run, log, hook
         self._first = None  # the first loss since this start
         # a loss that the first one cannot be far below; with --init-from only the evaluation tells
-        self._usual = log.facts.entropy
+        self._usual = log.entropy
         if run.saved:
             self._usual = run.saved["loss"]
         elif run.args.init_from:
             self._usual = None
         self._done = False
 
-    def open(self, records: list[dict], settings: dict):
-        pass
-
-    def write(self, record: dict):
+    def log(self, record: dict):
         if self._done:
             return
         if record.get("loss") is not None:

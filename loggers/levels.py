@@ -32,7 +32,7 @@ def show_levels(state: TrainState, run: Run):
     state.model.train()
     run.say(f"exact matches in % by cycles ({c.least_cycles} to {c.h_cycles} in training), "
             f"{min(samples)} to {max(samples)} held-out samples a level:\n" + table(levels | means(levels)))
-    if not run.world.is_rank0 or run.lost():
+    if not run.world.is_rank0:
         return
     path = run.out / "levels.png"
     try:

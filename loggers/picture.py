@@ -14,35 +14,30 @@ from monitor import FAULTS, own_keys
 class History:
     """history.json and training_history.png, written anew after evaluations and at the end."""
 
-    def __init__(self, out: Path, say, lost=lambda: ""):
-        self._out = out
-        self._say = say
-        self._lost = lost  # see RunLog
-        self._records = []
+    def __init__(self, log):
+        self._log = log  # with all records
         self._next = 0.0  # when they may be written again
 
-    def open(self, records: list[dict], settings: dict):
-        self._records = records  # to which RunLog appends
-
-    def write(self, record: dict):
+    def log(self, record: dict):
         if "val_loss" in record:
             self._save()
 
     def _save(self, last: bool = False):
         """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
         start = time.perf_counter()
-        if not self._records or not last and start < self._next or self._lost():
+        out, records = self._log.out, self._log.records
+        if not records or not last and start < self._next:
             return
-        keys = dict.fromkeys(key for record in self._records for key in record)
-        history = {key: [record.get(key) for record in self._records] for key in keys}
+        keys = dict.fromkeys(key for record in records for key in record)
+        history = {key: [record.get(key) for record in records] for key in keys}
         try:
-            write_atomically(self._out / "history.json", json.dumps(history).encode())
-            draw_curves(self._out.name, self._records, self._out / "training_history.png")
+            write_atomically(out / "history.json", json.dumps(history).encode())
+            draw_curves(out.name, records, out / "training_history.png")
         except UserError as error:
-            self._say(f"WARNING: the history was not written ({error})")
+            self._log.say(f"WARNING: the history was not written ({error})")
         except FAULTS as error:
             if last:
-                self._say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
+                self._log.say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
         self._next = time.perf_counter() + 20 * (time.perf_counter() - start)
 
     def close(self):

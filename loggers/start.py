@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -26,22 +25,22 @@ def too_short(dataset) -> str:
     return text
 
 
-def sinks_of(args, out: Path, say, lost) -> list:
+def sinks_of(run, log) -> list:
     """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
-    sinks = [EventFile(out / "tb", say)]
-    if args.wandb:
-        sinks.append(WandbRun(out, say))
-    return [*sinks, History(out, say, lost)]
+    sinks = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]
+    if run.args.wandb:
+        sinks.append(WandbRun(log))
+    return [*sinks, History(log)]
 
 
-def say_plan(run, state, facts, machines: Counter, compiled: bool):
-    """Prints what will be trained, where, how and on what. `facts` are those of the log; `machines` counts
-    the processes by what ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
+def say_plan(run, state, log, machines: Counter, compiled: bool):
+    """Prints what will be trained, where, how and on what. `machines` counts the processes by what
+    ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
     """
     world, dataset = run.world, run.dataset
     if world.is_rank0:
         begin_curves(run.say)
-    settings = facts.settings
+    settings = log.settings
     model = state.model
     c = model.config
     blocks = blocks_of(model)
@@ -76,7 +75,7 @@ def say_plan(run, state, facts, machines: Counter, compiled: bool):
     rows = dataset.train.rows
     read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
             f"{dataset.loss}")
-    validation = (f"{facts.val_tokens:,} validation tokens of unigram entropy {facts.entropy:.4f} (losses "
+    validation = (f"{log.val_tokens:,} validation tokens of unigram entropy {log.entropy:.4f} (losses "
                   "are in nats per token; a model without any context reaches none below that)")
     held_out = [shards.rows for shards in dataset.val.values()]
     limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)

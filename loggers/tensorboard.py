@@ -2,7 +2,7 @@
 
 import time
 from contextlib import suppress
-from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 from loggers.machine import why_not
@@ -13,44 +13,46 @@ class EventFile:
     """Curves for TensorBoard, and the settings as a text. Each start writes all records into a file of its
     own, which makes TensorBoard forget the points of older files: these may lack some, as after a full disk,
     and TensorBoard's faster reader forgets only where a curve has a point again.
+
+    The loss of an epoch is the mean over its logged steps. Its seconds are those of training, without
+    evaluations, saves and the time between two starts.
     """
 
-    def __init__(self, directory: Path, say):
-        self._directory = directory
-        self._say = say
+    def __init__(self, log, epoch_tokens: int):
+        directory = log.out / "tb"
+        self._epoch_tokens = epoch_tokens
+        self._steps = log.settings["steps"]
+        self._tokens, self._losses, self._seconds = 0, [], 0.0  # up to the last record, and of its epoch
         self._writer = None  # none if nothing can be written
-
-    def open(self, records: list[dict], settings: dict):
-        self.close()
         try:
             from tensorboard.summary.writer import event_file_writer
             from torch.utils.tensorboard import SummaryWriter
-            self._directory.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True)
             later = [int(path.name.split(".")[3]) + 1
-                     for path in self._directory.glob("events.out.tfevents.[0-9]*.*")]
+                     for path in directory.glob("events.out.tfevents.[0-9]*.*")]
             # TensorBoard reads files in the order of their names, so a clock that goes back must not matter:
             # the name begins with what this module's clock says
             stamp = max([time.time(), *later])
             event_file_writer.time = SimpleNamespace(time=lambda: stamp)
             try:
-                self._writer = SummaryWriter(self._directory, purge_step=0, filename_suffix=".run")
+                self._writer = SummaryWriter(directory, purge_step=0, filename_suffix=".run")
             finally:
                 event_file_writer.time = time
             self._writer.add_text(
-                "settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()), 0)
-            for record in records:
+                "settings", "\n".join(f"    {name}: {value}" for name, value in log.settings.items()), 0)
+            for record in log.records:
                 self._add(record)
             self._writer.flush()
         except FAULTS as error:
             self._writer = None
-            self._say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
+            log.say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
 
     def _add(self, record: dict):
         """Adds all points of a record as one event: the writer opens the file anew for each."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         own = "Train" if "loss" in record else "Val"
         points = []
-        for key, value in record.items():
+        for key, value in (record | self._end_of_epoch(record)).items():
             base, slash, name = key.partition("/")  # the name of a validation set
             if isinstance(value, int | float) and base not in OTHER_KEYS:
                 tag = TAGS.get(base, f"{own}/{base}") + slash + name
@@ -59,7 +61,21 @@ class EventFile:
                     self._writer.add_scalar(f"Tokens/{tag}", value, record["tokens"], record.get("time"))
         self._writer.file_writer.add_summary(Summary(value=points), record["step"], record.get("time"))
 
-    def write(self, record: dict):
+    def _end_of_epoch(self, record: dict) -> dict[str, float]:
+        """The loss and seconds of an epoch, in the record of its last step or that of the run."""
+        if record.get("loss") is None:  # an evaluation, or NaN
+            return {}
+        before, self._tokens = self._tokens, record["tokens"]
+        self._losses.append(record["loss"])
+        self._seconds += (self._tokens - before) / max(record["tokens_per_sec"], 0.1)
+        inside = self._tokens // self._epoch_tokens == before // self._epoch_tokens
+        if inside and record["step"] != self._steps:
+            return {}
+        found = {"epoch_loss": fmean(self._losses), "epoch_seconds": self._seconds}
+        self._losses, self._seconds = [], 0.0
+        return found
+
+    def log(self, record: dict):
         if self._writer:
             self._add(record)
             self._writer.flush()

@@ -16,32 +16,28 @@ class WandbRun:
     leaves out steps that it has.
     """
 
-    def __init__(self, out: Path, say):
-        self._out = out
-        self._say = say
+    def __init__(self, log):
+        settings = log.settings
         self._run = None  # none if nothing can be sent
         at_end.callback(self.close)  # after an error wandb's own process would drop what it has not sent
-
-    def open(self, records: list[dict], settings: dict):
-        self.close()
         began = str(settings.get("began")).split()[-1]  # tells apart two directories of one name
         # a service that a parent process started may still hold this run, of a start that was killed
         os.environ.pop("WANDB_SERVICE", None)
         try:
             import wandb
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", Path(settings["trainer"]).stem), dir=self._out,
-                id=re.sub(r"[^\w.-]", "-", f"{self._out.name}-{began}"), name=self._out.name, resume="allow",
+                project=os.environ.get("WANDB_PROJECT", Path(settings["trainer"]).stem), dir=log.out,
+                id=re.sub(r"[^\w.-]", "-", f"{log.out.name}-{began}"), name=log.out.name, resume="allow",
                 reinit="create_new", config=settings, settings=wandb.Settings(console="off"))
-            for record in records:
-                self.write(record)
+            for record in log.records:
+                self.log(record)
         except FAULTS as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
                 raise UserError("--wandb needs the package wandb: pip install wandb, or give --no-wandb.")
             self.close()
-            self._say(f"nothing is sent to Weights & Biases: {why_not('wandb', error)}")
+            log.say(f"nothing is sent to Weights & Biases: {why_not('wandb', error)}")
 
-    def write(self, record: dict):
+    def log(self, record: dict):
         if self._run:
             self._run.log(record, step=record["step"])
 

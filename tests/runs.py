@@ -22,7 +22,7 @@ from processes import fork
 from data import UserError
 from ddp_utils import STOP_SIGNALS, list_checkpoints
 
-TIMES = ("time", "tokens_per_sec", "mem_gb", "epoch_seconds", "System")  # what may differ between two runs
+TIMES = ("time", "tokens_per_sec", "mem_gb", "System")  # what may differ between two runs
 # A model so small that starting Python is the longest part of a run.
 SMALL = {"seq_len": 32, "d_model": 32, "n_head": 2, "n_layer": 1, "global_batch": 12, "steps": 40,
          "save_every": 4, "eval_every": 20, "log_every": 1, "eval_batches": 2, "lr": 1e-3, "warmup": 5,

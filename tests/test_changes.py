@@ -105,7 +105,7 @@ def check(name: str, steps: list[dict], evaluations: list[dict], said: str) -> N
         assert all(0 <= e["val_spaces"] <= 1 for e in evaluations) and "| val_spaces " in said
     elif name == "a criterion":
         assert all(e["criterion"] == e["val_bits_per_byte"] for e in evaluations)
-        assert "best criterion " in said
+        assert "best evaluation " in said
     elif name == "a curve":
         assert all(step["embed_norm"] > 0 for step in steps) and "| embed_norm " in said
 

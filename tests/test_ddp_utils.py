@@ -250,7 +250,7 @@ def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monk
         locks[0].acquire()
         checkpoints = Checkpoints(tmp_path, world, 3, said.append, locks[0].lost)
         checkpoints.save(1, make_state(world), META)
-        checkpoints.mark_best(1, {"val_loss": 2.5})
+        checkpoints.mark_best(1)
         raise ZeroDivisionError
 
     monkeypatch.setattr(Checkpoints, "_write", write)
@@ -267,7 +267,8 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
     checkpoints = Checkpoints(tmp_path, world, 2, print)
     for step in range(1, 6):
         checkpoints.save(step, make_state(world), META)
-        checkpoints.mark_best(step, {"val_loss": abs(step - 2)})
+        if step <= 2:
+            checkpoints.mark_best(step)
     checkpoints.close()
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [5, 4]
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
@@ -327,7 +328,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     monkeypatch.setattr(torch, "save", fail)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=370e9))
     checkpoints.save(2, state, META)
-    checkpoints.mark_best(2, {"val_loss": 2.0})
+    checkpoints.mark_best(2)
     wait(checkpoints.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (")
     assert "with 370.00 GB free on the disk" in said[1]  # not 3.7e+02
@@ -337,25 +338,13 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     checkpoints.save(3, state, META)
     wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
-    checkpoints.mark_best(3, {"val_loss": 2.1})  # worse than that of the lost one, but the best that there is
+    checkpoints.mark_best(3)
     wait(checkpoints.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(4, state, META)
     with pytest.raises(RunError, match="step 4 could not be written"):  # the last one must not get lost
         checkpoints.close()
-
-
-def test_the_best_after_an_evaluation_without_a_checkpoint(tmp_path, world):
-    """As after a skipped update: its loss counts as little as that of a checkpoint that was lost."""
-    (tmp_path / "checkpoints").mkdir()
-    checkpoints = Checkpoints(tmp_path, world, 3, print)
-    for step, loss, saved in ((1, 4.0, True), (2, 3.0, False), (3, 3.1, True), (4, 3.2, True)):
-        if saved:
-            checkpoints.save(step, make_state(world), META)
-        checkpoints.mark_best(step, {"val_loss": loss})
-    checkpoints.close()
-    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
 
 
 def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, world):
@@ -368,7 +357,7 @@ def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, w
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
         assert checkpoints.resume(saved, state, {}) == (1, 7)
-    checkpoints.mark_best(1, {"val_loss": 2.0})
+    checkpoints.mark_best(1)
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 1
 
@@ -380,33 +369,9 @@ def test_marking_the_same_best_again_leaves_nothing_behind(tmp_path, world):
     save(tmp_path, world, make_state(world), (1,))
     checkpoints = Checkpoints(tmp_path, world, 3, print)
     for _ in range(2):
-        checkpoints._link(list_checkpoints(tmp_path)[0])
+        checkpoints._link(checkpoints.directory / "best.pt", list_checkpoints(tmp_path)[0])
         names = {path.name for path in checkpoints.directory.iterdir()}
         assert names == {"best.pt", list_checkpoints(tmp_path)[0].name}
-
-
-def test_the_loss_of_an_epoch(world):
-    """A step that reaches into the next epoch is the last of its own; a resumed run has the same sums."""
-    dataset = SimpleNamespace(train=SimpleNamespace(rows=10))
-    run = SimpleNamespace(world=world, dataset=dataset, global_batch=4,
-                          args=SimpleNamespace(eval_every=2), saved=None)
-    log = SimpleNamespace(say=print)
-    labels = torch.tensor(2.0, dtype=torch.float64)
-    metrics = ddp_utils.Metrics(run, log)
-    ends, found = [], []
-    for step in range(1, 6):
-        metrics.add({"loss": torch.tensor(1.0 * step)})
-        metrics.add({"loss": torch.tensor(1.0 * step)})
-        metrics.end_step(4 * step, labels)
-        position = metrics.position()
-        ends.append(metrics.ends_epoch)
-        found.append((position["loss"], position["epoch"]["loss"], position["epoch"]["steps"]))
-        run.saved = position
-        metrics = ddp_utils.Metrics(run, log)
-        if metrics.ends_epoch:
-            metrics.begin_epoch()
-    assert ends == [False, False, True, False, True]
-    assert found == [(1, 1, 1), (2, 3, 2), (3, 6, 3), (4, 4, 1), (5, 9, 2)]
 
 
 def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
@@ -773,10 +738,10 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
                 "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto",
                 "eval_batches": 0, "eval_batch": 16, "warmup": 30}
     dataset = SimpleNamespace(train=train, val={}, short={}, manifest={}, name="mine", loss=loss)
-    facts = monitor.Facts(settings, rows=60, val_tokens=0, entropy=3.0, sync="OK")
+    log = SimpleNamespace(settings=settings, val_tokens=0, entropy=3.0)
     run = SimpleNamespace(world=world, dataset=dataset, say=said.append, settled=SimpleNamespace(row={}),
                           steps=300, global_batch=16, batch=8, grad_accum=2)
-    say_plan(run, make_state(world), facts, Counter(["a GPU"]), True)
+    say_plan(run, make_state(world), log, Counter(["a GPU"]), True)
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
     assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16; ")
     assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "
@@ -793,9 +758,11 @@ def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, wor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
         checkpoints.resume(checkpoints.load("auto"), state, {})
-    for step, loss in ((2, 0.4), (3, 0.45)):
+    assert checkpoints.files.keys() == {1}  # so the log does not compare with 0.5
+    for step in (2, 3):
         checkpoints.save(step, state, META | {"samples": step})
-        checkpoints.mark_best(step, {"val_loss": loss})
+        if step == 2:
+            checkpoints.mark_best(step)
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
 
@@ -818,6 +785,21 @@ def test_a_best_that_was_not_linked_is_linked_on_a_resume(tmp_path, world, logge
         checkpoints.resume(checkpoints.load("auto"), state, {})
     checkpoints.close()
     assert os.path.samefile(tmp_path / "checkpoints" / "best.pt", second if 1 in logged else first)
+
+
+def test_a_resume_links_the_best_whose_file_exists(tmp_path, world):
+    """The save of step 3 failed, and that of step 2 was not linked."""
+    state = make_state(world)
+    save(tmp_path, world, state, (1, 2, 4))
+    (tmp_path / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "val_loss": loss}) + "\n" for step, loss in ((1, 4.0), (2, 3.0), (3, 2.0))))
+    checkpoints = Checkpoints(tmp_path, world, 9, print)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
+        assert checkpoints.resume(checkpoints.load("auto"), state, {})[0] == 4
+    checkpoints.close()
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
+    assert checkpoints.files.keys() == {1, 2, 4}
 
 
 def identity(**config) -> dict:

@@ -248,9 +248,10 @@ def test_an_error_of_the_device_stays_what_it_is(tmp_path):
         def item(self):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-    facts = monitor.Facts({"log_every": 1, "eval_every": 9, "steps": 9}, 1, 0, 1.0, "OK")
-    log = monitor.RunLog(tmp_path, monitor.TrainLog(tmp_path / "train.log", "", False), facts, [], [])
-    metrics = SimpleNamespace(ends_epoch=False, reduce=lambda: ({}, {}), machines=dict)
+    settings = {"log_every": 1, "eval_every": 9, "steps": 9}
+    text = monitor.TrainLog(tmp_path / "train.log", "", False)
+    log = monitor.RunLog(tmp_path, text, settings, [], 0, 1.0, "OK")
+    metrics = SimpleNamespace(reduce=dict, machines=dict)
     with pytest.raises(RuntimeError, match="device-side assert"):
         log.step(metrics, 1, 1, 1.0, mine=Failing())
 

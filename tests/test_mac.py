@@ -16,7 +16,6 @@ from processes import Group
 from runs import Trainer, log_of
 
 import data
-import monitor
 from cluster import roll_call
 from loggers import machine
 
@@ -125,19 +124,6 @@ def test_each_name_that_is_guarded_is_gone_and_does_without(mac, tmp_path):
         open("/proc/self/stat")
     assert machine.is_trainer(["/Library/Frameworks/Python.app/Contents/MacOS/Python", "train_gpt2.py"])
     assert not machine.is_trainer(["/bin/zsh", "train_gpt2.py"])
-
-
-def test_a_directory_that_was_moved_is_not_found_again(tmp_path, monkeypatch):
-    """Each save then fails, and says so, until the directory is there again. The control is Linux."""
-    lock = monitor.RunLock(tmp_path / "run")
-    lock.acquire()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert f"--out {tmp_path / 'moved'} resumes the run" in lock.lost()
-    become_a_mac(monkeypatch)
-    assert lock.lost() == ""
-    (tmp_path / "moved").rename(tmp_path / "run")
-    assert lock.lost() == ""
-    lock.release()
 
 
 def test_what_the_readme_says_of_systems():

@@ -744,7 +744,7 @@ class Wrapper(torch.optim.Optimizer):
 def checks(world):
     """A model, and what the checks of a trainer say of it."""
     model, said = small(GPT2), []
-    log = SimpleNamespace(active=True, sinks=[], say=said.append, facts=SimpleNamespace(entropy=3.0))
+    log = SimpleNamespace(active=True, sinks=[], say=said.append, entropy=3.0)
     run = SimpleNamespace(saved=None, args=SimpleNamespace(init_from=None), grad_accum=2,
                           world=SimpleNamespace(world_size=2))
     begin_checks(run, model, log)
@@ -821,7 +821,7 @@ def test_a_mean_that_is_divided_again_is_named_once(checks, losses, evaluation, 
     records += [{"step": 9, "val_loss": evaluation}] * (evaluation is not None)
     counts = []
     for record in [*records, *records]:
-        sink.write(monitor.without_nan(record))
+        sink.log(monitor.without_nan(record))
         counts.append(len(checks.said))
     assert counts == [int(warned_at is not None and i >= warned_at) for i in range(1, len(counts) + 1)]
     for text in checks.said:
@@ -937,7 +937,7 @@ def own_numbers(tmp_path, name="square", result="mine", number="own") -> Trainer
     """
     head, main = (ROOT / "train_gpt2.py").read_text().split("# Only `tiny`", 1)
     main = re.sub(r"\bGPT2\b", "Mine", main).replace("grad_norm, lr=lr)", f"grad_norm, lr=lr, {number}=1.5)")
-    mark = "            checkpoints.mark_best("
+    mark = "            if log.evaluation("
     assert mark in main and f"{number}=1.5" in main
     main = main.replace(mark, f"            found[{result!r}] = 2.5\n{mark}")
     path = tmp_path / f"train_{name}_{result}_{number}.py"

@@ -247,7 +247,7 @@ def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_pat
     assert done.out.count("; removed step_00000004_") == 1 and done.out.count("; removed") == 1
     assert "WARNING: the run reads" not in done.out and done.out.count("best so far") == 2
     best = min((line["val_loss"], line["step"]) for line in evaluations_of(out))
-    assert re.search(rf"^12 steps in .* best validation loss {best[0]:.4f} at step {best[1]}; peak memory",
+    assert re.search(rf"^12 steps in .* best evaluation {best[0]:.4f} at step {best[1]}; peak memory",
                      done.out, re.MULTILINE), done.out
     longer = GPT2.train(0, small, out, global_batch=600, steps=20, eval_every=20, save_every=20)
     assert re.search(r"WARNING: the run reads this text 2\d times", longer.out), longer.out

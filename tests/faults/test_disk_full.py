@@ -72,7 +72,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     lost = r"WARNING: step_\d+_loss\S+ was not written: .*; training continues, and tries again at the next"
     assert len(re.findall(lost, done.out)) >= 8, done.out
     if not leave:  # else its lines fit
-        assert re.search(r"WARNING: MetricsFile lacks a record \(.*\); the next one tries again", done.out)
+        assert re.search(r"WARNING: metrics.jsonl lacks a record \(.*\); the next one tries again", done.out)
     assert TRACEBACK not in done.out
     assert [line["step"] for line in steps_of(out)] == list(range(1, 301))
     whole = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "whole", **flags)).finish()
