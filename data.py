@@ -23,7 +23,6 @@ In this file, and who calls it:
     reading                   Dataset, Loader, validation_batches: the trainers and ddp_utils
 """
 
-import argparse
 import contextlib
 import errno
 import fcntl
@@ -35,226 +34,18 @@ import math
 import mmap
 import os
 import re
-import sys
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from loggers.hints import nearest_flag
+from cli.errors import NotNow, UserError, access, run_command
+from prepare.tokenizer import is_tokenizer, parse_tokenizer_json
+from prepare.vocabulary import Vocabulary
 
 # -----------------------------------------------------------------------------------------------------------
 # What all commands share
-
-HOST = os.uname().nodename  # the name of this machine
-
-
-class UserError(Exception):
-    """A mistake that the user can fix: printed as one sentence without a traceback, exit code 2."""
-
-    exit_code = 2
-
-
-class NotNow(UserError):
-    """A failure that may not recur with the same command: no network, a full disk, a directory in use."""
-
-    exit_code = 1
-
-
-class RunError(Exception):
-    """A failure that one sentence explains better than a traceback."""
-
-    exit_code = 1
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one short line."""
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split("\n", 1)[0].split())[:300]
-
-
-def listed(names: list[str]) -> str:
-    """Names for a sentence: the first eight, then how many more."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-
-
-@contextlib.contextmanager
-def access(path: str | Path = ""):
-    """Where files are read: an OSError becomes NotNow, unless there is no such file. Only bytes that were
-    read can show damage, so nothing is renamed, left out or begun anew because of an OSError. All commands
-    run in it as well, because to ask what a path is can raise one, too.
-    """
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        path = error.filename or path
-        # about bytes, from gzip, bz2, or a seek that they ask for; or about no file
-        if not path or error.errno in (None, errno.EINVAL):
-            raise
-        raise NotNow(f"{path} cannot be accessed ({error.strerror}): remove the cause, and "
-                     "run the same command again; what it holds may be sound.") from None
-
-
-def names_in(directory: Path) -> list[str]:
-    """The sorted names in a directory, none if there is no directory. Raises NotNow if it cannot be listed,
-    of which Path.glob says nothing.
-    """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), access(directory):
-        return sorted(os.listdir(directory))
-    return []
-
-
-def from_launcher(name: str, otherwise: int = 0) -> int:
-    """A number in the environment. A text that is none is refused where several processes join."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else otherwise
-
-
-def local_rank() -> int:
-    return from_launcher("LOCAL_RANK")
-
-
-def run_command(main):
-    """Runs the main() of a command, and ends the process with its exit code, or with that of a UserError."""
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """The parser of all commands. A mistake raises UserError; one process per node prints the help."""
-
-    def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
-        for name in ("stdin", "stdout", "stderr"):
-            if getattr(sys, name) is None:  # it was closed, as by >&-
-                setattr(sys, name, open(os.devnull, "r+"))
-            stream = getattr(sys, name)
-            if hasattr(stream, "reconfigure"):  # a terminal that cannot show every character; a notebook can
-                with contextlib.suppress(ValueError):  # a script has read from it, or closed it
-                    stream.reconfigure(errors="replace")
-
-    def parse_known_args(self, args=None, namespace=None):
-        found, unknown = super().parse_known_args(args, namespace)
-        for word in unknown:
-            if near := self.nearest_flag(word):
-                self.error(f"unrecognized arguments: {' '.join(unknown)}; the nearest flag to "
-                           f"{word.partition('=')[0]} is {near}")
-        return found, unknown
-
-    def nearest_flag(self, word: str) -> str:
-        """The flag that somebody may have meant who typed `word`, or ""."""
-        return nearest_flag(word, self._option_string_actions)
-
-    def check_row(self, name: str, row: dict):
-        """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag
-        refuses.
-        """
-        for key in row.keys() - {"vocab_size"}:
-            flag, value = f"--{key.replace('_', '-')}", row[key]
-            sets = f"the row {name!r} of the sizes sets {key}={value!r}"
-            action = self._option_string_actions.get(flag)
-            if not action:
-                near = self.nearest_flag(flag)
-                raise UserError(f"{sets}: unrecognized{near and f', the nearest flag is {near}'}; --help "
-                                "lists all flags.")
-            switch = action.nargs == 0
-            if switch != isinstance(value, bool):
-                raise UserError(f"{sets}: argument {flag} takes {'True or False' if switch else 'a value'}.")
-            try:
-                read = value if switch else self._get_value(action, str(value))
-                self._check_value(action, read)
-            except argparse.ArgumentError as error:
-                raise UserError(f"{sets}: {error}.") from None
-            if read != value or key != action.dest:
-                raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
-
-    def error(self, message):
-        message = message.replace("ignored explicit argument", "it takes no value, not")
-        raise UserError(f"{message}; --help lists all flags.")
-
-    def print_help(self, file=None):
-        if local_rank() == 0:
-            super().print_help(file)
-
-
-def parse_count(text: str) -> int:
-    """'500k' → 500000; k, M and B stand for a thousand, a million and a billion."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbB]?)", text.strip())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count such as 5000, 500k, 20M or 1.5B")
-    return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()])
-
-
-def flag_group(parser: ArgumentParser, title: str):
-    """Begins a group of flags. Returns a function that adds a flag, given name, type, help and default. The
-    type is bool, an action of argparse, a tuple of choices or a function.
-    """
-    group = parser.add_argument_group(title)
-
-    def flag(name: str, flag_type, text: str, default=None):
-        text += "" if default in (None, "") else f" ({default})"
-        kind = {"type": flag_type, "default": default}
-        if flag_type in (bool, argparse.BooleanOptionalAction):
-            kind = {"action": "store_true" if flag_type is bool else flag_type}
-        elif isinstance(flag_type, tuple):
-            kind = {"choices": flag_type, "default": default}
-        group.add_argument(name, help=text, **kind)
-
-    return flag
-
-
-def number(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
-    """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
-    def parse(text: str):
-        value = number_type(text)
-        if not math.isfinite(value) or not low <= value <= high or open_end and value == high:
-            limit = f"in [{low:g}, {high:g}{')' if open_end else ']'}"
-            limit = limit if high < math.inf else f"at least {low:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not {limit}")
-        return value
-    parse.__name__ = "whole number" if number_type is int else "number"
-    return parse
-
-
-positive_int = number(1, number_type=int)
-nonnegative_int = number(0, number_type=int)
-fraction = number(0, 1, open_end=True)
-
-
-def expanded(text: str) -> str:
-    """A type for argparse: a path or a source, or several with commas. The ~ that a shell leaves in --out=~/x
-    is the home directory, unless there is something of that name here.
-    """
-    return text if os.path.exists(text) else ",".join(map(os.path.expanduser, text.split(",")))
-
-
-def local_path(text: str) -> Path:
-    """A type for argparse, see `expanded`."""
-    return Path(expanded(text))
-
-
-def utf8_path(text: str) -> Path:
-    """A type for argparse. ValueError if a path is not UTF-8, which torch needs."""
-    return local_path(text.encode().decode())
-
-
-def steps_or_fraction(text: str) -> int | float:
-    """A type for argparse: a number of steps, or below 1 a fraction of the run."""
-    value = number(0)(text)
-    if value > 1 and value % 1:
-        raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor below 1")
-    return int(value) if value >= 1 else value
-
-
-say = functools.partial(print, flush=True)  # in a pipe, too, at once
 
 
 def cpu_count() -> int:
@@ -265,104 +56,10 @@ def cpu_count() -> int:
 # -----------------------------------------------------------------------------------------------------------
 # Tokenizers, as a run on shards needs them: their ids. On disk each is a Hugging Face tokenizer.json.
 
-EOT = "<|endoftext|>"
-MASK = "[MASK]"
-RESPONSE = "<|response|>"
-# HRM-Text's tokens for the start of a sample, the start of its response and its end. Other tokenizers use
-# <|endoftext|>, <|response|> and the start of the next sample.
-HRM_TEXT_ROLES = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
-# The first of each that a tokenizer has is its end of text and its mask.
-ENDS = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
-MASKS = (MASK, "<mask>")
-# The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
-BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
-
-
-def without_surrogates(text: str) -> str:
-    """The text with "?" for lone surrogates, which JSON can contain and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-class Vocabulary:
-    """The tokens of a tokenizer, as its tokenizer.json spells them: `spec` is its content, `text` its text.
-    `takes_blank`: whether tokens hold the blank before their word, so that a mask replaces that, too.
-    `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last id, because only masked language
-    models need it. `roles` has the ids that mark a sample's `start`, `response` and `end` (−1: the next
-    start), or is None. Those in prepare/ also encode and decode.
-    """
-
-    def __init__(self, name: str, spec: dict, text: str = ""):
-        words = spec["model"]["vocab"]
-        if isinstance(words, list):  # of a Unigram, with scores
-            words = {word: i for i, (word, _) in enumerate(words)}
-        added = spec["added_tokens"]
-        specials = {token["content"]: token["id"] for token in added if token["special"]}
-        self.name = name
-        self.vocab = words | {token["content"]: token["id"] for token in added}
-        self.specials = specials
-        self.eot = next(specials[end] for end in ENDS if end in specials)
-        self.mask_token = next(mask for mask in MASKS if mask in specials)
-        self.mask = specials[self.mask_token]
-        self.num_ids = max(self.vocab.values()) + 1
-        self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
-        self.roles = None
-        if all(name in specials for name in HRM_TEXT_ROLES):
-            self.roles = dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
-        elif RESPONSE in specials:
-            self.roles = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
-        self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in self.vocab)
-        self._byte_level = "ByteLevel" in str(spec["decoder"])
-        self.exact = self._byte_level  # whether `lengths` add up to the bytes of a text
-        self._text = text
-
-    def to_json(self) -> str:
-        """The text of its tokenizer.json."""
-        return self._text
-
-    def lengths(self) -> dict[int, int]:
-        """The number of bytes of each ordinary id, with a leading space where a word begins."""
-        word_piece = any(word.startswith("##") for word in self.vocab)  # it marks the continuation of a word
-
-        def length(word: str) -> int:
-            if self._byte_level and all(c in BYTE_CHARS for c in word):
-                return len(word)
-            if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
-                return 1
-            word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
-            return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
-
-        return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
-
-    @functools.cached_property
-    def token_bytes(self) -> np.ndarray:
-        """`lengths` as int64 (ids,), with 0 for special tokens."""
-        lengths = self.lengths()
-        return np.array([lengths.get(i, 0) for i in range(self.num_ids)])
-
-
-def tokenizer_id(tokenizer) -> str:
-    """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
-    return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
-
 
 def tokenizer_of(name: str, text: str) -> Vocabulary:
     """The tokenizer of a tokenizer.json that `prepare` wrote."""
-    from prepare.tokenizer import parse_tokenizer_json
     return parse_tokenizer_json(name, text)
-
-
-def tokenizer_of_run(directory: Path, settings: dict) -> dict[str, str | None]:
-    """The tokenizer.json of a run, and its --tokenizer, which may name a file that has been moved since."""
-    own = tokenizer_in(directory)
-    flag = settings.get("tokenizer")
-    gone = flag and flag.endswith(".json") and not Path(flag).exists()
-    return {"tokenizer_file": own, "tokenizer_flag": own if gone else flag}
-
-
-def tokenizer_in(directory: Path) -> str | None:
-    if (path := directory / "tokenizer.json").is_file():
-        return str(path)
-    return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -531,7 +228,6 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
     text = path.read_text(encoding="utf-8")
     if name is None or name == recorded["name"] and not Path(name).exists():
         return text
-    from prepare.tokenizer import is_tokenizer
     if not is_tokenizer(name, text, "roles" in manifest):
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
                         "is now: name that directory without --tokenizer, or prepare the data in another.")

@@ -1,12 +1,11 @@
 """Distributed training: how processes start, agree, train, save, resume and end. In the order of a run:
 
-    start and end       launch(main), start: join the process group, end without hanging
+    start and end       launch(main), init: join the process group, end without hanging; devices
     agreement           with_barrier, on_rank0, sums over ranks, comparisons of ranks
-    flags               make_parser, parse_flags: the command line; FLAGS: what each flag is to a run
-    which run           find_run: what is asked for (Asked); load_data, open_run: what is trained (Run)
+    record of a run     Asked, Run: what cli/run.py finds out
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
-    checkpoints         Checkpoints writes and restores them; monitor.RunLock keeps a directory to one run
+    checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
     around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
 
 The trainers call them in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call
@@ -14,6 +13,7 @@ the same collectives in the same order.
 """
 
 import contextlib
+import errno
 import functools
 import gc
 import inspect
@@ -24,7 +24,7 @@ import math
 import operator
 import os
 import re
-import shlex
+import resource
 import shutil
 import signal
 import statistics
@@ -32,12 +32,12 @@ import sys
 import time
 import warnings
 import zipfile
-from argparse import SUPPRESS, BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
@@ -60,80 +60,50 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import monitor
-from cluster.diagnosis import explain, refuse_lone_tasks, when_cut_off
-from cluster.heartbeat import join
-from cluster.late import Late
-from cluster.memory import before_data
-from data import (
+from cli.errors import (
     HOST,
-    ArgumentParser,
-    Dataset,
     NotNow,
     RunError,
     UserError,
     access,
-    cpu_count,
-    directory_of,
-    expanded,
+    at_end,
     first_line,
-    flag_group,
-    fraction,
     from_launcher,
-    fsync_directory,
     listed,
     local_rank,
     names_in,
-    nonnegative_int,
-    number,
-    parse_count,
-    plan_batch,
-    positive_int,
-    replacing,
-    row_of,
     say,
-    sources_of,
-    steps_or_fraction,
-    tokenizer_id,
-    tokenizer_of_run,
-    unigram_entropy,
-    utf8_path,
-    validation_batches,
-    without_surrogates,
 )
-from loggers.checks import begin_checks
-from loggers.hints import runs_beside, table_of_sizes
+from cli.flags import ANEW, FLAGS, MUST_NOT, SHARDED
+from cluster.diagnosis import explain, when_cut_off
+from cluster.heartbeat import join
+from cluster.late import Late
+from data import (
+    Dataset,
+    cpu_count,
+    fsync_directory,
+    lock_file,
+    replacing,
+    unigram_entropy,
+    validation_batches,
+    why_not_made,
+)
 from loggers.machine import machine_curves
 from loggers.mfu import MFU
 from loggers.source import commits_and_counts, files_to_keep, last_commit, say_changes
 from loggers.start import say_plan, sinks_of
-from model import (
-    SHARDED,
-    STRATEGIES,
-    CausalConfig,
-    ModelConfig,
-    blocks_of,
-    choose_device,
-    compiles,
-    compute_dtype,
-    copied_buffers,
-    flag_fields,
-    flags_of_model,
-    hardware,
-    num_params,
-    pad_vocab,
-    use_device,
-)
-from monitor import at_end
+from model import blocks_of, copied_buffers
+from monitor import GB, MB
+from ops.attention import cpu_attention
 from ops.device import keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA
 from ops.flash_attention_3 import take
-from prepare.llm_c import manifest_of_plain_shards
-from prepare.pipeline import locate
-from weights.sampling import sample_prompt, write_sample
+from prepare.vocabulary import tokenizer_of_run, without_surrogates
+from weights.sampling import write_sample
 
-TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # it warns against in-place operations in selectively checkpointed code; blocks have none
@@ -278,22 +248,6 @@ class World:
         torch.get_device_module(self.device).synchronize()
 
 
-def start(command: "Command") -> World:
-    """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
-    args = settle(command).args
-    world = init(args.backend, args.device, args.timeout, fast=args.fast)
-    flags = [*vars(args).items()]
-
-    def compare():
-        if odd := find_mismatch([*map(str, flags)]):
-            name = flags[odd[0]][0].replace("_", "-")
-            raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: start every node with "
-                            "the same flags; prepared pairs need the same files everywhere.")
-
-    connect(world.backend, compare)
-    return world
-
-
 def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None,
          fast: bool | None = False) -> World:
     """Joins the process group that torchrun describes, or creates one with a single process.
@@ -360,6 +314,70 @@ def connect(backend: str, function):
             raise
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): "
                        f"{when_cut_off(backend, heartbeat)}") from None
+
+
+def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
+    """This process's device and the backend. UserError if the machine lacks either."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise UserError(f"no GPU is visible on {HOST}: leave --device out, or use --device cpu.")
+    chosen = torch.device("cpu")
+    if gpus and device != "cpu":
+        if local_world_size > gpus:
+            raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
+                            f"--nproc_per_node={gpus}, or use --device cpu.")
+        chosen = torch.device("cuda", local_rank())  # of this node, each of which numbers its own GPUs
+        try:  # the first use of a GPU
+            major, minor = torch.cuda.get_device_capability(chosen)
+        except Exception as error:  # torch has several for a driver
+            raise UserError(
+                f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
+                "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
+                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
+                "--index-url https://download.pytorch.org/whl/cu126` (docs/clusters.md has a table of "
+                "drivers); or use --device cpu.") from None
+        built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
+        if built_for and 10 * major + minor < min(map(int, built_for)):
+            raise UserError(f"{torch.cuda.get_device_name(chosen)} on {HOST} is too old for this build "
+                            "of torch: install the one that the table of drivers in docs/clusters.md names, "
+                            "or use --device cpu.")
+    has_nccl = chosen.type == "cuda" and dist.is_nccl_available()
+    if backend == "nccl" and not has_nccl:
+        raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
+    if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
+        backend = "nccl" if has_nccl else "gloo"
+    return chosen, backend
+
+
+def hardware(device: torch.device) -> str:
+    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
+
+
+def memory_gb(device) -> float:
+    """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        import torch
+        return torch.cuda.max_memory_allocated(device) / GB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
+    return peak / (GB if sys.platform == "darwin" else MB)
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
+    if precision == "auto":
+        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
+                else torch.cpu.get_capabilities().get("avx512_bf16", False))
+        precision = "bf16" if fast else "fp32"
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
+
+
+def compiles(choice: bool | None, device: torch.device) -> bool:
+    """Whether blocks are compiled, with --compile, --no-compile or neither."""
+    if choice is None:  # Triton and CUDA 13 need it
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
+    return choice
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -464,218 +482,13 @@ def say_on_other_nodes(world: World, text: str):
         say(f"{world.prefix} {text}")
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Flags
-
-# What a flag is to a run that is resumed:
-ANEW = "of one command or machine, or computed at each start: not kept, and a change is not said"
-PLANNED = "planned anew for the number of processes, unless it is given; a change is said"
-MAY_CHANGE = "as it was, unless it is given; a change is said"
-OF_DATA = "as it was, for the same --data"
-OF_MODEL = "as MAY_CHANGE: a flag of the model that its parameters do not know"
-CHOSEN = "as SHAPE, but a run that starts from trained weights chooses"
-SHAPE = "as it was, or as in the weights to start from; another value is refused, see shape_of"
-MUST_NOT = "as it was; another value is refused, see check_resumable"
-KINDS = {
-    ANEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-          "prompt_file num_samples stop list_presets wanted_batch largest_batch usual_steps usual_warmup",
-    PLANNED: "global_batch batch grad_accum",
-    MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
-                "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every "
-                "keep_last init_from loss condition sample_prompt sample_every max_new_tokens temperature "
-                "top_k top_p bp_steps mask_rate",
-    OF_DATA: "max_tokens max_samples min_words",
-    OF_MODEL: "dropout eval_cycles bp_cycles",
-    CHOSEN: "attention init",
-    SHAPE: "n_layer n_head d_model vocab_size modern ff h_cycles l_cycles inject_input halt window "
-           "global_every",
-    MUST_NOT: "seq_len data loss_on seed size optimizer trainer",
-}
-FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 # of a run that was killed before its first checkpoint
 BEGUN = "which has no checkpoint yet, was begun with"
 ANOTHER_OUT = "give another --out, or begin anew there with --resume none"
 
 
-def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
-    """The parser of a trainer: --size or --preset, its model's flags, and those that all trainers share."""
-    keys = dict.fromkeys(itertools.chain(*sizes.values()))
-    parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]")
-    parser.epilog = table_of_sizes(keys, config_class, sizes)
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
-    if presets:
-        choice.add_argument("--preset", dest="size", choices=presets, help="a recipe instead of a --size")
-    flag = flag_group(parser, "model")
-    for option in flag_fields(config_class):
-        kinds = {bool: BooleanOptionalAction, int: positive_int if option.default != 0 else nonnegative_int}
-        text = option.metadata["help"]
-        if option.name not in keys and option.default is not None and option.type is not bool:
-            text += f" ({option.default})"  # `parse_flags` sets it, because sizes have their own
-        kind = option.metadata["type"] or kinds.get(option.type, fraction)
-        flag(f"--{option.name.replace('_', '-')}", kind, text)
-    add_training_flags(parser)
-    if issubclass(config_class, CausalConfig):  # the model writes text
-        add_text_flags(parser)
-    return parser
-
-
-def add_training_flags(parser: ArgumentParser):
-    flag = flag_group(parser, "data")
-    flag("--data", expanded, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
-         "which is prepared if needed (from the hub 20 tokens per parameter); A,B,B reads two directories, "
-         "and B twice in each epoch")
-    flag("--tokenizer", expanded, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
-         "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for task:addition, "
-         "else gpt2)")
-    flag("--max-tokens", parse_count, "prepare at most this many training tokens, of pairs before they are "
-         "packed: 500k, 20M, 1.5B")
-    flag("--max-samples", parse_count, "prepare at most this many documents")
-    flag("--min-words", positive_int, "prepare only documents with at least this many words")
-    flag("--seed", number(0, 2**31, int),
-         "seed of weights, sample order, dropout and samples of text", 0)
-    flag = flag_group(parser, "steps and batches")
-    flag("--steps", positive_int, "optimizer steps of the run")
-    flag("--epochs", number(1e-9), "passes over the data, instead of --steps")
-    flag("--global-batch", positive_int, "sequences in a step, summed over all processes")
-    flag("--batch", positive_int, "sequences in a micro-batch (default: the largest divisor up to the "
-         "table's)")
-    flag("--grad-accum", positive_int, "micro-batches in a step, instead of --batch")
-    flag = flag_group(parser, "optimization")
-    flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for "
-         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
-    flag("--lr", number(0), "peak learning rate")
-    flag("--schedule", ("cosine", "wsd", "constant"), "wsd: constant, then falling (--decay)", "cosine")
-    flag("--min-lr", fraction, "rate of the last step of cosine and wsd, as a fraction of --lr", 0.1)
-    flag("--decay", number(0.001, 1), "last part of the steps of wsd in which the rate falls", 0.2)
-    flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run "
-         "(default: see below; in proportion where a run has fewer steps than its size)")
-    flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
-    flag("--grad-clip", number(0), "clip the gradient norm to this; 0: no clipping", 1.0)
-    flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export, after n steps "
-         "at most (1 + n) / (10 + n); 0: off", 0.0)
-    flag = flag_group(parser, "running")
-    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations (parameters: fp32); "
-         "auto: bf16 where the hardware has it", "auto")
-    flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
-         "pass, exactly: block keeps only the input of a block, selective the matrix products too (compiled "
-         "on GPUs, some sums are then rounded otherwise); large sizes of the HRM have a default, for 80 GB",
-         "none")
-    flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
-         "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
-    flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
-    parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
-                        help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
-    flag("--comm", ("fp32", "bf16", "late"), "type of what is sent: with --strategy ddp gradients, with "
-         "shards and bf16 activations the parameters and gradients of blocks; late, for slow links: int8 "
-         "gradients, sent during the next step and applied one step late, best with --optimizer muon", "fp32")
-    flag = flag_group(parser, "output")
-    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA); if it holds one, that is "
-         "resumed or used as it was, but for the flags that are given")
-    flag("--log-every", positive_int, "steps between log lines", 10)
-    flag("--eval-every", positive_int, "steps between evaluations")
-    flag("--eval-batches", nonnegative_int, "batches of a validation set to evaluate, each with the table's "
-         "global_batch sequences, whatever --global-batch is; 0: all")
-    flag("--save-every", positive_int, "steps between checkpoints")
-    flag("--keep-last", positive_int, "checkpoints to keep, beside the best", 3)
-    flag("--resume", expanded, "auto: from the newest checkpoint in --out; none: start from scratch, in "
-         "an --out without checkpoints; or the path of a checkpoint or of a run directory", "auto")
-    flag("--init-from", expanded, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
-         "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
-    flag("--wandb", BooleanOptionalAction, "also log to Weights & Biases (pip install wandb); with "
-         "WANDB_MODE=offline into wandb/ of the run, for wandb sync")
-    flag("--eval-only", bool, "evaluate the newest checkpoint, or that of --resume, on the validation "
-         "sets of --data (default: of the run), and do nothing else: prints a line and a JSON object, and "
-         "leaves the run as it is")
-    parser.add_argument("--export", nargs="?", const="hf", default=False, choices=("hf", "gguf"),
-                        help="write hf/ for transformers, or with gguf model.gguf for llama.cpp, from the "
-                        "newest checkpoint, without training")
-
-
-def add_rare_flags(parser: ArgumentParser):
-    flag = flag_group(parser, "rarely needed")
-    flag("--compile", BooleanOptionalAction, "compile each block (default: on GPUs)")
-    flag("--fast", BooleanOptionalAction, "on GPUs, allow non-deterministic kernels: the last bits then "
-         "change when a run resumes, and in compiled blocks with --checkpoint-activations block")
-    flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
-    flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
-
-
-def add_text_flags(parser: ArgumentParser):
-    flag = flag_group(parser, "prompts and responses")
-    flag("--loss", ("response", "all"), "tokens to learn (default: response with pairs, else all)")
-    text = without_surrogates
-    flag("--prompt", text, "continue or answer a text with the newest checkpoint, without training")
-    flag("--prompt-file", expanded, "the same with each line of a file, or of standard input (-)")
-    flag("--chat", bool, "answer prompts that are typed in, one after another")
-    flag("--condition", text, "text, or name of a special token, to put in front of a prompt", "")
-    flag("--sample-prompt", text, "prompt of the samples (default with pairs: a held-out one)", "")
-    flag("--sample-every", nonnegative_int, "evaluations between samples; 0: only at the end", 0)
-    flag = flag_group(parser, "sampling")
-    flag("--num-samples", positive_int, "texts for each --prompt, written at once", 1)
-    flag("--max-new-tokens", positive_int, "length of a sample (200; an answer's: to the end of the context)")
-    flag("--temperature", number(0), "0: always the likeliest token", 0.8)
-    flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
-    flag("--top-p", number(0, 1), "then the likeliest ids whose probabilities reach this sum", 1.0)
-    flag("--stop", text, "a text at which an answer ends, without it", "")
-
-
-def uses_model(args: Namespace) -> bool:
-    """Whether the flags ask for use_model instead of training."""
-    return any(vars(args).get(name) not in (None, False)
-               for name in ("eval_only", "export", "prompt", "prompt_file", "chat", "fill"))
-
-
-@dataclass
-class Command:
-    """A command line, parsed once."""
-
-    parser: ArgumentParser
-    config_class: type
-    rows: dict[str, dict]  # the sizes
-    argv: list[str] | None
-    given: dict  # the flags that it gives
-    defaults: dict  # of all flags, for what neither it nor a row says
-
-
-def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
-                argv: list[str] | None) -> Command:
-    """Parses the command line of a trainer. Raises UserError for flags that exclude each other."""
-    add_rare_flags(parser)  # after those of the trainer, so that --help ends with them
-    defaults = dict(parser._defaults)  # of set_defaults
-    for action in parser._actions:
-        if isinstance(action.default, str) and action.default != SUPPRESS:  # as argparse does
-            action.default = parser._get_value(action, action.default)
-        if action.default is not SUPPRESS:
-            defaults[action.dest] = action.default
-        action.default = SUPPRESS  # what is not given is absent
-    parser._defaults.clear()
-    defaults |= {"vocab_size": None} | {option.name: option.default for option in flag_fields(config_class)}
-    given = vars(parser.parse_args(argv))
-    if "steps" in given:
-        if "epochs" in given:
-            raise UserError("--epochs is not allowed with --steps: leave one of them out.")
-        given["epochs"] = None
-    if "dry_run" in given:
-        if uses_model(Namespace(**given)):
-            raise UserError("--dry-run is alone: leave out --prompt, --export and the like.")
-        if "init_from" in given and "size" not in given:
-            raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
-        if "out" in given and list_checkpoints(given["out"]):
-            raise UserError(f"--dry-run does not read the run in {given['out']}: give its flags, without "
-                            "--out.")
-    return Command(parser, config_class, sizes, argv, given, defaults)
-
-
 # -----------------------------------------------------------------------------------------------------------
-# Which run: its flags, directory, data, batches and model, and whether it may resume
-
-
-def settled(given: dict, saved: dict, weights: dict, row: dict, defaults: dict) -> dict:
-    """The flags of a run. What the command gives wins over what the resumed run had, that over what the
-    weights of --init-from say, that over the row of the size, and that over the defaults.
-    """
-    return defaults | row | weights | saved | given
+# The record of a run, which cli/run.py fills
 
 
 @dataclass
@@ -689,125 +502,6 @@ class Settled:
     eval_batch: int  # sequences in one of --eval-batches
     usual_steps: int | None  # for which the row's --warmup is meant, if that is taken
     usual_warmup: float | None  # that --warmup
-
-
-def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Settled:
-    """The flags of the run that a command begins or, if `saved` is its checkpoint or what its config.json
-    says, goes on with. `weights` is what is known of those of --init-from. Raises UserError for flags that
-    contradict either.
-    """
-    given, rows = command.given, command.rows
-    record = saved or weights or {"model_config": {}, "settings": {}}
-    size = saved["settings"]["size"] if saved else given.get("size") or record.get("size") or next(iter(rows))
-    row = rows.get(size, {})  # a run goes on where its size is gone
-    command.parser.check_row(size, row)
-    shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
-    kept = flags_of_run(saved, command) | shape if saved else {}
-    tuned = {}
-    if "init_from" in given and not saved:
-        from weights.init_from import gentler
-        tuned = gentler(row) | shape
-    flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
-    for action in command.parser._actions:
-        value = (kept | given).get(action.dest)
-        named = action.choices and action.dest not in ("size", "precision")  # which have names beside these
-        if named and value not in (None, *action.choices):
-            raise UserError(f"{saved['path']} says {action.dest} {value}, which is gone: use "
-                            f"{code_trained_with(saved['path'])}, or train again in another --out.")
-    recipe = row | tuned | kept
-    flags |= {name: given.get(name) for name, kind in FLAGS.items() if kind == PLANNED}
-    sources = sources_of(flags["data"])
-    own_data = saved and flags["data"] == saved["settings"]["data"]  # what the run was trained on
-    length = None if own_data else row_of(directory_of(sources[0], flags["tokenizer"]))
-    flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
-    if own_data:
-        flags["tokenizer"] = flags["tokenizer"] or saved["tokenizer_flag"]
-    elif not any(Path(source).is_dir() for source in sources):  # whose ids the weights know
-        flags["tokenizer"] = (flags["tokenizer"] or record.get("tokenizer_flag")
-                              or record.get("tokenizer_file"))
-    wanted = recipe["global_batch"]
-    usual_batch = wanted if saved else row["global_batch"]
-    of_size = {"usual_steps": recipe.get("steps"), "usual_warmup": flags["warmup"]}
-    before = saved["settings"] if saved else of_size
-    usual_steps = None if "warmup" in given else before.get("usual_steps")
-    if saved and saved.get("begun") and usual_steps:  # the run begins again, perhaps with other steps
-        flags["warmup"] = before["usual_warmup"]
-    return Settled(Namespace(**flags), row, wanted, recipe.get("largest_batch", recipe["batch"]),
-                   recipe.get("eval_batch", usual_batch), usual_steps, before.get("usual_warmup"))
-
-
-def flags_of_run(saved: dict, command: Command) -> dict:
-    """What a resumed run keeps of its settings."""
-    given, settings = command.given, saved["settings"]
-    names = command.defaults.keys() | {"largest_batch", "eval_batch"}
-    kept = {name: value for name, value in settings.items()
-            if name in names and (name == "largest_batch" or FLAGS.get(name) != ANEW)}
-    if given.get("data", settings["data"]) != settings["data"]:
-        kept |= {name: None for name, kind in FLAGS.items() if kind == OF_DATA}
-    if uses_model(Namespace(**given)) and not given.get("eval_only"):
-        kept["precision"] = "auto"  # whatever this machine computes fast
-    return kept
-
-
-def shape_of(command: Command, record: dict, resumed: bool) -> dict:
-    """The model's flags as in a record of a run, or of weights to start from, but for those that may change.
-    Raises UserError for a flag that is given and contradicts.
-    """
-    known = config_of(command.config_class, record["model_config"], record["path"])
-    names = [option.name for option in flag_fields(command.config_class)]
-    free = {name for name in names if FLAGS.get(name) == OF_MODEL}
-    free.add("seq_len")  # rows may be shorter, see check_resumable and find_run
-    if not resumed:
-        free |= {name for name in names if FLAGS.get(name) == CHOSEN or name not in record["model_config"]}
-    shape = {name: getattr(known, name) for name in names if name not in free}
-    for name, value in shape.items():
-        asked = command.given.get(name)
-        if asked is None or replace(known, **{name: asked}) == known:
-            continue
-        flag = f"--{'no-' * (asked is False)}{name.replace('_', '-')}"
-        if record.get("begun"):
-            raise UserError(f"{record['path']}, {BEGUN} {name} {value}, but the flags say {name} {asked}: "
-                            f"leave out {flag}, {ANOTHER_OUT}.")
-        raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
-                        f"{asked}: leave out {flag}, or start a new run with another --out and without "
-                        "--init-from.")
-    return shape
-
-
-def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> dict | None:
-    """The checkpoint that --resume names, or with `auto` the newest of a run directory; None if a run begins.
-    Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
-    nodes are numbered anew.
-    """
-    tell = functools.partial(say, file=sys.stderr if uses_model(args) else None)  # apart from a model's text
-    if args.resume not in ("auto", "none"):
-        return load_checkpoint(args.resume, tell, family=family)
-    # a best.pt that alone is left of a run that went back is no reason to refuse the others
-    newest = with_barrier(lambda: max(
-        ((path.name != "best.pt", step_of(path)) for path in list_checkpoints(out)), default=(False, 0)))
-    found = all_gather((newest, f"{world.node} ({HOST})"))
-    ours, _ = found[0]
-    theirs, where = max(found)
-    first = ours[1]
-    if theirs > ours:
-        raise UserError(f"{where} holds step {theirs[1]} of {out}, node0 only step {first}: start that "
-                        f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
-                        "checkpoints.")
-    if not uses_model(args) and (args.resume == "none" or not first):
-        return None
-    if world.is_rank0 and first:
-        tell(f"reading the checkpoint of step {first} in {out}")  # which can take a while
-    return load_checkpoint(out, tell, family=family)
-
-
-def run_directory(args: Namespace, trainer: str) -> Path:
-    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer has runs of its own, such as
-    runs/train_mine-tiny-stdlib-bpe4096 of train_mine.py.
-    """
-    family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
-    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
-    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
-    return args.out or Path("runs", "-".join(names))
 
 
 @dataclass
@@ -845,265 +539,6 @@ class Run(Asked):
     def say(self, text: str):
         """Prints a text and appends it to train.log, on rank 0."""
         self.text.say(text)
-
-
-def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:
-    """This start's command, to be pasted into a shell in the same directory (on several nodes: of node 0)."""
-    env = os.environ
-    words = sys.argv if argv is None else [trainer, *argv]
-    launcher = "python"
-    if "TORCHELASTIC_RUN_ID" in env:
-        launcher = f"torchrun --nproc_per_node={env['LOCAL_WORLD_SIZE']}"
-        if world.nodes > 1:
-            launcher += (f" --nnodes={world.nodes} --node_rank={env['GROUP_RANK']} "
-                         f"--master_addr={env['MASTER_ADDR']} --master_port={env['MASTER_PORT']}")
-    return f"{launcher} {shlex.join(map(str, words))}"
-
-
-def find_run(model_class: type, command: Command, world: World, constants: dict) -> Asked:
-    """Finds the run directory and the checkpoint to resume from or to use. All ranks call this.
-
-    A resumed run is what it was: see `settled`. So is one that was killed before its first checkpoint, which
-    begins again. `constants` is the trainer's globals(), of which names in capitals that are numbers, texts
-    or tuples are recorded. Nothing is written or locked. Raises UserError on all ranks.
-    """
-    trainer = Path(constants.get("__file__", "notebook"))
-    weights = missing = None
-    if "init_from" in command.given:
-        try:
-            from weights.init_from import assert_context, nearest_size, weights_of
-            weights = weights_of(model_class, command.given["init_from"], complete=False)
-            weights["size"] = nearest_size(command.rows, weights)
-        except UserError as error:  # does not matter to a run that has begun
-            missing = error
-    flags = settle(command, weights=weights)
-    out = run_directory(flags.args, trainer.stem)
-    saved = find_checkpoint(out, flags.args, world, model_class.__name__)
-    begun = None if saved else on_rank0(run_without_checkpoint, out, flags.args)
-    record = saved or begun
-    if record:
-        assert_family(record, model_class)
-        flags = settle(command, record)
-    elif missing:
-        raise missing
-    elif command.given.keys() == {"out"} and world.is_rank0 and (out / "checkpoints").is_dir():
-        say(f"WARNING: {out} does not say how its run was begun, so this one has the default flags")
-    if flags.args.resume != "auto":  # the checkpoint says what it is of
-        out = run_directory(flags.args, trainer.stem)
-        if saved and (later := later_of_branch(out, saved, flags.args)):
-            saved = later
-            flags = settle(command, saved)
-    args = flags.args
-    assert_same("the precision", str(compute_dtype(args.precision, world.device)),
-                "give --precision fp32 or bf16, because auto depends on the processor")
-    refuse_gloo(args, world)
-    if not uses_model(args):
-        refuse_together(args, world)
-    if weights and not record:
-        assert_context(model_class, weights, args.seq_len)
-    began = f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
-    constants = {name: value for name, value in constants.items()
-                 if name.isupper() and isinstance(value, int | float | str | tuple)}
-    return Asked(model_class, args, flags, world, constants, trainer,
-                 command_line(trainer, world, command.argv), out, saved, begun,
-                 record["settings"].get("began", began) if record else began)
-
-
-def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
-    """What config.json says of a run that was killed before its first checkpoint, as a checkpoint would, if
-    there is one. Raises UserError if it branched off, or if something of an earlier run should stay.
-    """
-    for name in ("checkpoints/best.pt", "hf", "model.gguf"):
-        if (out / name).exists():
-            way = f", --resume {out / name} to go on from it" if name.endswith(".pt") else ""
-            raise UserError(f"{out} has no checkpoint to go on from, but {name}, which should stay: give "
-                            f"another --out{way}, or move it away.")
-    if args.resume != "auto":
-        return None
-    config = monitor.read_config(out)
-    settings = config.get("settings")
-    if not isinstance(settings, dict) or not {"size", "data", "global_batch", "batch"} <= settings.keys():
-        return None
-    if not {"family", "model_config", "seq_len", "tokenizer"} <= config.keys():
-        return None
-    if (branch := settings.get("resume", "auto")) not in ("auto", "none"):
-        raise UserError(f"{out} branches off from {branch}, and has no checkpoint yet: give --resume "
-                        f"{branch} again, or begin anew there with --resume none.")
-    return config | {"path": str(out), "begun": True} | tokenizer_of_run(out, settings)
-
-
-def refuse_gloo(args: Namespace, world: World):
-    """Raises UserError where the process would crash: gloo cannot exchange shards that are on GPUs."""
-    shards = args.strategy in SHARDED and (args.eval_only or not uses_model(args))
-    if shards and world.backend == "gloo" and world.device.type == "cuda":
-        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL, and the backend is gloo: give "
-                        "--strategy ddp or zero1, or --backend nccl.")
-
-
-def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
-    """The checkpoint to go on with where --resume branches off from `saved` into a directory that holds later
-    ones of that branch: the same command resumes. Raises UserError if they are of another run.
-    """
-    if uses_model(args) or on_rank0(lambda: is_in(saved, out) or not list_checkpoints(out)):
-        return None
-    newest = load_checkpoint(out, print)
-    settings = newest["settings"]
-    if settings["began"] != saved["settings"]["began"]:
-        raise UserError(f"{out} holds another run than {args.resume}: give another --out, or leave out "
-                        "--resume to go on with that.")
-    return newest if settings.get("resume") == args.resume and newest["step"] > saved["step"] else None
-
-
-def refuse_together(args: Namespace, world: World):
-    """Raises UserError for flags that cannot train together."""
-    if args.strategy in SHARDED and args.optimizer == "muon":
-        raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
-                        "run with --optimizer adamw.")
-    dtype = compute_dtype(args.precision, world.device)
-    if args.comm == "bf16" and args.strategy == "zero1":
-        raise UserError("--comm bf16 is for --strategy ddp, zero2 and zero3: give one of them, or --comm "
-                        "fp32.")
-    if args.comm == "bf16" and args.strategy != "ddp" and dtype != torch.bfloat16:
-        raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
-                        "--comm fp32.")
-    if args.comm == "late" and (args.strategy != "ddp" or dtype == torch.float16):
-        raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
-                        "--comm fp32.")
-
-
-def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
-    """The directory of a source of --data, prepared if necessary, see locate in prepare/pipeline.py."""
-    limits = {name: getattr(args, name) for name in ("max_tokens", "max_samples", "min_words")}
-    directory = directory_of(source, args.tokenizer)
-    if directory == Path(source) and not any(limits.values()):
-        return directory
-    watch = heartbeat.raise_if_lost if heartbeat else lambda: None
-    return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
-
-
-def load_data(asked: Asked, **example) -> Dataset:
-    """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
-    --max-tokens. `asked.change_data`, a trainer's own function, may then replace its `train`, `val` and
-    `masker_class`, for training and --eval-only alike. `example` has what the model's `example` takes more.
-    """
-    args = asked.args
-    refuse_lone_tasks()
-    useful = with_barrier(before_data, asked, example)  # with the vocabulary that --tokenizer will have
-
-    def read():
-        directories = [located(source, args, useful, asked.world.local_rank)
-                       for source in sources_of(args.data)]
-        dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"),
-                          manifest_of_plain_shards)
-        if asked.change_data:
-            asked.change_data(dataset)
-            dataset.check_sets()
-        return dataset
-
-    dataset = with_barrier(read)
-    sizes = [shards.rows for shards in (dataset.train, *dataset.val.values())]  # which change_data may change
-    assert_same("the data", f"{dataset.fingerprint} {sizes}",
-                "copy the same files to every node, or prepare them there with the same command")
-    return dataset
-
-
-def open_run(asked: Asked, dataset: Dataset) -> Run:
-    """Locks the run directory, opens its train.log and sets the steps and batches. If a newer checkpoint was
-    written before the directory was locked, that is taken. Raises UserError on all ranks.
-    """
-    args, world, out, flags = Namespace(**vars(asked.args)), asked.world, asked.out, asked.settled
-    lock = monitor.RunLock(out)
-    on_rank0(lock.acquire)
-    text = monitor.TrainLog(out / "train.log", world.prefix, world.is_rank0)
-    checkpoints = Checkpoints(out, world, args.keep_last, text.say, lock.lost)
-    saved = checkpoints.load(args.resume, asked.saved)
-    wanted = flags.wanted_batch
-    global_batch, batch, grad_accum = plan_batch(world.world_size, args.global_batch, args.batch,
-                                                 args.grad_accum, wanted, flags.largest_batch)
-    if args.batch or args.grad_accum:
-        flags = replace(flags, largest_batch=batch)  # also when the run is resumed
-    if global_batch * args.seq_len > 1e9:
-        raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
-                        "--global-batch, or --batch and --grad-accum.")
-    if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
-        text.say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
-                 f"{global_batch}")
-        if abs(global_batch / wanted - 1) > 0.05:
-            text.say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
-                     "--global-batch chooses another number")
-    steps = args.steps
-    if args.epochs:  # a resumed run has done some of them
-        done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
-        left = math.ceil(args.epochs * dataset.train.rows) - samples
-        steps = done + max(0, math.ceil(left / global_batch))
-    usual = flags.usual_steps
-    if usual and steps < usual and args.warmup >= 1 and not saved:
-        of_size, args.warmup = args.warmup, round(args.warmup * steps / usual)
-        text.say(f"warm-up over {args.warmup} of {steps} steps, as over {of_size} of {usual}: --warmup "
-                 "chooses another number")
-    asked = replace(asked, args=args, settled=flags, saved=saved, begun=None if saved else asked.begun)
-    return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
-               grad_accum=grad_accum, checkpoints=checkpoints, text=text)
-
-
-def new_model(run: Run, **config) -> nn.Module:
-    """The model to train: random or from --init-from, or uninitialized if a checkpoint will be restored into
-    it. `config` has the fields of its configuration that come from the data.
-    """
-    model_class, args, dataset, world = run.model_class, run.args, run.dataset, run.world
-    saved = run.saved
-    padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
-    config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
-                                **config)
-    if vars(config).get("attention") == "prefix" and dataset.loss == "all":
-        raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
-                        "they are to learn: use isolated or causal, or prepare the data with "
-                        "--prompt-field and --response-field.")
-    if vars(config).get("response", -1) >= 0:
-        sample_prompt(args, dataset)  # raises UserError now, and not after hours
-    # the rest of the configuration is that of the checkpoint or of the weights
-    changes = {name: value for name, value in vars(config).items()
-               if name in reading_of(config) or FLAGS.get(name) == OF_MODEL}
-    if saved:
-        config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-        model = build_model(model_class, config, world, args.strategy, args.comm)
-    elif args.init_from:
-        from weights.init_from import trained_model
-        model = trained_model(run, asdict(config), changes)
-    else:
-        model = build_model(model_class, config, world, args.strategy, args.comm)
-        run.say(f"initializing {num_params(model):,} parameters")
-        torch.manual_seed(args.seed)
-        copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
-    if args.strategy in SHARDED:  # for begin_log
-        model.initial_sums = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
-    torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
-    return model
-
-
-def reading_of(config: ModelConfig) -> dict:
-    """The fields of a configuration that say which tokens see which."""
-    return {name: vars(config)[name] for name in ("attention", "eot", "start", "response", "end")
-            if name in vars(config)}
-
-
-def identity_of(model: nn.Module, run: Run, **settings) -> dict:
-    """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
-    its settings: the flags, the plan, the trainer's constants, and `settings`, with what set_modes returns.
-    """
-    args, dataset, flags = run.args, run.dataset, run.settled
-    plan = {"steps": run.steps, "global_batch": run.global_batch, "batch": run.batch,
-            "grad_accum": run.grad_accum, "wanted_batch": flags.wanted_batch,
-            "largest_batch": flags.largest_batch, "eval_batch": flags.eval_batch,
-            "usual_steps": flags.usual_steps, "usual_warmup": flags.usual_warmup,
-            "world_size": run.world.world_size, "threads": torch.get_num_threads(),
-            "trainer": run.trainer.name, "began": run.began}
-    shape = flags_of_model(run.model_class.Config, model.config)
-    settings = vars(args) | run.constants | shape | plan | settings
-    text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
-    return {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
-            "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
-            "loss_on": dataset.loss, "seed": args.seed, "settings": json.loads(text)}
 
 
 def check_resumable(saved: dict, now: dict, branch: bool, say):
@@ -1301,6 +736,20 @@ def apply_modes(model: nn.Module, args: Namespace, world: World):
                **compiling)
 
 
+def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
+               **compiling):
+    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
+    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
+    """
+    model.compute_dtype = dtype
+    model.compile_loss = bool(compiling) and device.type == "cuda"
+    for block in blocks_of(model):
+        block.cpu_attention = cpu_attention if device.type == "cpu" else None
+        block.checkpointing = checkpointing
+        if compiling:
+            block.compile(**compiling)
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Training state
 
@@ -1344,6 +793,24 @@ def assert_all_train(model: nn.Module, optimizers: list):
         raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: name one "
                         "that is in 2 only once. One in 0 would never train, so freeze it with "
                         "requires_grad_(False) if you mean that.")
+
+
+def foreign_parameters(model, say):
+    """A hook after each step of any optimizer: whether it has parameters that are not the model's."""
+    ours = {*model.parameters()}
+    say_once = functools.cache(say)
+
+    def hook(optimizer, args, kwargs):
+        foreign = {p for group in optimizer.param_groups for p in group["params"]} - ours
+        if foreign:  # where parameters are gathered from shards, the model has others than at the start
+            foreign -= {*model.parameters()}
+        if foreign:
+            say_once(f"WARNING: {type(optimizer).__name__} trains parameters that are not the model's "
+                     f"({len(foreign)}, one of shape {max(list(p.shape) for p in foreign)}): no checkpoint "
+                     "holds them, and each process trains its own. To keep them, let the model's constructor "
+                     "make them, see docs/changing.md")
+
+    return hook
 
 
 def clip_grad_norm(parameters, max_norm: float) -> Tensor:
@@ -1717,6 +1184,10 @@ class TrainState:
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
 
 
+# The names that a run gives its checkpoints. It deletes no others, such as a copy that somebody made.
+CHECKPOINT = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
+
+
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "kept", "late", "optimizer")  # of tensors in a checkpoint, each a dict by name
 FORMAT = 2  # of the checkpoints that are written and read here
@@ -1793,6 +1264,19 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
+def family_of(run_directory: Path) -> str:
+    """The class of a run's model, "" if config.json does not say."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads((run_directory / "config.json").read_text(encoding="utf-8"))["family"]
+    return ""
+
+
+def runs_beside(path: Path, family: str) -> list[str]:
+    """The runs beside a path where none is, of that family or, if it is "", of any."""
+    runs = sorted({found.parents[1] for found in path.parent.glob("*/checkpoints/*.pt")})
+    return [str(run) for run in runs if not family or family_of(run) in ("", family)]
+
+
 def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "") -> dict:
     """Loads a checkpoint file, or the newest intact one of a run directory. Adds its path, the paths of newer
     ones that are damaged, and the tokenizer.json of its run.
@@ -1840,6 +1324,58 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
 def is_in(saved: dict, run_directory: Path) -> bool:
     """Whether a checkpoint is one of a run directory on this machine."""
     return Path(saved["path"]).resolve().parent.parent == run_directory.resolve()
+
+
+class RunLock:
+    """Keeps a run directory to one run, until that ends or rank 0, which holds the lock, in any way."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self._owner = None
+
+    def acquire(self):
+        """Creates the directory and locks it. Raises UserError."""
+        path = self.out / ".lock"  # never a link, because its content gets replaced
+        try:
+            (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise (NotNow if error.errno == errno.ENOSPC else UserError)(
+                f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
+        file = os.fdopen(descriptor, "r+")
+
+        def refuse():
+            with file:
+                raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
+
+        if why_not := lock_file(file, refuse):
+            say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
+                "run writes there")
+        self._file = file
+        at_end.callback(self.release)
+        with suppress(OSError):  # on a full disk the lock holds without its owner's name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}".encode())
+        self._owner = path.read_bytes()
+        for leftover in (self.out / "checkpoints").glob(".tmp-*"):
+            name = leftover.name.removeprefix(".tmp-")
+            if name == "best.pt" or CHECKPOINT.fullmatch(name):
+                leftover.unlink()
+
+    def lost(self) -> bool:
+        """Whether the directory that this process has locked was moved, removed or taken by another run."""
+        if self._owner is None:  # rank 0 has it
+            return False
+        try:
+            return (self.out / ".lock").read_bytes() != self._owner
+        except FileNotFoundError:
+            return True
+        except OSError:  # the disk is away: a save fails as well, and is tried again
+            return False
+
+    def release(self):
+        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
+        self._file.close()
 
 
 class Checkpoints:
@@ -2005,7 +1541,7 @@ class Checkpoints:
             torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
         text = (f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.3g} GB in "
                 f"{time.perf_counter() - begun:.1f} s)")
-        its_own = [p for p in list_checkpoints(self.run_directory) if monitor.CHECKPOINT.fullmatch(p.name)]
+        its_own = [p for p in list_checkpoints(self.run_directory) if CHECKPOINT.fullmatch(p.name)]
         for old in its_own[self.keep_last:]:
             old.unlink()
             text += f"; removed {old.name}"
@@ -2061,7 +1597,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     def begin():
         if all_done(run, log, step):  # the files would name flags of no step
             return
-        begin_checks(run, model, log)
+        check_edits(run, model, log)
         log.sinks += sinks_of(run, log)
         log.mfu = MFU(run, model, settings)
         if run.saved:
@@ -2079,6 +1615,13 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
     say_on_other_nodes(world, f"{HOST}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
     return log
+
+
+def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
+    """Has the log say, once each, that a loss is divided twice, or that an optimizer has other parameters."""
+    hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # of all in this process
+    at_end.callback(hook.remove)
+    log.sinks.append(monitor.MeanLoss(run, log, hook))
 
 
 def warn_of_changes(run: Run, model: nn.Module):
@@ -2249,7 +1792,7 @@ class Metrics:
         world = self.world
         host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
         own = machine_curves(host) if world.local_rank == 0 else {}
-        memory, curves = zip(*all_gather((monitor.memory_gb(world.device), own)))
+        memory, curves = zip(*all_gather((memory_gb(world.device), own)))
         return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
 
     def position(self) -> dict:
@@ -2333,7 +1876,7 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     """Waits for the last checkpoint and says how the run has ended."""
     world, checkpoints = run.world, run.checkpoints
     stopping = stop.agreed
-    memory = max(all_gather(monitor.memory_gb(world.device)))
+    memory = max(all_gather(memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
     in_sync = "are in shards" if run.args.strategy in SHARDED else "of all ranks were in sync"
     ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters "

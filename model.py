@@ -25,7 +25,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from data import HOST, UserError, documents, first_line, local_rank
+from cli.errors import UserError
+from cli.flags import flag
+from data import documents
 from ops.adam_atan2 import AdamAtan2
-from ops.attention import cpu_attention
 from ops.cross_entropy import LinearCrossEntropy
 
 # -----------------------------------------------------------------------------------------------------------
@@ -205,78 +206,6 @@ def blocks_of(model: nn.Module) -> list[Block]:
 # -----------------------------------------------------------------------------------------------------------
 # How a model computes on a device
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
-SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
-
-
-def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
-    """This process's device and the backend. UserError if the machine lacks either."""
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise UserError(f"no GPU is visible on {HOST}: leave --device out, or use --device cpu.")
-    chosen = torch.device("cpu")
-    if gpus and device != "cpu":
-        if local_world_size > gpus:
-            raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
-                            f"--nproc_per_node={gpus}, or use --device cpu.")
-        chosen = torch.device("cuda", local_rank())  # of this node, each of which numbers its own GPUs
-        try:  # the first use of a GPU
-            major, minor = torch.cuda.get_device_capability(chosen)
-        except Exception as error:  # torch has several for a driver
-            raise UserError(
-                f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
-                "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
-                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
-                "--index-url https://download.pytorch.org/whl/cu126` (docs/clusters.md has a table of "
-                "drivers); or use --device cpu.") from None
-        built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
-        if built_for and 10 * major + minor < min(map(int, built_for)):
-            raise UserError(f"{torch.cuda.get_device_name(chosen)} on {HOST} is too old for this build "
-                            "of torch: install the one that the table of drivers in docs/clusters.md names, "
-                            "or use --device cpu.")
-    has_nccl = chosen.type == "cuda" and dist.is_nccl_available()
-    if backend == "nccl" and not has_nccl:
-        raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
-        backend = "nccl" if has_nccl else "gloo"
-    return chosen, backend
-
-
-def hardware(device: torch.device) -> str:
-    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
-    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
-    if precision == "auto":
-        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
-                else torch.cpu.get_capabilities().get("avx512_bf16", False))
-        precision = "bf16" if fast else "fp32"
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
-
-
-def compiles(choice: bool | None, device: torch.device) -> bool:
-    """Whether blocks are compiled, with --compile, --no-compile or neither."""
-    if choice is None:  # Triton and CUDA 13 need it
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
-    return choice
-
-
-def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
-               **compiling):
-    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
-    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
-    """
-    model.compute_dtype = dtype
-    model.compile_loss = bool(compiling) and device.type == "cuda"
-    for block in blocks_of(model):
-        block.cpu_attention = cpu_attention if device.type == "cpu" else None
-        block.checkpointing = checkpointing
-        if compiling:
-            block.compile(**compiling)
-
 
 # -----------------------------------------------------------------------------------------------------------
 # The loss
@@ -338,22 +267,6 @@ def init_normal(weight: Tensor, std: float):
     """Normal initialisation, truncated at three standard deviations and rescaled to `std`."""
     nn.init.trunc_normal_(weight, a=-3.0, b=3.0)
     weight.data.mul_(std / 0.98658)
-
-
-def flag(default, help: str, type=None):
-    """A configuration field that is also a command-line flag of the trainer, with this default and help text.
-    `type`, choices or a function, is for values that are neither a number nor a switch.
-    """
-    return field(default=default, metadata={"help": help, "type": type})
-
-
-def flag_fields(config_class: type) -> list:
-    """The fields of a model's configuration that are flags; see `flag`."""
-    return [field for field in fields(config_class) if field.metadata]
-
-
-def flags_of_model(config_class: type, args) -> dict:
-    return {field.name: getattr(args, field.name) for field in flag_fields(config_class)}
 
 
 DROPOUT = "probability of dropping an activation while training"

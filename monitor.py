@@ -12,115 +12,26 @@ at once. In this file, and who calls it:
     the log                         RunLog: the trainers, through ddp_utils
 """
 
-import errno
 import json
 import math
 import os
-import re
-import resource
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
 
-from data import (
-    HOST,
-    NotNow,
-    UserError,
-    access,
-    first_line,
-    lock_file,
-    read_json,
-    run_command,
-    say,
-    why_not_made,
-    write_atomically,
-)
+from cli.errors import FAULTS, UserError, access, first_line, run_command, say
+from data import read_json, write_atomically
 
 GB = 2**30
 MB = 2**20
-FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
-# The names that a run gives its checkpoints. It deletes no others, such as a copy that somebody made.
-CHECKPOINT = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
 
 # -----------------------------------------------------------------------------------------------------------
 # A run's directory and its end
-
-
-class AtEnd(ExitStack):
-    """What remains to be done when a run ends, the newest first. Whoever begins something adds its end here;
-    `launch` and `with_cleanup` in ddp_utils.py close it.
-    """
-
-    exit_code = 0  # of the run that ends
-
-
-at_end = AtEnd()
-
-
-class RunLock:
-    """Keeps a run directory to one run, until that ends or rank 0, which holds the lock, in any way."""
-
-    def __init__(self, out: Path):
-        self.out = out
-        self._owner = None
-
-    def acquire(self):
-        """Creates the directory and locks it. Raises UserError."""
-        path = self.out / ".lock"  # never a link, because its content gets replaced
-        try:
-            (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise (NotNow if error.errno == errno.ENOSPC else UserError)(
-                f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
-        file = os.fdopen(descriptor, "r+")
-
-        def refuse():
-            with file:
-                raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
-
-        if why_not := lock_file(file, refuse):
-            say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
-                "run writes there")
-        self._file = file
-        at_end.callback(self.release)
-        with suppress(OSError):  # on a full disk the lock holds without its owner's name
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}".encode())
-        self._owner = path.read_bytes()
-        for leftover in (self.out / "checkpoints").glob(".tmp-*"):
-            name = leftover.name.removeprefix(".tmp-")
-            if name == "best.pt" or CHECKPOINT.fullmatch(name):
-                leftover.unlink()
-
-    def lost(self) -> bool:
-        """Whether the directory that this process has locked was moved, removed or taken by another run."""
-        if self._owner is None:  # rank 0 has it
-            return False
-        try:
-            return (self.out / ".lock").read_bytes() != self._owner
-        except FileNotFoundError:
-            return True
-        except OSError:  # the disk is away: a save fails as well, and is tried again
-            return False
-
-    def release(self):
-        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
-        self._file.close()
-
-
-def memory_gb(device) -> float:
-    """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
-    if device.type == "cuda":
-        import torch
-        return torch.cuda.max_memory_allocated(device) / GB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
-    return peak / (GB if sys.platform == "darwin" else MB)
 
 
 def format_known(values: dict, formats: dict[str, str]) -> list[str]:
@@ -502,6 +413,50 @@ def main(argv: list[str] | None = None) -> int:
     """`python monitor.py`"""
     from loggers.command import main as command
     return command(argv)
+
+
+class MeanLoss:
+    """Whether a loss is the mean over a micro-batch, as F.cross_entropy returns by default. The loop divides
+    it by the labels of the step, and the log again, so that all losses of a start are that much too small.
+    A sink of the log, up to the first evaluation of this start: later a small loss may be one of texts
+    that were learned by heart.
+    """
+
+    def __init__(self, run, log, hook):
+        self._run, self._log, self._hook = run, log, hook
+        self._first = None  # the first loss since this start
+        # a loss that the first one cannot be far below; with --init-from only the evaluation tells
+        self._usual = log.entropy
+        if run.saved:
+            self._usual = run.saved["loss"]
+        elif run.args.init_from:
+            self._usual = None
+        self._done = False
+
+    def log(self, record: dict):
+        if self._done:
+            return
+        if record.get("loss") is not None:
+            self._labels = record["labels"] / (self._run.grad_accum * self._run.world.world_size)
+            self._loss = record["loss"]
+            self._first = self._first or self._loss
+            self._judge(self._usual)
+        elif "val_loss" in record and self._first:
+            if not self._run.saved:
+                self._judge(record["val_loss"])
+            self._done = True
+
+    def _judge(self, usual: float | None):
+        if usual and self._first < usual / 10 and usual / 2 < self._loss * self._labels < usual * 2:
+            self._done = True
+            self._log.say(f"WARNING: the loss is {self._loss:.4g}, but times the {self._labels:,.0f} labels "
+                          f"of a micro-batch it is {self._loss * self._labels:.4g}, as large as usual, so "
+                          "it seems to be a mean that is divided by them once more. The objective and the "
+                          "sums of a trainer are sums over labels: with F.cross_entropy write "
+                          "reduction='sum'")
+
+    def close(self):
+        self._hook.remove()  # what is trained after the run is not of it
 
 
 if __name__ == "__main__":

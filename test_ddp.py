@@ -21,27 +21,11 @@ import torch
 import torch.distributed as dist
 
 import ddp_utils
+from cli.errors import HOST, RunError, UserError, first_line, say
+from cli.parser import ArgumentParser, expanded, flag_group, number
 from cluster.diagnosis import refuse_lone_tasks
-from data import (
-    ArgumentParser,
-    Dataset,
-    UserError,
-    expanded,
-    first_line,
-    flag_group,
-    say,
-)
-from ddp_utils import (
-    HOST,
-    RunError,
-    World,
-    all_gather,
-    hardware,
-    init,
-    launch,
-    number,
-    with_barrier,
-)
+from data import Dataset
+from ddp_utils import World, all_gather, hardware, init, launch, with_barrier
 from prepare.llm_c import manifest_of_plain_shards
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")

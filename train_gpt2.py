@@ -17,6 +17,8 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 
 import data
 import ddp_utils as ddp
+from cli.flags import Command, make_parser, parse_flags, uses_model
+from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
 from cluster.memory import dry_run
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 from weights.use import use_model
@@ -39,33 +41,33 @@ SIZES = {
 BETAS = 0.9, 0.95
 
 
-def parse_args(argv: list[str] | None = None) -> ddp.Command:
-    parser = ddp.make_parser(__doc__, GPT2Config, SIZES)
-    return ddp.parse_flags(parser, GPT2Config, SIZES, argv)
+def parse_args(argv: list[str] | None = None) -> Command:
+    parser = make_parser(__doc__, GPT2Config, SIZES)
+    return parse_flags(parser, GPT2Config, SIZES, argv)
 
 
 @ddp.with_cleanup
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        flags = ddp.settle(command)
+        flags = settle(command)
         return dry_run(GPT2, flags)
-    world = ddp.start(command)  # joins the process group
+    world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
-    asked = ddp.find_run(GPT2, command, world, constants=globals())
-    if ddp.uses_model(asked.args):
+    asked = find_run(GPT2, command, world, constants=globals())
+    if uses_model(asked.args):
         return use_model(asked)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = ddp.load_data(asked)
-    run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
+    dataset = load_data(asked)
+    run = open_run(asked, dataset)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
-    model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
     modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
-    identity = ddp.identity_of(model, run, **modes)
+    identity = identity_of(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state, identity)
     log = ddp.begin_log(run, state, identity, step)
     if ddp.is_complete(run, log, step):

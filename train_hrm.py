@@ -15,6 +15,10 @@ from argparse import Namespace
 
 import data
 import ddp_utils as ddp
+from cli.errors import UserError
+from cli.flags import Command, flags_of_model, make_parser, parse_flags, uses_model
+from cli.parser import flag_group
+from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
 from cluster.memory import dry_run
 from loggers.levels import show_levels
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
@@ -55,13 +59,13 @@ def as_range(low: int, high: int) -> str:
     return f"{low} to {high}" if low < high else f"{high}"
 
 
-def parse_args(argv: list[str] | None = None) -> ddp.Command:
-    parser = ddp.make_parser(__doc__, HRMConfig, SIZES)
-    flag = data.flag_group(parser, "recurrence")
+def parse_args(argv: list[str] | None = None) -> Command:
+    parser = make_parser(__doc__, HRMConfig, SIZES)
+    flag = flag_group(parser, "recurrence")
     flag("--bp-steps", str, "last stack calls that backpropagation goes through: a number, or a ramp "
          "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
          "if given, --bp-cycles does not count")
-    command = ddp.parse_flags(parser, HRMConfig, SIZES, argv)
+    command = parse_flags(parser, HRMConfig, SIZES, argv)
     if "bp_steps" in command.given:
         command.given["bp_cycles"] = 0
     return command
@@ -69,10 +73,10 @@ def parse_args(argv: list[str] | None = None) -> ddp.Command:
 
 def truncation(args: Namespace) -> tuple[int, int]:
     """The stack calls that keep a graph, at the start of the run and after the ramp. Raises UserError."""
-    c = HRMConfig(**ddp.flags_of_model(HRMConfig, args))
+    c = HRMConfig(**flags_of_model(HRMConfig, args))
     calls = c.l_cycles + 1  # of a cycle
     if c.halt and c.least_cycles:
-        raise data.UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one "
+        raise UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one "
                              "number.")
     if isinstance(args.bp_steps, str):
         low, high = int_range("--bp-steps", args.bp_steps, 2)
@@ -85,7 +89,7 @@ def truncation(args: Namespace) -> tuple[int, int]:
         low = high if args.init_from else 2  # trained weights need no ramp
     if high > max(c.cycles * calls, 5):
         kept = f"--bp-cycles {c.bp_cycles}" if c.bp_cycles else f"--bp-steps {high}"
-        raise data.UserError(f"{kept} is more than the {c.cycles} cycles of {calls} stack calls.")
+        raise UserError(f"{kept} is more than the {c.cycles} cycles of {calls} stack calls.")
     return low, high
 
 
@@ -93,24 +97,24 @@ def truncation(args: Namespace) -> tuple[int, int]:
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        flags = ddp.settle(command)
+        flags = settle(command)
         return dry_run(HRM, flags, bp_steps=truncation(flags.args)[1])
-    world = ddp.start(command)  # joins the process group
+    world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
-    asked = ddp.find_run(HRM, command, world, constants=globals())
-    if ddp.uses_model(asked.args):
+    asked = find_run(HRM, command, world, constants=globals())
+    if uses_model(asked.args):
         return use_model(asked)
     low, high = truncation(asked.args)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = ddp.load_data(asked, bp_steps=high)
-    run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
+    dataset = load_data(asked, bp_steps=high)
+    run = open_run(asked, dataset)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
-    model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     c = model.config
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
-        raise data.UserError(f"with a graph through {high} stack calls the embedding never learns: add "
+        raise UserError(f"with a graph through {high} stack calls the embedding never learns: add "
                              f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.example(run.batch, world.device, n) for n in (low, high)]
     modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
@@ -118,7 +122,7 @@ def main(argv: list[str] | None = None):
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = ddp.TrainState(model, optimizers, run)
-    identity = ddp.identity_of(model, run, **modes, bp_steps=[low, high])
+    identity = identity_of(model, run, **modes, bp_steps=[low, high])
     step, samples = checkpoints.resume(run.saved, state, identity)
     log = ddp.begin_log(run, state, identity, step)
     if ddp.is_complete(run, log, step):

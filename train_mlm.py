@@ -16,9 +16,14 @@ masks the same 15 %.
 
 import data
 import ddp_utils as ddp
+from cli.errors import local_rank
+from cli.flags import Command, make_parser, parse_flags, uses_model
+from cli.parser import flag_group, number
+from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
 from cluster.memory import dry_run
 from cluster.presets import list_presets
 from model import MLM, MLMConfig, learning_rate, make_optimizers
+from prepare.vocabulary import without_surrogates
 from weights.use import use_model
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
@@ -53,42 +58,42 @@ EVAL_RATE = 0.15
 BETAS = 0.9, 0.95
 
 
-def parse_args(argv: list[str] | None = None) -> ddp.Command:
-    parser = ddp.make_parser(__doc__, MLMConfig, SIZES, PRESETS)
-    flag = data.flag_group(parser, "masked language model")
+def parse_args(argv: list[str] | None = None) -> Command:
+    parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
+    flag = flag_group(parser, "masked language model")
     flag("--list-presets", bool, "print all presets with their commands")
-    flag("--mask-rate", ddp.number(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
-    flag("--fill", data.without_surrogates, "print the likeliest tokens for each [MASK] in this text")
-    return ddp.parse_flags(parser, MLMConfig, RECIPES, argv)
+    flag("--mask-rate", number(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
+    flag("--fill", without_surrogates, "print the likeliest tokens for each [MASK] in this text")
+    return parse_flags(parser, MLMConfig, RECIPES, argv)
 
 
 @ddp.with_cleanup
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
-    if "list_presets" in command.given and data.local_rank() > 0:
+    if "list_presets" in command.given and local_rank() > 0:
         return
     if "list_presets" in command.given:
         return list_presets(PRESETS, RECIPES)
     if "dry_run" in command.given:
-        flags = ddp.settle(command)
+        flags = settle(command)
         return dry_run(MLM, flags, mask_rate=flags.args.mask_rate)
-    world = ddp.start(command)  # joins the process group
+    world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
-    asked = ddp.find_run(MLM, command, world, constants=globals())
-    if ddp.uses_model(asked.args):
+    asked = find_run(MLM, command, world, constants=globals())
+    if uses_model(asked.args):
         return use_model(asked)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = ddp.load_data(asked, mask_rate=asked.args.mask_rate)
-    run = ddp.open_run(asked, dataset)  # locks its directory, plans steps and batches
+    dataset = load_data(asked, mask_rate=asked.args.mask_rate)
+    run = open_run(asked, dataset)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     tokenizer = dataset.tokenizer
-    model = ddp.new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
+    model = new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     example = model.example(run.batch, world.device, args.mask_rate)
     modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
-    identity = ddp.identity_of(model, run, **modes)
+    identity = identity_of(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state, identity)
     log = ddp.begin_log(run, state, identity, step)
     if ddp.is_complete(run, log, step):

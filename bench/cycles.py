@@ -10,6 +10,9 @@ The levels are the validation sets of --data. Training has those whose name begi
 import sys
 from pathlib import Path
 
+from cli.errors import UserError
+from cli.parser import ArgumentParser, local_path, positive_int
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
@@ -20,27 +23,27 @@ from weights.use import load_model
 
 
 def cycle_numbers(text: str) -> list[int]:
-    return [ddp_utils.positive_int(n) for n in text.split(",")]
+    return [positive_int(n) for n in text.split(",")]
 
 
 def main() -> None:
-    parser = data.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=data.local_path, nargs="+", help="run directories")
-    parser.add_argument("--data", type=data.local_path, default="shards/task-addition-bytes",
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=local_path, nargs="+", help="run directories")
+    parser.add_argument("--data", type=local_path, default="shards/task-addition-bytes",
                         help="prepared samples")
     parser.add_argument("--cycles", type=cycle_numbers, default="1,2,3,4,6,8,12,16,24",
                         help="columns of the table")
-    parser.add_argument("--picture", type=data.local_path, help="PNG of the first run, a line for each level")
+    parser.add_argument("--picture", type=local_path, help="PNG of the first run, a line for each level")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
     columns = args.cycles
     if args.picture and not args.picture.parent.is_dir():
-        raise data.UserError(f"{args.picture.parent} is no directory: create it, or name another --picture.")
+        raise UserError(f"{args.picture.parent} is no directory: create it, or name another --picture.")
     print("| run | level |" + "".join(f" {n} |" for n in columns) + "\n" + "|---" * (len(columns) + 2) + "|")
     for run in args.runs:
         model = load_model(HRM, ddp_utils.load_checkpoint(run, lambda text: None), world)
         if model.config.response < 0 or model.config.halt:
-            raise data.UserError(f"{run} was trained on text or with --halt: name a run on a task.")
+            raise UserError(f"{run} was trained on text or with --halt: name a run on a task.")
         ddp_utils.use_device(model, world.device, ddp_utils.compute_dtype("auto", world.device))
         model.eval()
         dataset = data.Dataset([args.data], model.config.seq_len)

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this directory has a lab.py t
 
 from lab import Lab, Unavailable  # noqa: E402
 
-from data import ArgumentParser, parse_count  # noqa: E402
+from cli.parser import ArgumentParser, parse_count  # noqa: E402
 
 WAYS = ("fp32", "bf16", "late")
 BLOCKS = 12  # tensors of the model, which DDP puts into buckets

@@ -19,13 +19,14 @@ import torch
 
 import data
 import ddp_utils
+from cli import run
 from cluster import late
 
 
 def imitate(processes: int):
     """From now on, a single process has the gradients that so many processes would have together."""
     made = []
-    add, start, find_run, loader = ddp_utils.Metrics.add, ddp_utils.start, ddp_utils.find_run, data.Loader
+    add, start, find_run, loader = ddp_utils.Metrics.add, run.start, run.find_run, data.Loader
 
     class Imitated(late.Late):
         def __init__(self, model, optimizers, run):
@@ -59,10 +60,10 @@ def imitate(processes: int):
         return dataclasses.replace(world, world_size=1)
 
     # the trainer's own `world` has their number, by which it multiplies the loss; all else sees one process
-    ddp_utils.start = lambda command: dataclasses.replace(start(command), world_size=processes)
-    ddp_utils.find_run = lambda kind, command, world, **rest: find_run(kind, command, alone(world), **rest)
+    run.start = lambda command: dataclasses.replace(start(command), world_size=processes)
+    run.find_run = lambda kind, command, world, **rest: find_run(kind, command, alone(world), **rest)
     data.Loader = lambda shards, batch, world, *rest: loader(shards, batch, alone(world), *rest)
-    late.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
+    ddp_utils.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
 
 
 if __name__ == "__main__":

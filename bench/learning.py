@@ -20,11 +20,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cli.errors import UserError
+from cli.flags import flags_of_model
+from cli.parser import ArgumentParser, expanded, local_path
+from cli.run import settle
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
-import ddp_utils  # noqa: E402
 from cluster import memory  # noqa: E402
 
 SETTINGS = {
@@ -57,14 +61,14 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     script, *flags = shlex.split(SETTINGS[setting])
     known = {"train_hrm.py": (train_hrm, HRM), "train_gpt2.py": (train_gpt2, GPT2)}
     if script not in known:
-        raise data.UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it "
+        raise UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it "
                              "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
-    parsed = ddp_utils.settle(trainer.parse_args([*flags, *args.flags, "--data", args.data])).args
+    parsed = settle(trainer.parse_args([*flags, *args.flags, "--data", args.data])).args
     ids = memory.expected_ids(parsed.data, parsed.tokenizer)
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),
-                                 **ddp_utils.flags_of_model(kind.Config, parsed)))
+                                 **flags_of_model(kind.Config, parsed)))
     c = model.config
     if kind is GPT2:
         return num_params(model), flops_per_token(GPT2, c)
@@ -123,8 +127,8 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
 
 
 def main() -> None:
-    parser = data.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=data.expanded, default="stdlib", help="as for the trainers")
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=expanded, default="stdlib", help="as for the trainers")
     parser.add_argument("--settings", default=",".join(SETTINGS), help=f"some of {', '.join(SETTINGS)}")
     parser.add_argument("--lr", default="3e-3", help="learning rates of settings without =RATE, with commas")
     parser.add_argument("--seeds", default="1,2,3")
@@ -133,8 +137,8 @@ def main() -> None:
     parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs: --flags '--ema 0.99'")
     parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at a time")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=data.local_path, default=Path("runs/learning"))
-    parser.add_argument("--picture", type=data.local_path, help="a PNG of the curves at the best rates")
+    parser.add_argument("--out", type=local_path, default=Path("runs/learning"))
+    parser.add_argument("--picture", type=local_path, help="a PNG of the curves at the best rates")
     args = parser.parse_args()
     seeds = args.seeds.split(",")
     rates = {name: [rate] if rate else args.lr.split(",") for name, _, rate in (

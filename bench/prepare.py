@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from cli.parser import ArgumentParser
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 from prepare.tokenizer import load_tokenizer
@@ -43,7 +45,7 @@ def cpu_seconds() -> float:
 
 
 def main() -> None:
-    parser = data.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokenizer", default="gpt2", help="one of tiktoken's (gpt2)")
     parser.add_argument("--megabytes", type=float, default=200, help="of Python's own source (200)")

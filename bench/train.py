@@ -40,6 +40,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import weights.huggingface
+from cli.run import settle
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -129,7 +132,7 @@ def ours(args, row, device):
     command = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    run = SimpleNamespace(args=ddp_utils.settle(command).args, world=world, say=print, saved=None)
+    run = SimpleNamespace(args=settle(command).args, world=world, say=print, saved=None)
     ddp_utils.set_modes(model, run)
     state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)
@@ -266,8 +269,7 @@ def nanogpt(args, row, device):
     with device:
         model = module.GPT(module.GPTConfig(block_size=row["seq_len"], vocab_size=row["padded_vocab"],
                                             n_embd=row["d_model"], dropout=0.0, bias=False, **shape))
-        import model as models
-        theirs = models._as_theirs(made)
+        theirs = weights.huggingface._as_theirs(made)
         transposed = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
         with torch.no_grad():
             for name, p in model.named_parameters():  # biases start as 0, and nanoGPT's default has none

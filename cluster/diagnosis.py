@@ -7,8 +7,8 @@ import sys
 import torch
 import torch.distributed as dist
 
+from cli.errors import UserError, first_line, from_launcher
 from cluster.heartbeat import WAY_BACK
-from data import UserError, first_line, from_launcher
 
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from cli.errors import HOST, NotNow, RunError, UserError, access, from_launcher, listed
 from cluster import roll_call
-from data import HOST, NotNow, RunError, UserError, access, from_launcher, listed
 
 OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # which torchrun sets, too
 _joins = itertools.count()  # in this process, which may call main() again

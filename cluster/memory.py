@@ -14,29 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from data import (
-    UserError,
-    default_tokenizer,
-    directory_of,
-    first_line,
-    from_launcher,
-    plan_batch,
-    read_manifest,
-    say,
-    sources_of,
-)
-from model import (
-    MLM,
-    SHARDED,
-    STRATEGIES,
-    blocks_of,
-    compute_dtype,
-    flags_of_model,
-    hidden_matrices,
-    num_params,
-    pad_vocab,
-    use_device,
-)
+from cli.errors import UserError, first_line, from_launcher, say
+from cli.flags import SHARDED, STRATEGIES, flags_of_model
+from data import default_tokenizer, directory_of, plan_batch, read_manifest, sources_of
+from ddp_utils import compute_dtype, list_checkpoints, use_device
+from model import MLM, blocks_of, hidden_matrices, num_params, pad_vocab
 from ops import cross_entropy
 from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
@@ -195,6 +177,8 @@ def dry_run(model_class: type, flags, say=print, **example) -> float:
     if from_launcher("RANK") > 0:
         return 0
     args = flags.args
+    if args.dry_run is not None and args.out and list_checkpoints(args.out):
+        raise UserError(f"--dry-run does not read the run in {args.out}: give its flags, without --out.")
     gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
     processes, gigabytes = machine(args.dry_run, gpus)
     _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, flags.wanted_batch,

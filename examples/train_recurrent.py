@@ -11,19 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cli.flags import Command, make_parser, parse_flags, uses_model
+from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
+
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a copy beside model.py needs no such line
 import data
 import ddp_utils as ddp
-from model import (
-    Block,
-    CausalConfig,
-    CausalLM,
-    Linear,
-    flag,
-    learning_rate,
-    make_optimizers,
-    rms_norm,
-)
+from cli.flags import flag
+from model import Block, CausalConfig, CausalLM, Linear, learning_rate, make_optimizers, rms_norm
 from weights import use
 from weights.sampling import KVCache
 
@@ -90,9 +85,9 @@ SIZES = {"tiny": dict(seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
                       save_every=100, eval_batches=0, data="stdlib")}
 
 
-def parse_args(argv=None) -> ddp.Command:
-    parser = ddp.make_parser(__doc__, RecurrentConfig, SIZES)
-    return ddp.parse_flags(parser, RecurrentConfig, SIZES, argv)
+def parse_args(argv=None) -> Command:
+    parser = make_parser(__doc__, RecurrentConfig, SIZES)
+    return parse_flags(parser, RecurrentConfig, SIZES, argv)
 
 
 @ddp.with_cleanup
@@ -100,19 +95,19 @@ def main(argv=None) -> None:
     command = parse_args(argv)
     if "dry_run" in command.given:
         from cluster.memory import dry_run
-        return dry_run(Recurrent, ddp.settle(command))
-    world = ddp.start(command)
-    asked = ddp.find_run(Recurrent, command, world, constants=globals())
-    if ddp.uses_model(asked.args):
+        return dry_run(Recurrent, settle(command))
+    world = start(command)
+    asked = find_run(Recurrent, command, world, constants=globals())
+    if uses_model(asked.args):
         return use.use_model(asked)
-    dataset = ddp.load_data(asked)
-    run = ddp.open_run(asked, dataset)
+    dataset = load_data(asked)
+    run = open_run(asked, dataset)
     args, checkpoints = run.args, run.checkpoints
-    model = ddp.new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
     modes = ddp.set_modes(model, run)
     state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
-    identity = ddp.identity_of(model, run, **modes)
+    identity = identity_of(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state, identity)
     log = ddp.begin_log(run, state, identity, step)
     state.warm_up(example)

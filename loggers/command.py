@@ -20,11 +20,12 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from data import ArgumentParser, UserError, access, local_path, say
+from cli.errors import FAULTS, UserError, access, say
+from cli.parser import ArgumentParser, local_path
 from loggers.compare import compare, draw_losses
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
-from monitor import FAULTS, evaluations_of, read_metrics
+from monitor import evaluations_of, read_metrics
 
 
 def summarize(records: list[dict]) -> dict:

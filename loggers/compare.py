@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from data import say
+from cli.errors import say
 from loggers.picture import figure_class, save_picture
 from monitor import read_config
 

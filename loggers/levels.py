@@ -4,11 +4,12 @@ from pathlib import Path
 
 import torch
 
-from data import Shards, UserError, validation_batches
-from ddp_utils import SHARDED, Run, TrainState, World, reduce_sum
+from cli.errors import FAULTS, UserError
+from cli.flags import SHARDED
+from data import Shards, validation_batches
+from ddp_utils import Run, TrainState, World, reduce_sum
 from loggers.machine import why_not
 from loggers.picture import figure_class, save_picture
-from monitor import FAULTS
 
 MOST_ROWS = 100  # of each level at the end of a run, nearly 600 sums
 COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the table

@@ -5,8 +5,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from data import first_line
-from monitor import FAULTS, GB, MB, format_known
+from cli.errors import FAULTS, first_line
+from monitor import GB, MB, format_known
 
 
 def why_not(package: str, error: BaseException) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import first_line
+from cli.errors import first_line
 from model import HRM, MLM, ModelConfig
 
 # Dense bf16 tensor-core peaks in TFLOP/s, with float32 accumulation, by the names that the driver gives; the

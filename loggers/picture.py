@@ -6,9 +6,10 @@ import os
 import time
 from pathlib import Path
 
-from data import UserError, write_atomically
+from cli.errors import FAULTS, UserError
+from data import write_atomically
 from loggers.machine import why_not
-from monitor import FAULTS, own_keys
+from monitor import own_keys
 
 
 class History:

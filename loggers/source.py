@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from data import NotNow, access
+from cli.errors import NotNow, access
 from model import num_params
 from monitor import read_config
 

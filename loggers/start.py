@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from cli.flags import flag_fields, flags_of_model
 from loggers.machine import begin_curves
 from loggers.picture import History
 from loggers.tensorboard import EventFile
 from loggers.wandb import WandbRun
-from model import blocks_of, flag_fields, flags_of_model, num_params
+from model import blocks_of, num_params
 from monitor import NO_BYTES
 from prepare.pipeline import would_split
 

@@ -5,8 +5,9 @@ from contextlib import suppress
 from statistics import fmean
 from types import SimpleNamespace
 
+from cli.errors import FAULTS
 from loggers.machine import why_not
-from monitor import FAULTS, OTHER_KEYS, TAGS
+from monitor import OTHER_KEYS, TAGS
 
 
 class EventFile:

@@ -5,9 +5,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from data import UserError
+from cli.errors import FAULTS, UserError, at_end
 from loggers.machine import why_not
-from monitor import FAULTS, at_end
 
 
 class WandbRun:

@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch.nn import attention
 
-from data import UserError
+from cli.errors import UserError
 
 
 def take(model, run, all_gather, at_end) -> bool:

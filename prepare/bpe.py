@@ -2,9 +2,9 @@
 
 import re
 
-from data import EOT, MASK, without_surrogates
 from prepare.packages import needed
 from prepare.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
+from prepare.vocabulary import EOT, MASK, without_surrogates
 
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
 LONGEST_RUN = 2000  # bpe:N is trained in a time that grows with the square of a run without a break

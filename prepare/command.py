@@ -8,18 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from cli.errors import UserError, access
+from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count
 from data import (
     WAY_BACK,
-    ArgumentParser,
     Dataset,
     Shards,
-    UserError,
-    access,
-    expanded,
-    flag_group,
-    local_path,
     open_shard,
-    parse_count,
     read_manifest,
     read_rows,
     read_tokenizer_json,

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from data import UserError, names_in, open_shard
+from cli.errors import UserError, names_in
+from data import open_shard
 from prepare.sources import SOURCES, refuse_saved, sample_digest
 from prepare.tokenizer import load_tokenizer
 

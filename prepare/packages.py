@@ -2,7 +2,7 @@
 
 import contextlib
 
-from data import UserError, first_line
+from cli.errors import UserError, first_line
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import FORMATS, UserError, manifest_digest, sha256_of, write_atomically
+from cli.errors import UserError
+from data import FORMATS, manifest_digest, sha256_of, write_atomically
 
 
 def shard_dtype(vocab_size: int) -> str:

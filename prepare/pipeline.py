@@ -15,10 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cli.errors import NotNow, UserError, say
 from data import (
-    EOT,
-    NotNow,
-    UserError,
     cpu_count,
     default_directory,
     default_tokenizer,
@@ -27,7 +25,6 @@ from data import (
     lock_file,
     read_manifest,
     read_tokenizer_json,
-    say,
     sha256_of,
     why_not_made,
     write_atomically,
@@ -50,6 +47,7 @@ from prepare.sources import (
     stdlib_files,
 )
 from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, prompt_ids, with_roles
+from prepare.vocabulary import EOT
 
 LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
 

@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data import FILE_PREFIXES, NotNow, UserError, access, digest_json, first_line, names_in, sha256_of
+from cli.errors import NotNow, UserError, access, first_line, names_in
+from data import FILE_PREFIXES, digest_json, sha256_of
 from prepare.packages import needed
 
 SHORT_NAMES = {  # for hf:REPO[:CONFIG]

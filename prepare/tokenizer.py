@@ -11,17 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import (
-    BYTE_CHARS,
-    EOT,
-    MASK,
-    RESPONSE,
-    UserError,
-    Vocabulary,
-    access,
-    tokenizer_id,
-    without_surrogates,
-)
+from cli.errors import UserError, access
+from prepare.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id, without_surrogates
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import ENDS, EOT, MASK, MASKS, UserError, Vocabulary, without_surrogates
+from cli.errors import UserError
 from prepare.packages import needed
+from prepare.vocabulary import ENDS, EOT, MASK, MASKS, Vocabulary, without_surrogates
 
 
 class HuggingFaceTokenizer(Vocabulary):

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_utils
 import train_hrm
+from cli.errors import NotNow, RunError, UserError, at_end
+from cli.flags import STRATEGIES
 from cluster import memory
-from data import NotNow, UserError
-from ddp_utils import RunError, StopVote, World, free_gathered_params, local_shard
+from ddp_utils import StopVote, World, free_gathered_params, local_shard
 from model import GPT2, HRM, GPT2Config, HRMConfig
 from ops.flash_attention_3 import take
 from prepare.tokenizer import load_tokenizer, with_roles
@@ -278,7 +279,7 @@ def check_memory(world: World) -> None:
     """Parameters, gradients and optimizer state in bytes after a step, as --dry-run says it, and half of it
     where that is what a strategy promises."""
     held = {}
-    for strategy in ddp_utils.STRATEGIES:
+    for strategy in STRATEGIES:
         torch.manual_seed(0)
         config = HRMConfig(**TINY | {"d_model": 64, "ff": 128})
         model = ddp_utils.build_model(HRM, config, world, strategy)
@@ -451,7 +452,7 @@ def check_flash3(world: World) -> None:
         with tempfile.TemporaryDirectory() as directory:
             package = flash3.install(Path(directory) / "package", text) if text else None
             with flash3.gpu(package, capability):
-                taken = take(model, run, ddp_utils.all_gather, ddp_utils.at_end)
+                taken = take(model, run, ddp_utils.all_gather, at_end)
                 assert taken == flash3.active() == (not why_not)
         assert said == [f"WARNING: FlashAttention 3 is not used: {why_not}" if why_not else
                         "attention: FlashAttention 3"], said

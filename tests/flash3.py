@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ddp_utils
+from cli.errors import at_end
 from ops.flash_attention_3 import take
 
 # with the operators of flash_attn_3 3.0.0; `calls` has what each call was asked for
@@ -88,7 +89,7 @@ def set_modes_as_on_a_gpu(model, run):
     modes = set_modes(model, run)
     if not run.args.fast:
         seen = SimpleNamespace(**vars(run) | {"world": SimpleNamespace(device=GPU), "say": run.say})
-        modes["flash_attention_3"] = take(model, seen, ddp_utils.all_gather, ddp_utils.at_end)
+        modes["flash_attention_3"] = take(model, seen, ddp_utils.all_gather, at_end)
     return modes
 
 
@@ -106,7 +107,7 @@ def gpu(directory: Path | None, capability=(9, 0)):
             yield
         finally:
             torch.use_deterministic_algorithms(strict)
-            ddp_utils.at_end.close()
+            at_end.close()
             if library := getattr(sys.modules.pop("flash_attn_interface", None), "library", None):
                 library._destroy()  # the next is to define its operators anew
 

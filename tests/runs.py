@@ -19,7 +19,7 @@ import torch
 from conftest import ROOT, Finished, children, kill, run, start, torchrun
 from processes import fork
 
-from data import UserError
+from cli.errors import UserError
 from ddp_utils import STOP_SIGNALS, list_checkpoints
 
 TIMES = ("time", "tokens_per_sec", "mem_gb", "System")  # what may differ between two runs

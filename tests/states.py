@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import cli.run
 import ddp_utils
 import train_hrm
 from model import make_optimizers
@@ -9,7 +10,7 @@ from model import make_optimizers
 
 def flags_of(trainer, argv: list[str]):
     """All flags of a new run of a trainer."""
-    return ddp_utils.settle(trainer.parse_args(argv)).args
+    return cli.run.settle(trainer.parse_args(argv)).args
 
 
 def run_of(world, **changes) -> SimpleNamespace:

@@ -11,9 +11,10 @@ import zipfile
 import pytest
 from conftest import ROOT
 
+import cli.run
 import ddp_utils
 import train_gpt2
-from data import UserError
+from cli.errors import UserError
 from prepare.pipeline import locate, prepare
 from prepare.sources import Source, find_source
 from weights.use import MODES
@@ -135,7 +136,7 @@ def test_the_flag_that_was_given_is_the_one_to_leave_out(given, flag):
     for begun in (False, True):
         run = {"path": "run", "model_config": config, "settings": {}, "begun": begun}
         with pytest.raises(UserError, match=f"leave out {flag}, "):
-            ddp_utils.shape_of(command, run, True)
+            cli.run.shape_of(command, run, True)
 
 
 def test_modes_are_flags_of_a_trainer():

@@ -11,10 +11,11 @@ import torch
 from runs import Trainer, evaluations_of
 from test_model_gpt2_mlm import export, tiny
 
-import data
+import prepare.vocabulary
 from model import GPT2, HRM
 from prepare.pipeline import prepare
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
+from prepare.vocabulary import EOT, RESPONSE
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -80,7 +81,7 @@ def test_all_turns_of_a_chat_are_kept(tmp_path):
     turns = [{"role": "system", "content": "Be short. "}, {"role": "user", "content": "1 and 1?"},
              {"role": "assistant", "content": "it is 2"}, {"role": "user", "content": "2 and 1?"}]
     text = words.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert text == (f"{data.EOT}Be short. 1 and 1?{data.RESPONSE}it is 2{data.EOT}2 and 1?{data.RESPONSE}")
+    assert text == (f"{EOT}Be short. 1 and 1?{RESPONSE}it is 2{EOT}2 and 1?{RESPONSE}")
     assert words.apply_chat_template(turns[:3], tokenize=False) == text.partition("2 and")[0]
 
 
@@ -91,7 +92,7 @@ def test_the_parts_of_a_message_are_text_and_the_answers_are_marked(tmp_path):
     assert words.pad_token == "[MASK]" and words.pad_token_id == ids.mask != words.eos_token_id
     parts = [{"type": "text", "text": "1 and "}, {"type": "text", "text": "1?"}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "2"}]
-    assert words.apply_chat_template(turns, tokenize=False) == f"{data.EOT}1 and 1?{data.RESPONSE}2{data.EOT}"
+    assert words.apply_chat_template(turns, tokenize=False) == f"{EOT}1 and 1?{RESPONSE}2{EOT}"
     marked = words.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
     assert sum(marked["assistant_masks"]) == 2 and marked["assistant_masks"][-2:] == [1, 1]
 
@@ -149,7 +150,7 @@ def test_trl_learns_the_answers_to_the_questions(chat, tmp_path):
     sft = trl.SFTTrainer(model, config, train_dataset=datasets.Dataset.from_list(rows),
                          processing_class=words)
     text = words.decode(sft.train_dataset[3]["input_ids"])
-    assert text == f"{data.EOT}3 and 1?{data.RESPONSE}it is 4{data.EOT}"
+    assert text == f"{EOT}3 and 1?{RESPONSE}it is 4{EOT}"
     sft.train()
     losses = [record["loss"] for record in sft.state.log_history if "loss" in record]
     assert len(losses) == 2 and max(losses) < 1.5  # it knows them; without their questions they have 5 to 7

@@ -20,6 +20,7 @@ from processes import Group, fork
 
 import data
 import test_ddp
+from cli.errors import UserError
 from cluster import heartbeat
 from prepare.pipeline import prepare
 
@@ -133,7 +134,7 @@ def test_environment_by_hand():
         with pytest.MonkeyPatch.context() as patch:
             for name, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | env).items():
                 patch.setenv(name, str(value))
-            with pytest.raises(data.UserError, match=sentence):
+            with pytest.raises(UserError, match=sentence):
                 heartbeat.join(1)
 
 

@@ -144,7 +144,7 @@ def test_selective_checkpointing_keeps_flex_attention(monkeypatch, kept):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # no backward on CPUs, it says
     monkeypatch.setattr(model, "compiled_once", lambda function: function)
     mlm = MODELS["mlm"]()
-    for block in ddp_utils.blocks_of(mlm):
+    for block in model.blocks_of(mlm):
         block.checkpointing = "selective"
         block.compile(backend=aot_autograd(fw_compiler=keep, bw_compiler=keep,
                                            partition_fn=min_cut_rematerialization_partition))

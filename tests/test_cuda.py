@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
 import train_gpt2
+from cli.errors import at_end
 from cluster import memory
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
@@ -38,7 +39,7 @@ def world(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield ddp_utils.init("nccl", "cuda")
-    ddp_utils.at_end.close()  # gives torch its own attention back
+    at_end.close()  # gives torch its own attention back
     torch.distributed.destroy_process_group()
     torch.use_deterministic_algorithms(False)
 

@@ -34,13 +34,16 @@ from conftest import ROOT, SHARED, finish, place, run, start, torchrun
 
 import data
 import model
+from cli.errors import NotNow, UserError
+from cli.parser import ArgumentParser, parse_count
 from prepare import bpe, packing, pipeline, sources, tokenizer_json
 from prepare import command as data_py
 from prepare.llm_c import manifest_of_plain_shards
 from prepare.tokenizer import PATTERNS, Tokenizer, load_tokenizer, parse_tokenizer_json
+from prepare.vocabulary import EOT, MASK
 from weights import huggingface, sampling
 
-EOT = data.EOT
+EOT = EOT
 
 
 def tree(directory: Path, without: str = "-") -> dict[str, bytes]:
@@ -189,7 +192,7 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
         pipeline.prepare(f"jsonl:{source}", tmp_path / name, tokenizer, workers=workers)
 
     message = r"a.jsonl, document 41, cannot be encoded: ValueError\(.*no token"
-    with pytest.raises(data.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         prepare("out", str(tmp_path / "tokenizer.json"))
 
     class Panic(BaseException):
@@ -201,7 +204,7 @@ def test_an_error_of_a_worker_names_the_document(tmp_path, workers, monkeypatch)
         return np.zeros(1, np.uint8)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    with pytest.raises(data.UserError, match=r"document 82, cannot be encoded: Panic\('not a boundary'\)\.$"):
+    with pytest.raises(UserError, match=r"document 82, cannot be encoded: Panic\('not a boundary'\)\.$"):
         prepare("panic", "bytes")
 
 
@@ -393,7 +396,7 @@ def test_a_wrong_position_in_the_manifest_gives_other_bytes(few, tmp_path):
 def test_a_mistake_before_the_first_shard_can_be_fixed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nnonsense\n')
-    with pytest.raises(data.UserError, match="line 2"):
+    with pytest.raises(UserError, match="line 2"):
         pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1, val_split="hash:0.01")
     write_jsonl(path, ["one", "two"])
     pipeline.prepare(f"jsonl:{path}", tmp_path / "out", "bytes", workers=1, val_split="hash:0.01")
@@ -417,7 +420,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(data.UserError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         data.write_atomically(path, b"new")
     assert tree(tmp_path) == {"file": b"old"}
 
@@ -472,7 +475,7 @@ def test_shard_dtype_has_room_for_mask(vocab_size, dtype):
 def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
     for path in shards.glob("*.bin"):
         shutil.copy(path, tmp_path)
-    with pytest.raises(data.UserError, match="--tokenizer"):
+    with pytest.raises(UserError, match="--tokenizer"):
         data.Dataset([tmp_path], 64, plain=manifest_of_plain_shards)
     bare = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
     for mine, theirs in (bare.train, dataset.train), (bare.val[""], dataset.val[""]):
@@ -487,7 +490,7 @@ def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
 def test_shards_of_two_widths_do_not_mix(shards, words, tmp_path):
     shutil.copy(shards / "train_000000.bin", tmp_path)
     shutil.copy(words / "train_000000.bin", tmp_path / "train_000001.bin")
-    with pytest.raises(data.UserError, match="mixes"):
+    with pytest.raises(UserError, match="mixes"):
         data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
 
 
@@ -596,7 +599,7 @@ def test_a_python_without_its_tests_holds_out_more(tmp_path, monkeypatch, files,
     out = tmp_path / "out"
     pipeline.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.05")
     assert pipeline.prepare("stdlib", out, "bytes", workers=1) == out, "shards of an older default are kept"
-    with pytest.raises(data.UserError, match="another val_split .hash:0.05, now hash:0.2"):
+    with pytest.raises(UserError, match="another val_split .hash:0.05, now hash:0.2"):
         pipeline.prepare("stdlib", out, "bytes", workers=1, val_split="hash:0.2")
 
 
@@ -633,7 +636,7 @@ def test_limits(documents, many, tmp_path):
 def test_locate(corpus, shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert pipeline.locate(str(shards), None, 0, 0) == shards
-    with pytest.raises(data.UserError, match="with another --max-samples .None, now 7.: leave it out"):
+    with pytest.raises(UserError, match="with another --max-samples .None, now 7.: leave it out"):
         pipeline.locate(str(shards), None, 0, 0, max_samples=7)
     found = []
 
@@ -653,11 +656,11 @@ def test_locate_begins_anew_what_never_got_a_shard(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def no_network(self, start):
-        raise data.NotNow("no network.")
+        raise NotNow("no network.")
 
     with monkeypatch.context() as offline:
         offline.setattr(sources.Source, "documents", no_network)
-        with pytest.raises(data.NotNow, match="no network"):
+        with pytest.raises(NotNow, match="no network"):
             pipeline.prepare("task:addition", None, "bytes", workers=1, max_samples=9)
     begun = data.default_directory("task:addition", "bytes")
     assert data.read_manifest(begun)["shards"] == []
@@ -668,13 +671,13 @@ def test_locate_begins_anew_what_never_got_a_shard(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text, count", [("5000", 5000), ("500k", 500_000), ("32.3k", 32_300),
                                          ("2.01k", 2010), ("20M", 20_000_000), (" 1.5b ", 1_500_000_000)])
 def test_parse_count(text, count):
-    assert data.parse_count(text) == count
+    assert parse_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "k", "-5", "5kk", "1e6", "5 k", "0x10"])
 def test_parse_count_refuses(text):
     with pytest.raises(argparse.ArgumentTypeError, match="not a count"):
-        data.parse_count(text)
+        parse_count(text)
 
 
 @pytest.mark.parametrize("dataset, tokenizer, expected", [
@@ -825,13 +828,13 @@ def test_merges_that_do_not_follow_the_ids_are_run_by_the_package(exported, toke
 def test_a_malformed_model_in_a_tokenizer_json_is_one_sentence(exported, change):
     spec = json.loads(exported)
     spec["model"] |= change
-    with pytest.raises(data.UserError, match="broken (is not a Hugging Face|cannot be read)"):
+    with pytest.raises(UserError, match="broken (is not a Hugging Face|cannot be read)"):
         parse_tokenizer_json("broken", json.dumps(spec))
 
 
 def test_an_id_without_a_token_is_empty_text():
     """cl100k_base has such gaps, and an untrained model samples them."""
-    specials = {EOT: 256, data.MASK: 300}
+    specials = {EOT: 256, MASK: 300}
     tokenizer = Tokenizer("gaps", {bytes([i]): i for i in range(256)}, r"\s+|\S+", specials)
     assert tokenizer.num_ids == 301 and tokenizer.decode([97, 280, 98]) == "ab"
 
@@ -1065,7 +1068,7 @@ def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch
 
 
 def test_a_batch_larger_than_a_share_names_the_global_batch_that_it_needs():
-    with pytest.raises(data.UserError, match="Use --batch 2 --grad-accum 1, or --global-batch 256."):
+    with pytest.raises(UserError, match="Use --batch 2 --grad-accum 1, or --global-batch 256."):
         data.plan_batch(8, None, 32, None, 16, 8)
     assert data.plan_batch(8, 256, 32, None, 16, 8) == (256, 32, 1)
 
@@ -1075,7 +1078,7 @@ def test_plan_batch_always_divides_or_says_what_does():
             range(1, 10), [None, *range(1, 40), 512], [None, 1, 3, 4, 8], [None, 1, 2, 5]):
         try:
             plan = data.plan_batch(world_size, wanted, batch, grad_accum, 48, 8)
-        except data.UserError as error:
+        except UserError as error:
             first, *second = str(error).split(": ")[-1].split(", or --global-batch ")
             if second:
                 other = int(second[0].rstrip("."))
@@ -1161,8 +1164,8 @@ def test_an_evaluation_reads_ahead(dataset, monkeypatch):
     reads[0].join(60)
     assert not reads[0].is_alive() and len(reads) < dataset.val[""].rows
 
-    monkeypatch.setattr(data, "read_rows", mock.Mock(side_effect=data.UserError("gone")))
-    with pytest.raises(data.UserError, match="gone"):
+    monkeypatch.setattr(data, "read_rows", mock.Mock(side_effect=UserError("gone")))
+    with pytest.raises(UserError, match="gone"):
         list(data.validation_batches(dataset.val[""], 1, place(0, 1)))
 
 
@@ -1256,7 +1259,7 @@ def test_a_host_that_never_answers_counts_as_unreachable():
 
 def test_ids_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
     shutil.copy(undisturbed / "train_000000.bin", tmp_path)
-    with pytest.raises(data.UserError, match="train_000000.bin holds the id 5[0-9][0-9], but bytes has 257"):
+    with pytest.raises(UserError, match="train_000000.bin holds the id 5[0-9][0-9], but bytes has 257"):
         data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
 
 
@@ -1279,17 +1282,17 @@ def test_an_id_beyond_the_vocabulary_in_a_later_shard_is_refused_as_it_is_read(t
     data.read_rows(sets[split], np.arange(2), epochs[:2], masker)
     if masked and at == 128:
         return  # a masked model has no label after a row
-    with pytest.raises(data.UserError, match=f"x_{split}_1.bin holds the id {wrong}, but bytes has 257 ids"):
+    with pytest.raises(UserError, match=f"x_{split}_1.bin holds the id {wrong}, but bytes has 257 ids"):
         data.read_rows(sets[split], np.arange(4), epochs, masker)
 
 
 def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):
-    parser = data.ArgumentParser(prog="any")
+    parser = ArgumentParser(prog="any")
     for rank, expected in ((1, ""), (0, "usage: any")):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         parser.print_help()
         assert capsys.readouterr().out[:10] == expected
-    with pytest.raises(data.UserError, match="--flag; --help lists all flags"):
+    with pytest.raises(UserError, match="--flag; --help lists all flags"):
         parser.parse_args(["--flag"])
 
 
@@ -1299,7 +1302,7 @@ def test_one_process_of_a_node_prints_the_help(capsys, monkeypatch):
     ("prepare --batch-size 3 --dataset stdlib", ""), ("info a --max-tokens 3", ""), ("info a b", "")])
 def test_a_command_names_the_nearest_of_its_own_flags(command, near, monkeypatch):
     monkeypatch.setattr("sys.argv", ["data.py", *command.split()])
-    with pytest.raises(data.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         data_py.main()
     assert near in str(caught.value) and ("nearest" in str(caught.value)) == bool(near)
 
@@ -1336,9 +1339,9 @@ def test_a_proxy_that_is_no_address_is_a_sentence(tmp_path, monkeypatch, proxy):
     monkeypatch.setenv("https_proxy", proxy)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with pytest.raises(data.UserError, match="stanfordnlp/imdb cannot be read .ValueError: "):
+    with pytest.raises(UserError, match="stanfordnlp/imdb cannot be read .ValueError: "):
         pipeline.prepare("imdb", tmp_path / "out", "bytes")
-    with pytest.raises(data.UserError, match="hf:none/such is neither a directory nor a repository that can"):
+    with pytest.raises(UserError, match="hf:none/such is neither a directory nor a repository that can"):
         huggingface.config_from_hf(model.GPT2, "none/such")
 
 

@@ -25,12 +25,12 @@ from conftest import ROOT, Finished, finish, run, start
 from processes import fork
 from states import run_of, train_state
 
+import cli.run
 import ddp_utils
-import monitor
 import train_gpt2
+from cli.errors import RunError, UserError
 from cluster import diagnosis, heartbeat, memory
-from data import UserError
-from ddp_utils import Checkpoints, RunError, World, list_checkpoints, load_checkpoint, read_checkpoint
+from ddp_utils import Checkpoints, World, list_checkpoints, load_checkpoint, read_checkpoint
 from loggers.start import say_plan
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
 from ops import attention, device
@@ -130,7 +130,7 @@ def test_only_files_of_a_run_are_deleted(tmp_path, world):
         (tmp_path / "checkpoints" / f"step_00000003_loss{loss}_20261120_143022.pt").touch()
     for killed in (f".tmp-{first}", ".tmp-best.pt"):
         (tmp_path / "checkpoints" / killed).touch()
-    lock = ddp_utils.monitor.RunLock(tmp_path)
+    lock = ddp_utils.RunLock(tmp_path)
     lock.acquire()
     lock.release()
     save(tmp_path, world, state, steps=(123456789,), keep_last=1)
@@ -246,7 +246,7 @@ def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monk
 
     @ddp_utils.with_cleanup
     def main(argv):
-        locks.append(monitor.RunLock(tmp_path))
+        locks.append(ddp_utils.RunLock(tmp_path))
         locks[0].acquire()
         checkpoints = Checkpoints(tmp_path, world, 3, said.append, locks[0].lost)
         checkpoints.save(1, make_state(world), META)
@@ -540,7 +540,7 @@ def test_strict_runs_do_not_add_up_in_nvswitches(world, monkeypatch, flags, befo
     set_when_it_joined = []
     monkeypatch.setattr(torch.distributed, "init_process_group",
                         lambda *_, **__: set_when_it_joined.append(os.environ.get("NCCL_NVLS_ENABLE")))
-    ddp_utils.start(train_gpt2.parse_args(["--device", "cpu", *flags]))
+    cli.run.start(train_gpt2.parse_args(["--device", "cpu", *flags]))
     assert set_when_it_joined == [after]
 
 

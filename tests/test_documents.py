@@ -11,8 +11,9 @@ from conftest import ROOT
 from runs import Trainer
 from states import flags_of
 
+from cli.flags import STRATEGIES
+from cli.run import run_directory
 from cluster import memory
-from ddp_utils import STRATEGIES, run_directory
 from model import GPT2, HRM, MLM, num_params
 
 TRAINERS = ("train_hrm.py", "train_mlm.py", "train_gpt2.py")

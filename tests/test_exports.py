@@ -19,7 +19,7 @@ from test_model import transformers  # noqa: F401 (a fixture)
 from torch import nn
 
 import model as models
-from data import NotNow, UserError
+from cli.errors import NotNow, UserError
 from model import GPT2, HRM, MLM, LayerNorm
 from prepare.tokenizer import load_tokenizer
 from weights import use

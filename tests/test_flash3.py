@@ -12,6 +12,7 @@ from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import ddp_utils
 import train_gpt2
+from cli.errors import at_end
 from ddp_utils import list_checkpoints
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
 
@@ -53,7 +54,7 @@ def takes(model=None, saved=None, dtype=torch.bfloat16, fast=False) -> tuple[boo
 def test_it_is_taken_where_it_is_installed(tmp_path, world, make, dtype):
     with flash3.gpu(flash3.install(tmp_path)):
         assert takes(make(), dtype=dtype) == (True, [SAID]) and flash3.active()
-        ddp_utils.at_end.close()
+        at_end.close()
         assert not flash3.active()
         assert takes(make(), dtype=dtype) == (True, [SAID]) and flash3.active()  # in the next main()
     assert not flash3.active()

@@ -13,8 +13,8 @@ from processes import Group
 from runs import Trainer, steps_of
 
 import ddp_utils
-from data import UserError
-from ddp_utils import RunError, list_checkpoints, read_checkpoint
+from cli.errors import RunError, UserError
+from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2
 from weights.use import load_run
 

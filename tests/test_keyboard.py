@@ -19,14 +19,13 @@ from conftest import ROOT
 from runs import Trainer
 from test_own_evaluation import USE, changed
 
-import data
 import ddp_utils
 import monitor
 import train_gpt2
 import train_mlm
+from cli.errors import UserError, local_rank
 from cluster import heartbeat
 from cluster.diagnosis import explain
-from data import UserError
 from weights import use
 
 GPT2 = Trainer("train_gpt2.py", steps=2, save_every=2, eval_every=2, eval_batches=1, max_new_tokens=5)
@@ -184,7 +183,7 @@ def test_main_after_a_script_has_read_stdin(monkeypatch):
 def test_what_is_no_number_in_the_environment(name, monkeypatch, capsys):
     """Matters to several processes only; a help, an estimate and one process do without."""
     monkeypatch.setenv(name, "x")
-    assert data.local_rank() == 0
+    assert local_rank() == 0
     with pytest.raises(SystemExit):
         train_mlm.parse_args(["--help"])
     assert "rarely needed:" in capsys.readouterr().out

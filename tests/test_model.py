@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt2
 import train_hrm
-from data import UserError
-from ddp_utils import flags_of_model
+from cli.errors import UserError
+from cli.flags import flags_of_model
 from loggers.mfu import flops_per_token
 from model import (
     HRM,

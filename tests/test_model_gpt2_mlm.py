@@ -35,8 +35,8 @@ from train_recurrent import Recurrent, RecurrentConfig
 import model
 import train_gpt2
 import train_mlm
-from data import UserError
-from ddp_utils import flags_of_model
+from cli.errors import UserError
+from cli.flags import flags_of_model
 from loggers.mfu import flops_per_token
 from model import (
     GPT2,

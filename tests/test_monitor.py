@@ -26,7 +26,7 @@ from conftest import ROOT, finish, kill, start
 
 import data
 import monitor
-from data import UserError
+from cli.errors import UserError
 from loggers import machine, picture
 from loggers.command import summarize
 from loggers.machine import read_machine
@@ -527,7 +527,7 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
 def test_a_disk_that_is_full_for_a_while_costs_no_record(tmp_path, monkeypatch, capsys):
     """Also not the last one, and not where half a line was written."""
     log = begun(tmp_path)
-    real = monitor.write_atomically
+    real = data.write_atomically
 
     class Full:
         def write(self, text):

@@ -19,12 +19,13 @@ from processes import Group, fork
 from runs import Trainer, log_of
 from test_monitor import curves
 
+import cli.run
 import ddp_utils
 import test_ddp
 import train_gpt2
+from cli.errors import RunError, UserError
 from cluster import diagnosis, heartbeat
-from data import UserError
-from ddp_utils import RunError, list_checkpoints
+from ddp_utils import list_checkpoints
 
 GPT2 = Trainer("train_gpt2.py", timeout=20, max_new_tokens=5, global_batch=15, batch=None, steps=60)
 
@@ -162,7 +163,7 @@ def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypa
     try:
         words = "gloo fails in its first collective .RuntimeError: NCCL error: unhandled"
         with pytest.raises(RunError, match=words):
-            ddp_utils.start(train_gpt2.parse_args(["--device", "cpu"]))
+            cli.run.start(train_gpt2.parse_args(["--device", "cpu"]))
     finally:
         torch.distributed.destroy_process_group()
     assert "--backend gloo" in diagnosis.WHEN_CUT_OFF["nccl"]

@@ -25,7 +25,7 @@ from prepare.pipeline import prepare
 from weights.sampling import first_pair
 
 GUIDE = (ROOT / "docs" / "changing.md").read_text()
-DATA = "dataset = ddp.load_data(asked)"
+DATA = "dataset = load_data(asked)"
 TOP = "BETAS = "
 ASK = "asked.change_data = change_data"
 FULL = pytest.mark.full

@@ -30,7 +30,8 @@ import data
 import ddp_utils
 import model as model_module
 import monitor
-from ddp_utils import TrainState, UserError, list_checkpoints, read_checkpoint
+from cli.errors import UserError
+from ddp_utils import TrainState, list_checkpoints, read_checkpoint
 from loggers.command import summarize
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
 from prepare.pipeline import prepare
@@ -72,7 +73,7 @@ METRIC = """def metric(model, x, y):
     rows = (y >= 0).any(1)  # without those that fill the last batch
     return {"spaces": (right[spaces].sum(), spaces.sum()), "rows": (x[rows, 0].sum(), 2.0 * rows.sum())}
 asked.metric = metric"""
-USE = "if ddp.uses_model(asked.args):"
+USE = "if uses_model(asked.args):"
 MARK = "if log.evaluation("
 # draws while it is evaluated, as a model with a generator in it does
 DRAWS = """class GPT2(GPT2):

@@ -23,12 +23,17 @@ import data
 import ddp_utils
 import model as model_module
 import monitor
-from data import UserError
-from ddp_utils import Checkpoints, RunError, TrainState, list_checkpoints, load_checkpoint, read_checkpoint
+from cli.errors import RunError, UserError, at_end
+from ddp_utils import (
+    Checkpoints,
+    TrainState,
+    check_edits,
+    list_checkpoints,
+    load_checkpoint,
+    read_checkpoint,
+)
 from loggers import source
-from loggers.checks import begin_checks
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
-from monitor import at_end
 from prepare.pipeline import prepare
 from weights.sampling import KVCache, contradiction
 from weights.use import load_run
@@ -412,7 +417,7 @@ WRONG = [(model_class, TEXT | more) for model_class, more in [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_that_write_as_they_learn(model_class, config, dtype):
     model = built(model_class, **config)
-    model_module.use_device(model, torch.device("cpu"), dtype)
+    ddp_utils.use_device(model, torch.device("cpu"), dtype)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     torch.manual_seed(1)
     random, attributes = torch.get_rng_state(), dict(vars(model))
@@ -426,7 +431,7 @@ def test_models_that_write_as_they_learn(model_class, config, dtype):
 def test_models_that_write_otherwise_than_they_learn(model_class, config):
     for dtype in (torch.float32, torch.bfloat16):
         model = built(model_class, **config)
-        model_module.use_device(model, torch.device("cpu"), dtype)
+        ddp_utils.use_device(model, torch.device("cpu"), dtype)
         assert "read in two passes" in writes(model)
 
 
@@ -747,7 +752,7 @@ def checks(world):
     log = SimpleNamespace(active=True, sinks=[], say=said.append, entropy=3.0)
     run = SimpleNamespace(saved=None, args=SimpleNamespace(init_from=None), grad_accum=2,
                           world=SimpleNamespace(world_size=2))
-    begin_checks(run, model, log)
+    check_edits(run, model, log)
     yield SimpleNamespace(model=model, said=said, run=run, log=log, sink=log.sinks[0])
     at_end.close()
 
@@ -815,7 +820,7 @@ def test_a_mean_that_is_divided_again_is_named_once(checks, losses, evaluation, 
     checks.run.args.init_from = changes.get("init_from")
     checks.run.saved = {"loss": changes["saved"]} if "saved" in changes else None
     checks.said.clear()
-    begin_checks(checks.run, checks.model, checks.log)
+    check_edits(checks.run, checks.model, checks.log)
     sink = checks.log.sinks[-1]
     records = [{"step": i, "loss": loss, "labels": 800} for i, loss in enumerate(losses)]
     records += [{"step": 9, "val_loss": evaluation}] * (evaluation is not None)
@@ -1140,8 +1145,8 @@ def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
         path = tmp_path / f"train_{directory.name}.py"
         joined = f"dataset.val['more'] = data.Dataset([Path({str(directory)!r})], args.seq_len).val['']"
         path.write_text((ROOT / "train_gpt2.py").read_text().replace(
-            "    model = ddp.new_model",
-            f"    from pathlib import Path\n    {joined}\n    model = ddp.new_model"))
+            "    model = new_model",
+            f"    from pathlib import Path\n    {joined}\n    model = new_model"))
         done = Trainer(str(path), **FLAGS).train(0, shards, tmp_path / f"run-{directory.name}", steps=4)
         assert done.code == code, done.out
         assert code == 0 or "error: the validation set more has another tokenizer" in done.out, done.out

@@ -17,10 +17,13 @@ from processes import fork
 from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
+import prepare.vocabulary
+from cli.errors import UserError
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig
 from ops.attention import cpu_attention
 from prepare import packing, pipeline
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
+from prepare.vocabulary import EOT, HRM_TEXT_ROLES, MASK, RESPONSE
 from weights import sampling
 from weights.sampling import KVCache, first_pair, generate
 
@@ -108,7 +111,7 @@ def test_rows_are_full(tmp_path):
 
 
 def test_a_condition_is_text_or_a_special_token(tmp_path):
-    rows = [{"q": "b", "a": "c", "kind": "easy"}, {"q": "b", "a": "d", "kind": data.MASK}] * 5
+    rows = [{"q": "b", "a": "c", "kind": "easy"}, {"q": "b", "a": "d", "kind": MASK}] * 5
     out = prepare(write(tmp_path / "c.jsonl", rows), tmp_path / "c", condition_field="kind", row=32)
     found = all_documents(out)
     assert sorted(found)[0] == [START, *b"easyb", RESPONSE, *b"c"]
@@ -240,14 +243,14 @@ def test_what_a_conversation_lacks_is_counted(tmp_path, capsys):
     ("x", "has the message x: it needs"), (None, "has the message None")])
 def test_messages_that_are_none_are_refused(tmp_path, message, words):
     rows = [{"messages": OPENAI}, {"messages": [*OPENAI, message]}]
-    with pytest.raises(data.UserError, match=f"x.jsonl, line 2, .*{words}"):
+    with pytest.raises(UserError, match=f"x.jsonl, line 2, .*{words}"):
         prepare(write(tmp_path / "x.jsonl", rows), tmp_path / "out", val_split="hash:0.001", **MESSAGES)
     source = write(tmp_path / "t.jsonl", [{"messages": "a text"}])
-    with pytest.raises(data.UserError, match="t.jsonl, line 1, has the message a text: it needs a role"):
+    with pytest.raises(UserError, match="t.jsonl, line 1, has the message a text: it needs a role"):
         prepare(source, tmp_path / "t", val_split="hash:0.001", **MESSAGES)
     source = write(tmp_path / "v.jsonl", [{"messages": OPENAI}])
     for flag, words in {"val_field": "holds a list and no text", "condition_field": "holds a list"}.items():
-        with pytest.raises(data.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             prepare(source, tmp_path / flag, **MESSAGES, **{flag: "messages"})
 
 
@@ -317,7 +320,7 @@ def test_runs_on_conversations_and_on_tables(tmp_path, monkeypatch, script, rank
 def own_roles(tmp_path):
     """A tokenizer that has, like that of HRM-Text, ids of its own for start, response and end."""
     spec = json.loads(load_tokenizer("bytes").to_json())
-    for i, name in enumerate((*data.HRM_TEXT_ROLES, "<|quick|>"), 258):
+    for i, name in enumerate((*HRM_TEXT_ROLES, "<|quick|>"), 258):
         spec["added_tokens"].append(spec["added_tokens"][0] | {"id": i, "content": name})
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     return str(tmp_path / "tokenizer.json")
@@ -440,10 +443,10 @@ def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monk
 
 def test_roles_are_no_conditions():
     tokenizer = with_roles(load_tokenizer("bytes"))
-    for name in (data.EOT, data.RESPONSE):
-        with pytest.raises(data.UserError, match="has no condition"):
+    for name in (EOT, RESPONSE):
+        with pytest.raises(UserError, match="has no condition"):
             prompt_ids(tokenizer, "a", name)
-    assert prompt_ids(tokenizer, "a", data.MASK).tolist() == [START, 257, 97, RESPONSE]
+    assert prompt_ids(tokenizer, "a", MASK).tolist() == [START, 257, 97, RESPONSE]
 
 
 def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_path):
@@ -452,7 +455,7 @@ def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_
     source = write(tmp_path / "o.jsonl", samples(100))
     other = pipeline.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a",
                              workers=1)
-    with pytest.raises(data.UserError, match="made with the tokenizer bpe:300"):
+    with pytest.raises(UserError, match="made with the tokenizer bpe:300"):
         data.Dataset([other], 128, str(tmp_path / "tokenizer.json"))
 
 
@@ -777,7 +780,7 @@ def test_validation_sets_with_names(tmp_path):
         found = data.Dataset([sources[0]], 128).val[name]
         tokenizer = data.Dataset([sources[0]], 128).tokenizer
         texts = [tokenizer.decode(d) for _, grid, _ in found.grids for row in grid for d in documents_of(row)]
-        assert texts and {text.split(data.RESPONSE)[1] for text in texts} <= answers
+        assert texts and {text.split(RESPONSE)[1] for text in texts} <= answers
     trainer = Trainer("train_gpt2.py", seq_len=None, max_new_tokens=5, lr=1e-2, log_every=40)
     done = trainer.train(0, ",".join(map(str, sources)), tmp_path / "run", eval_batches=0)
     record = evaluations_of(tmp_path / "run")[-1]
@@ -903,7 +906,7 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
         inputs = tokenizer("7 yes no", return_tensors="pt")
         assert inputs["token_type_ids"].all() and inputs["input_ids"][0, -1] == RESPONSE
         ids = theirs.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
-        written = tokenizer.decode(ids[inputs["input_ids"].size(1):]).removesuffix(data.EOT)
+        written = tokenizer.decode(ids[inputs["input_ids"].size(1):]).removesuffix(EOT)
         assert used.out.endswith(f"7 yes no\n{written}\n")
 
 

@@ -16,7 +16,7 @@ from states import flags_of
 from test_own_evaluation import ranks_of
 
 import train_gpt2
-from data import UserError
+from cli.errors import UserError
 from ddp_utils import list_checkpoints
 from model import learning_rate
 

@@ -24,10 +24,13 @@ from runs import Trainer, log_of
 from test_data import bins, read_documents, read_split
 
 import data
+import prepare.vocabulary
+from cli.errors import UserError
 from prepare import bpe, packing, pipeline, sources
 from prepare import command as data_py
 from prepare import llm_c as prepare_llm_c
 from prepare.pipeline import prepare
+from prepare.vocabulary import EOT
 
 TEXT = "first line é\r\n" * 500
 
@@ -37,7 +40,7 @@ def prepared(dataset: str, out, **options):
 
 
 def refused(dataset: str, out, **options) -> str:
-    with pytest.raises(data.UserError) as error:
+    with pytest.raises(UserError) as error:
         prepared(dataset, out, **options)
     return str(error.value)
 
@@ -225,7 +228,7 @@ def test_another_content_of_the_same_length_is_refused(here, monkeypatch):
     assert "source" in refused("text:b/n.txt", "out") and "--out" in refused("text:b/n.txt", "out")
     assert prepared("text:a/n.txt", "out") == out
     (here / "a" / "n.txt").write_text("longer\n" * 500)
-    with pytest.raises(data.UserError, match="another text"):
+    with pytest.raises(UserError, match="another text"):
         pipeline.check_source("text:a/n.txt", out, data.read_manifest(out)["settings"])
 
 
@@ -256,16 +259,16 @@ def test_links_give_each_file_once(here, capsys):
 def test_documents_between_separators(here, capsys, monkeypatch, block):
     monkeypatch.setattr(sources, "BLOCK", block)
     stories = [f"Once a cat {n}.\n" for n in range(9)]
-    (here / "x.txt").write_text(data.EOT.join(stories))
-    assert texts_of("text:x.txt", val_split="hash:0.1", split_on=data.EOT) == stories
-    assert texts_of("text:x.txt", val_split="hash:0.1") == [data.EOT.join(stories)]
+    (here / "x.txt").write_text(EOT.join(stories))
+    assert texts_of("text:x.txt", val_split="hash:0.1", split_on=EOT) == stories
+    assert texts_of("text:x.txt", val_split="hash:0.1") == [EOT.join(stories)]
 
 
 def test_markers_in_text_are_counted(here, capsys):
-    (here / "x.txt").write_text(data.EOT.join(f"Once a cat {n}.\n" for n in range(9)))
+    (here / "x.txt").write_text(EOT.join(f"Once a cat {n}.\n" for n in range(9)))
     prepared("text:x.txt", "plain", val_split="hash:0.01")
     assert "8 times" in capsys.readouterr().out
-    out = prepared("text:x.txt", "split", split_on=data.EOT, val_split="hash:0.01")
+    out = prepared("text:x.txt", "split", split_on=EOT, val_split="hash:0.01")
     assert "note" not in capsys.readouterr().out and len(read_documents(out, "train")) == 9
     assert read_split(out, "train").count(data.read_manifest(out)["tokenizer"]["eot"]) == 9
 
@@ -601,7 +604,7 @@ def test_folders_of_save_to_disk_are_named_with_the_way_out(here):
              "several", "several/train", "hf:one")
     answers = [refused(name, "out") for name in names]
     for name in ("saved", "several"):
-        with pytest.raises(data.UserError) as error:
+        with pytest.raises(UserError) as error:
             prepare_llm_c.manifest_of_plain_shards(here / name, "bytes")
         answers.append(str(error.value))
     for found in answers:
@@ -622,7 +625,7 @@ def test_advice_names_what_was_given_and_what_a_trainer_has(here, monkeypatch):
     """--out and --dataset mean something else in a trainer, or nothing; each command keeps the tokenizer."""
     write_rows(here / "x.jsonl", {"body": "a", "more": "b"})
     dataset = "jsonl:x.jsonl"
-    with pytest.raises(data.UserError) as error:
+    with pytest.raises(UserError) as error:
         prepare(dataset, here / "out", "bytes")
     command = re.search("python (data.py prepare .*?) and train on", str(error.value))[1]
     assert command == "data.py prepare --dataset jsonl:x.jsonl --tokenizer bytes --text-field NAME"
@@ -638,7 +641,7 @@ def test_advice_names_what_was_given_and_what_a_trainer_has(here, monkeypatch):
 def test_a_file_of_nanogpt_is_named_with_the_way_out(here):
     import numpy as np
     np.arange(500, dtype=np.uint16).tofile("train.bin")
-    with pytest.raises(data.UserError) as error:
+    with pytest.raises(UserError) as error:
         data.open_shard(here / "train.bin")
     command = re.search(r'python -c ".*?"', str(error.value))[0]
     (here / "x").mkdir()
@@ -682,7 +685,7 @@ def test_an_edit_in_a_large_text_is_noticed(here, large, capsys, monkeypatch):
         assert prepared(large, "out", **OF_LARGE) == out
     later("large.txt")
     assert "another source" in refused(large, "out", **OF_LARGE)
-    with pytest.raises(data.UserError, match="another text"):
+    with pytest.raises(UserError, match="another text"):
         pipeline.check_source(large, out, settings)
     assert "note" not in capsys.readouterr().out
     monkeypatch.setattr(pipeline, "LARGEST_READ", 70_000_000)

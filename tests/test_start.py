@@ -21,7 +21,7 @@ import ddp_utils
 import train_gpt2
 import train_hrm
 import train_mlm
-from data import UserError
+from cli.errors import UserError
 from ddp_utils import STOP_SIGNALS, list_checkpoints, read_checkpoint
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
@@ -86,7 +86,7 @@ import train_gpt2
 for out in (first, second, first):
     try:
         train_gpt2.main(["--no-such-flag"])
-    except train_gpt2.data.UserError:
+    except UserError:
         train_gpt2.main([*flags, "--out", out])  # while sys.exc_info() still has the mistake
     assert not torch.distributed.is_initialized()
 print("the script goes on")

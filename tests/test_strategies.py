@@ -22,9 +22,10 @@ from states import flags_of
 from test_changes import FALSE_ALARMS
 
 import train_gpt2
+from cli.errors import UserError
+from cli.run import refuse_gloo, settle
 from cluster import memory
-from data import UserError
-from ddp_utils import list_checkpoints, refuse_gloo, settle
+from ddp_utils import list_checkpoints
 from model import GPT2
 from prepare.pipeline import prepare
 

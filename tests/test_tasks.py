@@ -12,13 +12,15 @@ import torch
 from runs import Trainer, evaluations_of
 from states import flags_of
 
+import cli.run
 import data
-import ddp_utils
+import prepare.vocabulary
 import train_hrm
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import levels
 from prepare import pipeline, sources
 from prepare.pipeline import prepare
+from prepare.vocabulary import EOT, RESPONSE
 from weights import sampling
 from weights.sampling import first_pair
 
@@ -70,7 +72,7 @@ def test_the_harder_half_of_the_levels_is_all_held_out(tmp_path):
     dataset = data.Dataset([shards], 256)
     assert dataset.val.keys() <= found.keys()
     text = "".join(dataset.tokenizer.decode(tokens[:]) for tokens in dataset.train.tokens)
-    prompts = re.findall(rf"{re.escape(data.EOT)}([^<]+){re.escape(data.RESPONSE)}", text)
+    prompts = re.findall(rf"{re.escape(EOT)}([^<]+){re.escape(RESPONSE)}", text)
     assert len(prompts) > 900 and {level_of(prompt) for prompt in prompts} == {*range(1, half + 1)}
 
 
@@ -82,7 +84,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     question, answer = first_pair(dataset)
     check_sum(question, answer)
     first = dataset.tokenizer.decode(next(iter(dataset.val.values())).grids[0][1][0])
-    assert first.startswith(f"{data.EOT}{question}{data.RESPONSE}{answer}{data.EOT}")
+    assert first.startswith(f"{EOT}{question}{RESPONSE}{answer}{EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
     monkeypatch.setattr(sampling, "continue_text", lambda *_: ["some text"])
     done = puzzles.train(0, shards, tmp_path / "run")
@@ -133,7 +135,7 @@ AS_BEFORE = "--eval-every 200 --save-every 200 --max-tokens 2500000".split()
 
 def plan_of(*flags: str) -> dict:
     """All flags of a run, and what stands behind its batches."""
-    settled = vars(ddp_utils.settle(train_hrm.parse_args([*flags])))
+    settled = vars(cli.run.settle(train_hrm.parse_args([*flags])))
     del settled["row"]
     return vars(settled.pop("args")) | settled
 

@@ -14,13 +14,15 @@ from runs import Trainer, evaluations_of
 from test_model_gpt2_mlm import export, tiny
 
 import data
-from data import UserError, tokenizer_id
+import prepare.vocabulary
+from cli.errors import UserError
 from model import GPT2, MLM
 from prepare import bpe as prepare_bpe
 from prepare import tokenizer_json
 from prepare.packing import write_manifest
 from prepare.pipeline import prepare
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_roles
+from prepare.vocabulary import EOT, tokenizer_id
 from weights.huggingface import from_hf
 
 
@@ -153,7 +155,7 @@ def test_a_mask_takes_one_blank_only_where_a_token_would(tmp_path, name, lstrip)
     tokenizer = trained or load_tokenizer(name)
     export(tiny(MLM, 0, vocab_size=tokenizer.num_ids), tokenizer, tmp_path)
     added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
-    assert {token["content"]: token["lstrip"] for token in added} == {data.EOT: False, "[MASK]": lstrip}
+    assert {token["content"]: token["lstrip"] for token in added} == {EOT: False, "[MASK]": lstrip}
     special = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert special["mask_token"]["lstrip"] is lstrip
 
@@ -204,11 +206,11 @@ def test_data_of_another_tokenizer_than_that_of_the_weights_are_refused(tmp_path
 def as_on_the_hub(gpt2, **changes) -> dict:
     """GPT-2's tokenizer.json as transformers writes it."""
     own = json.loads(gpt2.to_json())["model"]
-    end = {"id": 50256, "content": data.EOT, "special": True, "single_word": False, "lstrip": False,
+    end = {"id": 50256, "content": EOT, "special": True, "single_word": False, "lstrip": False,
            "rstrip": False, "normalized": True}
     stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     words = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-             "fuse_unk": False, "vocab": own["vocab"] | {data.EOT: 50256},
+             "fuse_unk": False, "vocab": own["vocab"] | {EOT: 50256},
              "merges": [" ".join(pair) for pair in own["merges"]]}
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
             "pre_tokenizer": stage, "post_processor": None, "decoder": stage, "model": words | changes}
@@ -247,7 +249,7 @@ def test_other_byte_level_tokenizers_are_run_by_the_package(kind, corpus):
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     made = ByteLevelBPETokenizer()
     made.train_from_iterator([corpus.read_text(encoding="ascii", errors="ignore")], vocab_size=400,
-                             special_tokens=[data.EOT], show_progress=False)
+                             special_tokens=[EOT], show_progress=False)
     if kind == "spaces":
         made.add_tokens(["    ", "        "])
     spec = json.loads(made.to_str())

@@ -14,10 +14,11 @@ from conftest import run
 from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of, steps_of
 
+import cli.run
 import data
 import ddp_utils
 import train_gpt2
-from data import UserError
+from cli.errors import UserError
 from ddp_utils import list_checkpoints
 from model import GPT2 as GPT2Model
 from model import GPT2Block
@@ -139,7 +140,7 @@ def test_a_prompt_without_a_run_names_runs_of_its_own_family(tmp_path, shards):
 def found(world, *flags: str) -> argparse.Namespace:
     """The flags that a run would have."""
     argv = [str(flag) for flag in flags]
-    return ddp_utils.find_run(GPT2Model, train_gpt2.parse_args(argv), world, vars(train_gpt2)).args
+    return cli.run.find_run(GPT2Model, train_gpt2.parse_args(argv), world, vars(train_gpt2)).args
 
 
 def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, corpus, monkeypatch, world):

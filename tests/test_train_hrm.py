@@ -26,9 +26,12 @@ from runs import (
 from states import flags_of
 
 import ddp_utils
+import model
 import train_hrm
+from cli.errors import RunError
+from cli.flags import flags_of_model
 from cluster import memory
-from ddp_utils import RunError, list_checkpoints, read_checkpoint
+from ddp_utils import list_checkpoints, read_checkpoint
 from loggers.mfu import examples_of
 from prepare.pipeline import prepare
 from weights import sampling
@@ -240,7 +243,7 @@ def parsed(*flags):
     """The flags of a run, with the bp_steps that it begins and goes on with."""
     args = flags_of(train_hrm, [*flags])
     args.bp_steps = train_hrm.truncation(args)
-    config = train_hrm.HRMConfig(**ddp_utils.flags_of_model(train_hrm.HRMConfig, args))
+    config = model.HRMConfig(**flags_of_model(model.HRMConfig, args))
     args.h_cycles, args.least_cycles = config.h_cycles, config.least_cycles
     return args
 
@@ -294,7 +297,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
 
     published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
     assert not differ(wanted, *published) and row["global_batch"] * row["seq_len"] == 196_608
-    empty = memory.empty_model(train_hrm.HRM, flags_of(train_hrm, [*published]))
+    empty = memory.empty_model(model.HRM, flags_of(train_hrm, [*published]))
     assert empty.embed.weight.shape == empty.head.weight.shape == (65536, 1536)
     assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
     given = "--init identity --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()

@@ -15,8 +15,9 @@ from processes import fork
 from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, module_of, steps_of
 from train_recurrent import Recurrent, RecurrentConfig
 
+import cli.run
 import ddp_utils
-from data import UserError
+from cli.errors import UserError
 from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, GPT2Config, Linear, make_optimizers
 from weights.sampling import KVCache, has_usual_loss
@@ -166,13 +167,13 @@ def capped(logits):
 
 
 def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monkeypatch):
-    trainer, begin, seen = trainer_of(script, capsys), ddp_utils.start, []
+    trainer, begin, seen = trainer_of(script, capsys), cli.run.start, []
 
     def start(args):
         seen.append((args, vars(args).copy()))
         return begin(args)
 
-    monkeypatch.setattr(ddp_utils, "start", start)
+    monkeypatch.setattr(module_of(script), "start", start)
     assert trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2).code == 0
     (args, before), = seen
     assert vars(args) == before

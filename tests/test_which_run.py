@@ -22,6 +22,9 @@ from conftest import ROOT, finish, start
 from processes import Group, fork
 from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
 
+import cli.flags
+import cli.parser
+import cli.run
 import data
 import ddp_utils
 import model
@@ -29,7 +32,9 @@ import monitor
 import train_gpt2
 import train_hrm
 import train_mlm
-from data import UserError, flag_group
+from cli.errors import UserError
+from cli.flags import FLAGS, flag, make_parser, parse_flags
+from cli.parser import flag_group, parse_count
 from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2Config
 from prepare import command as prepare_command
@@ -216,7 +221,7 @@ def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch, full):
     def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    lock, path = monitor.RunLock(tmp_path / "run"), tmp_path / "run" / ".lock"
+    lock, path = ddp_utils.RunLock(tmp_path / "run"), tmp_path / "run" / ".lock"
     assert not lock.lost()  # as on the other ranks
     with monkeypatch.context() as patch:
         if full:
@@ -484,10 +489,10 @@ def test_what_a_resumed_run_may_not_change(tmp_path, shards):
     run, base = tmp_path / "run", tmp_path / "base"
     assert GPT2.train(0, shards, run, optimizer="muon", ema=0.9, steps=4, eval_every=4).code == 0
     files = {path: path.read_bytes() for path in run.glob("*/*.pt")}
-    for flag, value, was in (("optimizer", "adamw", "muon"), ("ema", "0", "0.9"), ("size", "gpt2", "tiny"),
+    for name, value, was in (("optimizer", "adamw", "muon"), ("ema", "0", "0.9"), ("size", "gpt2", "tiny"),
                              ("init-from", run, "None"), ("seed", "1", "0"), ("seq-len", "16", "32")):
-        done = GPT2.here("--out", run, "--steps", "8", f"--{flag}", value)
-        words = f"cannot be resumed: {flag.replace('-', '_')} was {was}, now "
+        done = GPT2.here("--out", run, "--steps", "8", f"--{name}", value)
+        words = f"cannot be resumed: {name.replace('-', '_')} was {was}, now "
         assert done.code == 2 and words in done.out, done.out
         assert f"another --out (--init-from {run}/checkpoints/step_" in done.out, done.out
     done = GPT2.here("--out", run, "--strategy", "zero2")
@@ -581,8 +586,9 @@ def test_a_flag_that_is_new_to_a_run_is_as_in_the_row_of_its_size(tmp_path, shar
     path.write_text(text)
     trainer = Trainer(str(path), max_new_tokens=3)
     assert trainer.fork(0, shards, out, steps=2).code == 0
-    flag = '    data.flag_group(parser, "mine")("--smooth", float, "")\n    return ddp.parse_flags('
-    text = text.replace("    return ddp.parse_flags(", flag)
+    flag = ('    from cli.parser import flag_group\n    flag_group(parser, "mine")("--smooth", float, "")\n'
+            '    return parse_flags(')
+    text = text.replace("    return parse_flags(", flag)
     path.write_text(text.replace("vocab_size=512", "vocab_size=512, smooth=0.1"))
     done = fork(0, path, "--out", out, "--steps", "3")
     assert done.code == 0 and done.out.count("resuming with") == 1 and "padded to 512" in done.out, done.out
@@ -668,7 +674,7 @@ def test_a_run_that_was_killed_as_it_began_is_said_to_be_forgotten(tmp_path, wor
     (tmp_path / "checkpoints").mkdir()
     for flags, said in (([], True), (["--steps", "5"], False)):
         command = train_gpt2.parse_args(["--out", str(tmp_path), *flags])
-        ddp_utils.find_run(train_gpt2.GPT2, command, world, vars(train_gpt2))
+        cli.run.find_run(model.GPT2, command, world, vars(train_gpt2))
         assert ("does not say how its run was begun" in capsys.readouterr().out) == said
 
 
@@ -681,16 +687,16 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path):
     lacking = config | {"settings": {"size": "tiny"}}
     for text in ("", "{}", "[1]", json.dumps(lacking), json.dumps(config)):
         (tmp_path / "config.json").write_text(text)
-        found = ddp_utils.run_without_checkpoint(tmp_path, args)
+        found = cli.run.run_without_checkpoint(tmp_path, args)
         assert bool(found) == (text == json.dumps(config)), text
-    assert ddp_utils.run_without_checkpoint(tmp_path, Namespace(resume="none")) is None
+    assert cli.run.run_without_checkpoint(tmp_path, Namespace(resume="none")) is None
     branch = config | {"settings": config["settings"] | {"resume": "runs/base"}}
     (tmp_path / "config.json").write_text(json.dumps(branch))
     with pytest.raises(UserError, match="branches off from runs/base, and has no checkpoint yet: give"):
-        ddp_utils.run_without_checkpoint(tmp_path, args)
+        cli.run.run_without_checkpoint(tmp_path, args)
     (tmp_path / "hf").mkdir()
     with pytest.raises(UserError, match="to go on from, but hf, which should stay: give another --out"):
-        ddp_utils.run_without_checkpoint(tmp_path, args)
+        cli.run.run_without_checkpoint(tmp_path, args)
 
 
 # ---------------------------------------------------------------------------------------- the table of flags
@@ -700,14 +706,14 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path):
 def test_the_table_says_of_each_flag_what_it_is_to_a_run(module):
     command = module.parse_args([])
     assert command.given == {}
-    assert not command.defaults.keys() - ddp_utils.FLAGS.keys()
+    assert not command.defaults.keys() - FLAGS.keys()
     flag_group(command.parser, "more")("--smooth", float, "")  # the control
-    assert {action.dest for action in command.parser._actions} - ddp_utils.FLAGS.keys() == {"help", "smooth"}
+    assert {action.dest for action in command.parser._actions} - FLAGS.keys() == {"help", "smooth"}
 
 
 def test_what_wins():
     layers = [dict.fromkeys("abcde"[:n], n) for n in (5, 4, 3, 2, 1)]
-    assert ddp_utils.settled(*reversed(layers)) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+    assert cli.run.settled(*reversed(layers)) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
 
 
 def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
@@ -720,36 +726,36 @@ def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
 
     @dataclass
     class Experts(GPT2Config):
-        top_k: int = model.flag(2, "experts")
+        top_k: int = flag(2, "experts")
 
     command = Namespace(config_class=Experts, given={"top_k": 3})
     record = {"path": "run", "step": 1, "model_config": asdict(Experts())}
     with pytest.raises(UserError, match="run was trained with top_k 2, but the flags say top_k 3: leave out"):
-        ddp_utils.shape_of(command, record, True)
+        cli.run.shape_of(command, record, True)
     command.given = {"dropout": 0.5}  # the control
-    assert "dropout" not in ddp_utils.shape_of(command, record, True)
+    assert "dropout" not in cli.run.shape_of(command, record, True)
 
 
 def test_defaults_of_a_parser_are_not_given():
-    parser = ddp_utils.make_parser("", GPT2Config, train_gpt2.SIZES)
-    parser.add_argument("--every", type=data.parse_count, default="2k")
+    parser = make_parser("", GPT2Config, train_gpt2.SIZES)
+    parser.add_argument("--every", type=parse_count, default="2k")
     parser.set_defaults(lr=1.0)
-    command = ddp_utils.parse_flags(parser, GPT2Config, train_gpt2.SIZES, [])
-    args = ddp_utils.settle(command).args
+    command = parse_flags(parser, GPT2Config, train_gpt2.SIZES, [])
+    args = cli.run.settle(command).args
     assert command.given == {} and args.every == 2000 and args.lr == train_gpt2.SIZES["tiny"]["lr"]
 
 
 @pytest.mark.parametrize("flags, warmup", [([], 30), (["--warmup", "7"], 7)])
 def test_a_run_that_begins_again_plans_its_warm_up_anew(flags, warmup):
     """Its first start had few steps, and so a short one."""
-    first = ddp_utils.settle(train_gpt2.parse_args(["--steps", "4"]))
+    first = cli.run.settle(train_gpt2.parse_args(["--steps", "4"]))
     settings = vars(first.args) | {"global_batch": 16, "batch": 8, "warmup": 0,
                                    "usual_steps": first.usual_steps, "usual_warmup": first.usual_warmup}
     begun = {"path": "run", "settings": settings, "model_config": {}, "seq_len": 256, "tokenizer_flag": None,
              "begun": True}
-    again = ddp_utils.settle(train_gpt2.parse_args(["--steps", "60", *flags]), begun)
+    again = cli.run.settle(train_gpt2.parse_args(["--steps", "60", *flags]), begun)
     assert again.args.warmup == warmup and again.usual_steps == (None if flags else 300)
-    resumed = ddp_utils.settle(train_gpt2.parse_args(["--steps", "60"]), begun | {"begun": False})
+    resumed = cli.run.settle(train_gpt2.parse_args(["--steps", "60"]), begun | {"begun": False})
     assert resumed.args.warmup == 0
 
 

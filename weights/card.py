@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import monitor
-from data import UserError, digest_json, directory_of, read_manifest, say, sources_of, write_atomically
+from cli.errors import UserError, say
+from data import digest_json, directory_of, read_manifest, sources_of, write_atomically
 
 # a template of huggingface_hub, in Jinja
 CARD = """---

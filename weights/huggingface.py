@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data import UserError, access, first_line, names_in, read_json
+from cli.errors import UserError, access, first_line, names_in
+from data import read_json
 from model import (
     GPT2,
     HRM,

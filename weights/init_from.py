@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 import torch
 from torch import nn
 
-from data import UserError, listed, tokenizer_id, tokenizer_in
+from cli.errors import UserError, listed
 from ddp_utils import (
     Run,
     apply_modes,
@@ -17,11 +17,11 @@ from ddp_utils import (
     copy_weights,
     load_checkpoint,
     on_rank0,
-    reading_of,
     with_barrier,
 )
-from model import VOCAB_TENSORS
+from model import VOCAB_TENSORS, ModelConfig
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer
+from prepare.vocabulary import tokenizer_id, tokenizer_in
 from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
 
 
@@ -238,3 +238,9 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
     apply_modes(frozen, run.args, run.world)
     frozen.loaded_from = {source: found.get("step")}
     return frozen.requires_grad_(False).eval()
+
+
+def reading_of(config: ModelConfig) -> dict:
+    """The fields of a configuration that say which tokens see which."""
+    return {name: vars(config)[name] for name in ("attention", "eot", "start", "response", "end")
+            if name in vars(config)}

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import UserError, first_line, read_rows, say
+from cli.errors import UserError, first_line, say
+from data import read_rows
 from model import HRM, MLM, CausalLM, copied_buffers
 from prepare.tokenizer import prompt_ids
 

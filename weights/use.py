@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import monitor
-from data import NotNow, RunError, UserError, first_line, say
+from cli.errors import FAULTS, NotNow, RunError, UserError, first_line, say
+from cli.run import load_data
 from ddp_utils import (
     Asked,
     StopVote,
@@ -26,17 +27,18 @@ from ddp_utils import (
     apply_modes,
     assert_same_parameters,
     build_model,
+    compute_dtype,
     config_of,
     copy_weights,
     evaluate,
     list_checkpoints,
-    load_data,
     read_checkpoint,
+    use_device,
     with_barrier,
 )
 from loggers.source import say_changes
 from loggers.start import too_short
-from model import GPT2, MLM, compute_dtype, num_params, use_device
+from model import GPT2, MLM, num_params
 from prepare.packages import needed
 from prepare.pipeline import would_split
 from prepare.tokenizer import load_tokenizer
@@ -134,7 +136,7 @@ def use_on_rank0(model: nn.Module, run: Asked):
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
         try:
             write_card(out / "hf" / "README.md", saved)
-        except monitor.FAULTS as error:  # as of a config.json that was edited
+        except FAULTS as error:  # as of a config.json that was edited
             say(f"WARNING: the model card README.md was not written ({first_line(error)})")
         prefix = vars(model.config).get("attention") == "prefix"
         if prefix and run.model_class is GPT2:
@@ -189,7 +191,7 @@ def lines_of(file: str | None):
 
 def typed() -> str:
     """What is typed in at a prompt; of a terminal all lines that are there, as of a text that is pasted."""
-    with suppress(*monitor.FAULTS):  # not every Python has it
+    with suppress(*FAULTS):  # not every Python has it
         import readline  # with which `input` edits lines, and long ones are whole
         readline.parse_and_bind("set enable-bracketed-paste on")
     text = input("> ")

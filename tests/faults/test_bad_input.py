@@ -27,7 +27,7 @@ from processes import Group
 from runs import Trainer
 from test_data import flip, tree
 
-import data
+from cli.errors import UserError
 from prepare import packing
 from prepare.pipeline import prepare
 
@@ -427,7 +427,7 @@ def in_this_process(script: str, listed: list[str]) -> Finished:
         try:
             name = "prepare.command" if script == "data.py" else script.removesuffix(".py")
             code = importlib.import_module(name).main()
-        except data.UserError as error:
+        except UserError as error:
             return Finished(error.exit_code, f"error: {error}\n")
         finally:
             if torch.distributed.is_initialized():

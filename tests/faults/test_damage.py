@@ -16,7 +16,8 @@ import torch
 from test_ddp_utils import make_state, save, world  # noqa: F401
 
 import data
-from ddp_utils import RunError, list_checkpoints, load_checkpoint, read_checkpoint
+from cli.errors import RunError, UserError
+from ddp_utils import list_checkpoints, load_checkpoint, read_checkpoint
 from prepare import packing, pipeline
 from prepare.command import verify
 from prepare.pipeline import prepare
@@ -147,14 +148,14 @@ def test_prepared_data(prepared, tmp_path, capsys, count):
         kind = damage(rng, victim, other)
         try:
             verify(tmp_path / "copy")
-        except data.UserError as error:
+        except UserError as error:
             refused += 1
             message, size = str(error), (prepared / victim.name).stat().st_size
             assert str(tmp_path / "copy") in message and message.endswith(".") and "\n" not in message
             sized = victim.suffix == ".bin" and victim.stat().st_size == size
             try:
                 state_of(tmp_path / "copy")
-            except data.UserError:
+            except UserError:
                 at_open += 1
             else:
                 assert sized, f"FAULTS_SEED={SEED}: {kind} of {victim.name} is found by verify only"
@@ -180,7 +181,7 @@ def test_a_wrong_position_in_an_unfinished_manifest_is_noticed(prepared, tmp_pat
     text = (out / "manifest.json").read_text()
     assert data.read_manifest(out)["complete"] is False
     (out / "manifest.json").write_text(text.replace(f" {position},\n", f" {int(position) - 1},\n"))
-    with pytest.raises(data.UserError, match="its checksum is wrong"):
+    with pytest.raises(UserError, match="its checksum is wrong"):
         data.read_manifest(out)
 
 
@@ -200,7 +201,7 @@ def test_the_advice_for_damaged_data_leads_on(corpus, tmp_path, damage):
     else:
         path.unlink()
     for use in (verify, lambda out: data.Dataset([out], 16)):
-        with pytest.raises(data.UserError, match="delete its directory and prepare it again.$"):
+        with pytest.raises(UserError, match="delete its directory and prepare it again.$"):
             use(out)
     shutil.rmtree(out)
     prepare(f"text:{corpus}", out, "bytes")
@@ -211,14 +212,14 @@ def test_limits_are_named_as_flags(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = f"text:{corpus}"
     out = pipeline.locate(source, "bytes", 0, 0, max_tokens=5000)
-    with pytest.raises(data.UserError, match="with another --max-tokens .5000, now 6000.: leave it out, "):
+    with pytest.raises(UserError, match="with another --max-tokens .5000, now 6000.: leave it out, "):
         pipeline.locate(source, "bytes", 0, 0, max_tokens=6000)
     assert pipeline.locate(source, "bytes", 0, 0, max_tokens=None) == out
 
 
 def test_a_trainer_names_its_own_flag_and_the_form_of_bpe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(data.UserError, match="in training --seq-len, must be 4 or more"):
+    with pytest.raises(UserError, match="in training --seq-len, must be 4 or more"):
         pipeline.locate("task:addition", "bytes", 0, 0, row=3)
-    with pytest.raises(data.UserError, match="unknown tokenizer 'bpe:32k', .* bpe:N .trained on the data"):
+    with pytest.raises(UserError, match="unknown tokenizer 'bpe:32k', .* bpe:N .trained on the data"):
         load_tokenizer("bpe:32k")

@@ -11,6 +11,8 @@ import conftest
 import numpy as np
 import pytest
 
+from cli.errors import UserError
+
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -49,7 +51,7 @@ def check_shard(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     try:
         tokens = data.open_shard(path)
-    except data.UserError as error:
+    except UserError as error:
         assert str(path) in str(error)
     else:
         assert data.HEADER_BYTES + tokens.nbytes == len(content)
@@ -97,7 +99,7 @@ def parse(directory: Path, content: bytes) -> dict | None:
     (directory / "manifest.json").write_bytes(content)
     try:
         manifest = data.read_manifest(directory)
-    except data.UserError as error:
+    except UserError as error:
         assert "manifest.json is damaged" in str(error) and "\n" not in str(error)
         return None
     for shard in manifest["shards"]:
@@ -132,7 +134,7 @@ def test_any_value_in_any_field(shards, tmp_path_factory, where, draw, value):
                     lambda: command.info(directory, None),
                     lambda: prepare(manifest["dataset"], directory, "bytes", workers=1),
                     lambda: pipeline.locate(manifest["dataset"], "bytes", 1000, 0)):
-            with contextlib.suppress(data.UserError), contextlib.chdir(directory.parent):
+            with contextlib.suppress(UserError), contextlib.chdir(directory.parent):
                 use()
 
 

@@ -17,7 +17,8 @@ from processes import Group
 from runs import Trainer
 
 import data
-from ddp_utils import RunError, list_checkpoints, read_checkpoint
+from cli.errors import RunError, UserError
+from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2
 from prepare import packing
 from prepare.command import verify
@@ -122,10 +123,10 @@ def test_directories_from_hugging_face(tmp_path, planted):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "modeling.py").write_text(f"import os; os.mkdir({str(planted)!r})")
     torch.save({"x": Planted(planted)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(data.UserError, match="no readable config.json with"):
+    with pytest.raises(UserError, match="no readable config.json with"):
         from_hf(GPT2, str(tmp_path))
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
-    with pytest.raises(data.UserError, match="cannot be read as safetensors"):
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
         from_hf(GPT2, str(tmp_path))
 
 
@@ -140,7 +141,7 @@ def test_tokenizers(tmp_path, planted):
                     json.dumps(good | {"pre_tokenizer": {"type": "tokenization.Evil"}}).encode(),
                     json.dumps(good | {"model": {"type": "tokenization.Evil", "vocab": {}}}).encode()):
         (directory / "tokenizer.json").write_bytes(content)
-        with pytest.raises(data.UserError):
+        with pytest.raises(UserError):
             load_tokenizer(str(directory))
 
 
@@ -150,7 +151,7 @@ def test_data_sets_with_code(tmp_path, planted, monkeypatch):
     repo.mkdir()
     (repo / "repo.py").write_text(f"import os; os.mkdir({str(planted)!r})")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    with pytest.raises(data.UserError):
+    with pytest.raises(UserError):
         prepare(f"hf:{repo}", tmp_path / "out", "bytes", workers=1)
 
 
@@ -170,7 +171,7 @@ def test_paths_in_a_manifest(shards, tmp_path, name):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for use in (lambda: data.Dataset([directory], 8), lambda: verify(directory),
                 lambda: prepare(manifest["dataset"], directory, "bytes", workers=1)):
-        with pytest.raises(data.UserError, match="manifest.json is damaged"):
+        with pytest.raises(UserError, match="manifest.json is damaged"):
             use()
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 

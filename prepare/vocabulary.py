@@ -1,0 +1,101 @@
+"""The ids of a tokenizer, as a run on shards needs them, and where its tokenizer.json is."""
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+
+EOT = "<|endoftext|>"
+MASK = "[MASK]"
+RESPONSE = "<|response|>"
+# HRM-Text's tokens for the start of a sample, the start of its response and its end. Other tokenizers use
+# <|endoftext|>, <|response|> and the start of the next sample.
+HRM_TEXT_ROLES = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
+# The first of each that a tokenizer has is its end of text and its mask.
+ENDS = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
+MASKS = (MASK, "<mask>")
+# The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
+BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
+
+
+def without_surrogates(text: str) -> str:
+    """The text with "?" for lone surrogates, which JSON can contain and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+class Vocabulary:
+    """The tokens of a tokenizer, as its tokenizer.json spells them: `spec` is its content, `text` its text.
+    `takes_blank`: whether tokens hold the blank before their word, so that a mask replaces that, too.
+    `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last id, because only masked language
+    models need it. `roles` has the ids that mark a sample's `start`, `response` and `end` (−1: the next
+    start), or is None. Those in prepare/ also encode and decode.
+    """
+
+    def __init__(self, name: str, spec: dict, text: str = ""):
+        words = spec["model"]["vocab"]
+        if isinstance(words, list):  # of a Unigram, with scores
+            words = {word: i for i, (word, _) in enumerate(words)}
+        added = spec["added_tokens"]
+        specials = {token["content"]: token["id"] for token in added if token["special"]}
+        self.name = name
+        self.vocab = words | {token["content"]: token["id"] for token in added}
+        self.specials = specials
+        self.eot = next(specials[end] for end in ENDS if end in specials)
+        self.mask_token = next(mask for mask in MASKS if mask in specials)
+        self.mask = specials[self.mask_token]
+        self.num_ids = max(self.vocab.values()) + 1
+        self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
+        self.roles = None
+        if all(name in specials for name in HRM_TEXT_ROLES):
+            self.roles = dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
+        elif RESPONSE in specials:
+            self.roles = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
+        self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in self.vocab)
+        self._byte_level = "ByteLevel" in str(spec["decoder"])
+        self.exact = self._byte_level  # whether `lengths` add up to the bytes of a text
+        self._text = text
+
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._text
+
+    def lengths(self) -> dict[int, int]:
+        """The number of bytes of each ordinary id, with a leading space where a word begins."""
+        word_piece = any(word.startswith("##") for word in self.vocab)  # it marks the continuation of a word
+
+        def length(word: str) -> int:
+            if self._byte_level and all(c in BYTE_CHARS for c in word):
+                return len(word)
+            if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
+                return 1
+            word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
+            return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
+
+        return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """`lengths` as int64 (ids,), with 0 for special tokens."""
+        lengths = self.lengths()
+        return np.array([lengths.get(i, 0) for i in range(self.num_ids)])
+
+
+def tokenizer_id(tokenizer) -> str:
+    """Name and digest, because bpe:4096 trained on another text is another tokenizer."""
+    return f"{tokenizer.name} ({hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]})"
+
+
+def tokenizer_of_run(directory: Path, settings: dict) -> dict[str, str | None]:
+    """The tokenizer.json of a run, and its --tokenizer, which may name a file that has been moved since."""
+    own = tokenizer_in(directory)
+    flag = settings.get("tokenizer")
+    gone = flag and flag.endswith(".json") and not Path(flag).exists()
+    return {"tokenizer_file": own, "tokenizer_flag": own if gone else flag}
+
+
+def tokenizer_in(directory: Path) -> str | None:
+    if (path := directory / "tokenizer.json").is_file():
+        return str(path)
+    return str(directory) if (directory / "merges.txt").is_file() else None  # see load_tokenizer
