@@ -212,6 +212,8 @@ def main() -> None:
     if not args.no_workspace:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     import torch
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("error: no GPU here: give --device cpu to try this out.")
     torch.utils.deterministic.fill_uninitialized_memory = False
 
     def say(**found):
