@@ -1346,9 +1346,9 @@ def set_modes(model: nn.Module, run: Run) -> dict:
     taken = False
     if not run.args.fast:
         with room("ops"):
-            from ops.flash_attention_3 import take
+            from ops.flash_attention_4 import take
             taken = take(model, run, all_gather, at_end)
-    return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_3": taken}
+    return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_4": taken}
 
 
 def apply_modes(model: nn.Module, args: Namespace, world: World):
