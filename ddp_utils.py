@@ -100,7 +100,7 @@ from monitor import GB, MB
 from ops.attention import cpu_attention
 from ops.device import keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA
-from ops.flash_attention_3 import take
+from ops.flash_attention_4 import take
 from prepare.vocabulary import tokenizer_of_run, without_surrogates
 from weights.sampling import write_sample
 
@@ -709,7 +709,7 @@ def set_modes(model: nn.Module, run: Run) -> dict:
         run.say("compiling: the first step takes minutes")
     apply_modes(model, run.args, run.world)
     taken = not run.args.fast and take(model, run, all_gather, at_end)
-    return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_3": taken}
+    return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_4": taken}
 
 
 def apply_modes(model: nn.Module, args: Namespace, world: World):

@@ -3,13 +3,14 @@
     pip install transformers trl accelerate && python bench/clients.py runs/NAME questions.jsonl
 
 The run needs its export in hf/. First, of each way to ask: the types that reach the model, and how many
-answers equal those of --prompt for the first 300 rows (field q). Then, of each way to tune: the types, what
-is learned of a sample, whether an answer is hidden from itself, and the loss of 100 other answers as they are
-trained and as they are generated, after 160 steps on answers of random letters. Nobody can know these: right
-is about 2.0, and where an answer is in sight, the first loss is near 0. To compare versions, copy this file
-into bench/ of the other one.
+answers equal those of --prompt for the first --rows (field q). Then, of each way to tune: the types, what is
+learned of a sample, whether an answer is hidden from itself, and the loss of --others (answers) as they are
+trained and as they are generated, after --steps on answers of random letters. Nobody can know these: right is
+about 2.0, and where an answer is in sight, the first loss is near 0. To compare versions, copy this file into
+bench/ of the other one.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -23,15 +24,26 @@ from torch.nn.functional import cross_entropy as loss
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import datasets  # noqa: E402
-import transformers  # noqa: E402
-import trl  # noqa: E402
+try:
+    import accelerate  # noqa: F401
+    import datasets
+    import transformers
+    import trl
+except ImportError as error:
+    sys.exit(f"error: {error}: pip install transformers trl accelerate")
 
 from model import GPT2, HRM  # noqa: E402
 from weights.sampling import continue_text  # noqa: E402
 from weights.use import load_run  # noqa: E402
 
-RUN, HF, STEPS = Path(sys.argv[1]), Path(sys.argv[1]) / "hf", 160
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("run", type=Path)
+parser.add_argument("questions", type=Path, help="JSON lines with q")
+parser.add_argument("--rows", type=int, default=300, help="of the questions (300)")
+parser.add_argument("--steps", type=int, default=160, help="of each way to tune (160)")
+parser.add_argument("--others", type=int, default=100, help="answers that are not trained (100)")
+args = parser.parse_args()
+HF = args.run / "hf"
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(HF)
 RESPONSE = "<|response|>"
 READ = "input_ids", "attention_mask", "token_type_ids"
@@ -55,9 +67,9 @@ def types_of(batch) -> str:
 
 
 def ask(is_hrm: bool):
-    model, (ours, tokenizer) = opened(), load_run(HRM if is_hrm else GPT2, RUN)
+    model, (ours, tokenizer) = opened(), load_run(HRM if is_hrm else GPT2, args.run)
     ours.compute_dtype = torch.float32
-    questions = [json.loads(line)["q"] for line in open(sys.argv[2])][:300]
+    questions = [json.loads(line)["q"] for line in open(args.questions)][:args.rows]
     sampling = SimpleNamespace(max_new_tokens=12, temperature=0, top_k=0, seed=0, condition="")
     wanted = ["".join(continue_text(ours, tokenizer, "cpu", q, sampling, stop=True)) for q in questions]
     pipe = transformers.pipeline("text-generation", model=model,
@@ -158,16 +170,16 @@ def losses(model, trainer, pairs) -> tuple[float, float]:
 def tune(is_hrm: bool):
     pick = random.Random(5)
     pairs = [(f"code {pick.randint(10, 99)}", "".join(pick.choices("abcdefgh", k=12)))
-             for _ in range(32 * STEPS + 100)]
+             for _ in range(32 * args.steps + args.others)]
     side, folder = TOKENIZER.padding_side, tempfile.mkdtemp()
-    common = {"output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 32,
+    common = {"output_dir": folder, "max_steps": args.steps, "per_device_train_batch_size": 32,
               "learning_rate": 1e-2, "lr_scheduler_type": "constant", "report_to": [], "use_cpu": True,
-              "save_strategy": "no", "disable_tqdm": True, "logging_steps": STEPS}
+              "save_strategy": "no", "disable_tqdm": True, "logging_steps": args.steps}
 
     def parts(form) -> dict:
         rows = [form(*pair) for pair in pairs]
-        return {"train_dataset": datasets.Dataset.from_list(rows[100:]),
-                "eval_dataset": datasets.Dataset.from_list(rows[:100])}
+        return {"train_dataset": datasets.Dataset.from_list(rows[args.others:]),
+                "eval_dataset": datasets.Dataset.from_list(rows[:args.others])}
 
     def plain(model, form):
         if "labels" in form(*pairs[0]):
@@ -231,7 +243,7 @@ def tune(is_hrm: bool):
         with torch.no_grad():
             line += f" {'yes' if hidden(model, batch) else 'no'} |"
         trainer.train()
-        told, written = losses(model.eval(), trainer, pairs[:100])
+        told, written = losses(model.eval(), trainer, pairs[:args.others])
         print(f"{line} {told:.3f} | {written:.3f} |", flush=True)
 
 

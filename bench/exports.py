@@ -1,6 +1,7 @@
 """What other programs make of the exports: each cell compares one of them with --prompt or --fill.
 
     pip install transformers peft gguf xllamacpp && python bench/exports.py
+    python bench/exports.py HRM MLM            # these rows only: GPT-2, --modern, HRM, MLM and cost
 
 Random models of one small shape. A share counts prompts with the same text; a difference is the largest of a
 logit (transformers, also after a merged LoRA of peft and back by --init-from) or of a log-probability
@@ -14,6 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+
+try:
+    import gguf  # noqa: F401
+    import peft
+    import transformers
+    import xllamacpp  # noqa: F401
+except ImportError as error:
+    sys.exit(f"error: {error}: pip install transformers peft gguf xllamacpp")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -60,7 +69,6 @@ def largest(a: torch.Tensor, b: torch.Tensor) -> str:
 
 def merged(directory: Path, kind: type, theirs, idx) -> str:
     """A LoRA of random weights, merged and saved by peft, read here."""
-    import peft
     adapted = peft.get_peft_model(theirs, peft.LoraConfig(target_modules="all-linear", r=4))
     for name, p in adapted.named_parameters():
         if "lora_" in name:
@@ -88,7 +96,6 @@ def llama(model, tokenizer, path: Path) -> str:
 
 
 def row(name: str, directory: Path) -> list[str]:
-    import transformers
     kind, changes = MODELS[name]
     tokenizer = load_tokenizer("bytes")
     model = made(kind, tokenizer, **changes)
@@ -139,12 +146,17 @@ def cost(directory: Path):
 
 
 def main():
+    rows = sys.argv[1:] or [*MODELS, "cost"]
+    if unknown := {*rows} - {*MODELS, "cost"}:
+        sys.exit(f"error: no row {min(unknown)}, but {', '.join(MODELS)} and cost.")
     titles = ("", "generate", "batch of 8", "pipeline", "llama.cpp", "peft, back", "back")
     print("".join(f"{title:>12}" for title in titles))
     with tempfile.TemporaryDirectory() as directory:
-        for number, name in enumerate(MODELS):
-            print("".join(f"{cell:>12}" for cell in row(name, Path(directory, str(number)))), flush=True)
-        cost(Path(directory))
+        for number, name in enumerate(rows):
+            if name != "cost":
+                print("".join(f"{cell:>12}" for cell in row(name, Path(directory, str(number)))), flush=True)
+        if "cost" in rows:
+            cost(Path(directory))
 
 
 if __name__ == "__main__":

@@ -106,20 +106,24 @@ for command, run in runs.items():
         who = "before" if "--code" in who else who + " --fast" * ("--fast" in shlex.split(command))
         about = [name, f"{run['batch']} x {run['seq_len']}", who]
         if "seconds" not in r:
-            rows.append([*about, r.get("error", "cut short before its first round"), *[""] * 11])
+            rows.append([*about, r.get("error", "cut short before its first round"), *[""] * 14])
             continue
         ratio = next((found["seconds"] for key, found in run["ratios"].items() if key == who
                       or who == "before" and "--code" in key), None)
         cut = f" (cut short after {len(r['rounds'])} rounds)" if run["kind"] == "round" else ""
         rows.append([*about, f"{1000 * r['seconds']:,.1f}{cut}", PREDICTED.get(name, {}).get(who, ""),
                      f"{r['tokens_per_sec']:,.0f}", f"{1000 * r['host']:,.1f}" if r["host"] else "",
+                     f"{1000 * r['launching']:,.1f} in {r['launches']:,.0f}" if r.get("launches") else "",
+                     f"{r['sm_mhz']:,.0f}" if r.get("sm_mhz") else "",
+                     f"{r['watts']:.0f} of {r['watts_limit']:.0f}" if r.get("watts_limit") else "",
                      f"{r['mfu']:.1%}" if r["mfu"] else "", f"{r['gb']:.2f}", f"{r['first_step']:.1f}",
                      f"{r['loss']:.4f}", r["precision"], r.get("attention") or "",
                      "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio) if ratio else "", r.get("error", "")])
         if "kernels" in r and (who.startswith("ours") or who == "before"):
             kernels.append((f"{name}, batch {run['batch']}, {who}", r["kernels"]))
 table("Training, medians of rounds in turn:",
-      ["", "batch", "who", "ms a step", "predicted", "tokens/s", "host ms", "MFU", "peak GiB",
+      ["", "batch", "who", "ms a step", "predicted", "tokens/s", "host ms, empty queue", "ms in launches",
+       "SM MHz", "W", "MFU", "peak GiB",
        "s to first step", "loss", "precision", "attention", "ours / it", ""], rows)
 losses = [line for line in lines if line["kind"] == "loss"]
 table("The loss of 65,536 x 768 on 50,304 rows, gradients included:",

@@ -67,6 +67,8 @@ def imitate(processes: int):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("error: give the number of processes and a trainer, such as 5 train_gpt2.py --comm late.")
     imitate(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
     ddp_utils.launch(importlib.import_module(Path(sys.argv[0]).stem).main)

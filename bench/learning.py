@@ -20,6 +20,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ddp_utils
 from cli.errors import UserError
 from cli.flags import flags_of_model
 from cli.parser import ArgumentParser, expanded, local_path
@@ -180,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ddp_utils.launch(main)

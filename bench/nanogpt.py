@@ -46,9 +46,9 @@ def nanogpt(where: Path, iterations: int) -> tuple[float, float]:
 
 def ours(text: Path, steps: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = ["torchrun", f"--nproc_per_node={min(2, cpu_count())}", ROOT / "train_gpt2.py",
-                   *OURS.split(), "--data", f"text:{text}", "--steps", steps, "--eval-every", steps,
-                   "--out", "run"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={min(2, cpu_count())}",
+                   ROOT / "train_gpt2.py", *OURS.split(), "--data", f"text:{text}", "--steps", steps,
+                   "--eval-every", steps, "--out", "run"]
         seconds, printed = run(command, Path(folder))
     return seconds, float(re.findall(r"validation loss ([\d.]+)", printed)[-1])
 

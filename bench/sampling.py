@@ -1,11 +1,13 @@
 """How fast does a model write one text, or eight of one prompt at once? Beside transformers, on its export.
 
     python bench/sampling.py [ROUNDS]     # default: 5; random models in float32, most with the ids of GPT-2
+    python bench/sampling.py 1 --models HRM --tokenizer bytes
 
 For each model: tokens per second of one text, and how many times as many there are of eight texts, the middle
 of the rounds (lowest to highest). The prompt has one token, so all of this is decoding.
 """
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -36,12 +38,20 @@ def per_second(write, texts: int) -> float:
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", type=int, nargs="?", default=5, help="after one that warms up (5)")
+    parser.add_argument("--models", default="", metavar="WORD",
+                        help=f"those with the word, of {'; '.join(SIZES)}")
+    parser.add_argument("--tokenizer", default="gpt2", help="whose ids most of them have (gpt2)")
+    args = parser.parse_args()
     import transformers
     transformers.utils.logging.set_verbosity_error()
-    rounds = int(sys.argv[1]) if sys.argv[1:] else 5
-    tokenizer = load_tokenizer("gpt2")
+    tokenizer = load_tokenizer(args.tokenizer)
     print(f"{torch.get_num_threads()} threads, vocabulary {tokenizer.vocab_size:,}")
     for name, (kind, shape) in SIZES.items():
+        if args.models not in name:
+            continue
         torch.manual_seed(0)
         ids = shape.get("vocab_size", tokenizer.vocab_size)
         c = kind.Config(seq_len=256, padded_vocab=pad_vocab(ids), start=0, **{"vocab_size": ids} | shape)
@@ -63,7 +73,7 @@ def main():
 
         writers = {"ours": ours, "transformers": peer} if theirs else {"ours": ours}
         found = {who: [] for who in writers}
-        for _ in range(rounds + 1):  # the first warms up
+        for _ in range(args.rounds + 1):  # the first warms up
             for who, write in writers.items():
                 found[who].append((per_second(write, 1), per_second(write, 8)))
         print(name)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 STEPS = 45
 # quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom
-T95 = {4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 29: 2.045}
+T95 = {1: 12.706, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 29: 2.045}
 
 
 def seconds_of_a_step(code: Path, data: Path, trainer: str, ranks: int, flags: list[str]) -> float:

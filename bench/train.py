@@ -7,11 +7,19 @@
     python bench/train.py mlm --size 17m --peer hf                            # ModernBertForMaskedLM
     python bench/train.py hrm --size 1b --batch 24 --also="--checkpoint-activations block"    # ours twice
     python bench/train.py gpt2 --also="--code ../before"      # ours, and another checkout of this repository
+    python bench/train.py gpt2 --also=--wrap-fa4              # with FlashAttention 4, also under torch 2.11
 
 Each contestant is a process of its own that keeps its model. All start and compile at the same time; then a
 round is `--steps` steps of one, then of the next, and the ratio is taken round by round. Beside the wall
-clock stand CPU seconds (user + system, all threads), because other processes slow the former down, and on a
-GPU how long Python takes to launch a step. nanoGPT's source is fetched by whoever measures:
+clock stand CPU seconds (user + system, all threads), because other processes slow the former down. On a GPU
+there are also
+
+* the medians of the SM clock and of the power while the contestant trains, beside the limit of the power;
+* how long Python takes to launch a step that begins with an empty queue;
+* with --profile, how much of that is spent in how many calls of CUDA: one takes some microseconds, unless the
+  queue has become full and it waits for the GPU.
+
+nanoGPT's source is fetched by whoever measures:
 
     git clone https://github.com/karpathy/nanoGPT
 
@@ -28,6 +36,7 @@ short leaves its numbers too.
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -36,11 +45,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import weights.huggingface
 from cli.run import settle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +62,7 @@ BP_STEPS, MASK_RATE, LR, BETAS, DECAY = 5, 0.3, 1e-4, (0.9, 0.95), 0.1
 STAGED = 16  # batches, which come again and again
 ATTENTION = {"cudnn": r"cudnn.*sdpa", "flash": r"flash_(fwd|bwd)|FlashAttn", "efficient": r"fmha_cutlass",
              "flex": r"flex_attention"}  # by the names of their kernels
+LAUNCH = r"cu(da)?Launch"  # calls of the CUDA runtime and driver
 
 
 def in_home(text: str) -> Path:
@@ -119,11 +129,15 @@ def stage(args, row: dict, device, dense_labels: bool = False) -> list:
 
 def ours(args, row, device):
     """As the trainers do it."""
+    from torch.nn.attention import current_flash_attention_impl
+
     import ddp_utils
     import train_gpt2
     from loggers.mfu import flops_per_token
     from model import make_optimizers
     world = ddp_utils.init(device=device.type, fast=args.fast)
+    if args.wrap_fa4:
+        wrap_fa4()
     made = make_model(args, row, world.device)
     model_class = type(made)
     model = ddp_utils.build_model(model_class, made.config, world)
@@ -134,6 +148,8 @@ def ours(args, row, device):
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
     run = SimpleNamespace(args=settle(command).args, world=world, say=print, saved=None)
     ddp_utils.set_modes(model, run)
+    if args.wrap_fa4 and current_flash_attention_impl() != "FA4":
+        raise RuntimeError("FlashAttention 4 was refused here: --verbose shows why")
     state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
@@ -152,7 +168,26 @@ def ours(args, row, device):
 
     example = {"gpt2": {}, "hrm": {"bp_steps": BP_STEPS}, "mlm": {"mask_rate": MASK_RATE}}[args.model]
     flops = flops_per_token(model_class, model.config, **example)
-    return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops}
+    return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops,
+                  "wrapped": args.wrap_fa4}
+
+
+def wrap_fa4() -> None:
+    """Puts FlashAttention 4 in the place of torch's flash attention. Before 2.14 it unpacks two values of a
+    function that returns more by now, so the others are left out.
+    """
+    import functools
+
+    import flash_attn.cute.interface as interface
+    from torch.nn import attention
+    forward = interface._flash_attn_fwd
+
+    @functools.wraps(forward)  # the package reads attributes of it
+    def first_two(*args, **kwargs):
+        return forward(*args, **kwargs)[:2]
+
+    interface._flash_attn_fwd = first_two
+    attention.activate_flash_attention_impl("FA4")
 
 
 def autocast(args, device):
@@ -215,7 +250,6 @@ def trainer(args, row, device):
     each step until one is asked for.
     """
     import tempfile
-    import threading
 
     import torch
     import transformers
@@ -261,6 +295,8 @@ def nanogpt(args, row, device):
     import importlib.util
 
     import torch
+
+    from weights.huggingface import as_theirs
     spec = importlib.util.spec_from_file_location("nanogpt", Path(args.peer_source) / "model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt"] = module
@@ -269,7 +305,7 @@ def nanogpt(args, row, device):
     with device:
         model = module.GPT(module.GPTConfig(block_size=row["seq_len"], vocab_size=row["padded_vocab"],
                                             n_embd=row["d_model"], dropout=0.0, bias=False, **shape))
-        theirs = weights.huggingface._as_theirs(made)
+        theirs = as_theirs(made)
         transposed = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
         with torch.no_grad():
             for name, p in model.named_parameters():  # biases start as 0, and nanoGPT's default has none
@@ -308,7 +344,9 @@ def synchronize(device):
 
 
 def train(step, steps, device) -> dict:
-    """What one of these steps took; `host` is how long Python took to launch the first, on an idle GPU."""
+    """What one of these steps took; `host` is how long Python took to launch the first, which finds the queue
+    of the GPU empty.
+    """
     import torch
     on_gpu = device.type == "cuda"
     synchronize(device)
@@ -331,22 +369,30 @@ def train(step, steps, device) -> dict:
 
 
 def profile(step, steps, device) -> dict:
-    """The 15 kernels (on a CPU: operations) that take most of these steps, and which attention they are."""
+    """The 15 kernels (on a CPU: operations) that take most of these steps, which attention they are, and the
+    calls that launched them: how many a step has, and their seconds. Each step begins with an empty queue.
+    """
     import torch
     from torch.profiler import ProfilerActivity
     name = device.type.upper()
     with torch.profiler.profile(activities=[getattr(ProfilerActivity, name)]) as found:
-        losses = [step(i) for i in steps]
-        synchronize(device)
+        losses = []
+        for i in steps:
+            losses.append(step(i))
+            synchronize(device)
     clock = f"self_{'device' if name == 'CUDA' else 'cpu'}_time_total"
+    averages = found.key_averages()
+    launches = [e for e in averages if re.match(LAUNCH, e.key)]
     kernels = [(e.key, e.count / len(steps), getattr(e, clock) / 1000 / len(steps))
-               for e in found.key_averages() if e.device_type.name == name and not e.is_user_annotation]
+               for e in averages if e.device_type.name == name and not e.is_user_annotation]
     kernels.sort(key=lambda kernel: -kernel[2])
     total = sum(ms for _, _, ms in kernels) or 1
     attention = [name for name, pattern in ATTENTION.items()
                  if any(re.search(pattern, kernel) for kernel, _, _ in kernels)]
     return {"kernels": [{"name": name[:100], "calls": calls, "ms": ms, "share": ms / total}
                         for name, calls, ms in kernels[:15]],
+            "launches": sum(e.count for e in launches) / len(steps),
+            "launching": sum(e.self_cpu_time_total for e in launches) / 1e6 / len(steps),
             "losses": [loss.item() for loss in losses]} | (
                 {"attention": " ".join(attention)} if attention else {})
 
@@ -381,6 +427,48 @@ def contestant(args) -> None:
         say(error=f"{type(error).__name__}: {(str(error).strip() or 'without a word').splitlines()[0][:200]}")
         if not isinstance(error, torch.OutOfMemoryError):
             raise
+
+
+@contextlib.contextmanager
+def gpu_readings(args):
+    """Yields a dict that in the end has the medians of the SM clock (MHz), the power and its limit (W) of the
+    GPU in the meantime; None for what it does not tell, or without nvidia-ml-py. A thread of this process
+    reads them every 20 ms, so no contestant is disturbed.
+    """
+    import torch
+    found, over, medians = {"sm_mhz": [], "watts": [], "watts_limit": []}, threading.Event(), {}
+
+    def read():
+        with contextlib.suppress(Exception):  # NVMLError, ImportError …: no reason to end a measurement
+            import pynvml
+            gpu = torch.cuda._get_pynvml_handler(0)  # the first of CUDA_VISIBLE_DEVICES
+            queries = {
+                "sm_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+                "watts": lambda: power_now(pynvml, gpu),
+                "watts_limit": lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000}
+            while not over.wait(0.02):
+                for name, query in queries.items():
+                    with contextlib.suppress(Exception):
+                        found[name].append(query())
+
+    thread = threading.Thread(target=read)
+    if args.device == "cuda":
+        thread.start()
+    try:
+        yield medians
+    finally:
+        over.set()
+        if args.device == "cuda":
+            thread.join()
+    medians |= {name: statistics.median(values) if values else None for name, values in found.items()}
+
+
+def power_now(pynvml, gpu) -> float:
+    """In watts, at this moment, or on GPUs that do not tell that, as nvidia-smi shows it."""
+    field = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_POWER_INSTANT])[0]
+    if field.nvmlReturn == pynvml.NVML_SUCCESS:
+        return field.value.uiVal / 1000
+    return pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000
 
 
 def of_checkout(flags: list[str]) -> tuple[Path, list[str]]:
@@ -435,12 +523,17 @@ def summary(args, contestants: list[Process]) -> dict:
         found[c.name] = c.facts | ({"error": c.error} if c.error else {})
         if not c.rounds:
             continue
-        medians = {key: statistics.median(r[key] for r in c.rounds) if c.rounds[0][key] is not None else None
-                   for key in ("seconds", "host", "cpu")}
+        medians = {}
+        for key in ("seconds", "host", "cpu", "sm_mhz", "watts", "watts_limit"):
+            values = [r[key] for r in c.rounds if r[key] is not None]
+            medians[key] = statistics.median(values) if values else None
         speed, peak = tokens / medians["seconds"], c.facts["peak_flops"]
-        found[c.name] |= {**medians, "tokens_per_sec": speed, "gb": c.rounds[-1]["gb"], "loss": c.losses[-1],
+        found[c.name] |= {**medians, "tokens_per_sec": speed, "gb": c.rounds[-1]["gb"],
+                          "first_loss": c.losses[0], "loss": c.losses[-1],
                           "mfu": flops * speed / peak if flops and peak else None,
                           "steps": len(c.losses), "rounds": c.rounds}
+        if c.facts.get("wrapped"):
+            found[c.name]["attention"] = f"{c.facts.get('attention', '')} wrapped".strip()
         each = {clock: [b[clock] / a[clock] for a, b in zip(contestants[0].rounds, c.rounds)]
                 for clock in ("seconds", "cpu")}
         if c is not contestants[0] and each["cpu"]:
@@ -472,8 +565,9 @@ def measure(args) -> dict:
         c.do("train", args.warmup)
     for round_ in range(args.pairs):
         for c in running() if round_ % 2 == 0 else running()[::-1]:
-            found = c.do("train", args.steps)
-            c.rounds += [] if c.error else [found]
+            with gpu_readings(args) as medians:
+                found = c.do("train", args.steps)
+            c.rounds += [] if c.error else [found | medians]
         append(args, "round", summary(args, contestants))
     for c in running() if args.profile else []:
         c.facts |= c.do("profile", args.profile)
@@ -486,16 +580,21 @@ def report(args, result: dict) -> None:
     print(f"{result['model']} {result['size']}, batch {result['batch']} x {result['seq_len']}, compile "
           f"{'on' if result['compile'] else 'off'}, activation checkpointing "
           f"{result['checkpoint_activations']}; medians of {args.pairs} rounds of {args.steps} steps\n")
-    columns = ["", "precision", "attention", "tokens/s", "ms a step", "host ms a step", "CPU ms a step",
-               "MFU", "peak GB", "s to first step", "loss", "after steps"]
+    columns = ["", "precision", "attention", "tokens/s", "ms a step", "host ms, empty queue",
+               "ms in launches", "CPU ms a step", "SM MHz", "W of limit", "MFU", "peak GB", "s to first step",
+               "loss", "after steps"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, r in result["contestants"].items():
         if "seconds" in r:
             mfu = f"{r['mfu']:.1%}" if r["mfu"] else "-"
             host = f"{1000 * r['host']:,.1f}" if r["host"] else "-"
+            launching = f"{1000 * r['launching']:,.1f} in {r['launches']:,.0f}" if r.get("launches") else "-"
+            mhz = f"{r['sm_mhz']:,.0f}" if r["sm_mhz"] else "-"
+            watts = f"{r['watts']:.0f} of {r['watts_limit'] or math.nan:.0f}" if r["watts"] else "-"
             print(f"| {name} | {r['precision']} | {r.get('attention') or '-'} | {r['tokens_per_sec']:,.0f} | "
-                  f"{1000 * r['seconds']:,.1f} | {host} | {1000 * r['cpu']:,.1f} | {mfu} | {r['gb']:.2f} | "
-                  f"{r['first_step']:.1f} | {r['loss']:.4f} | {r['steps']} |")
+                  f"{1000 * r['seconds']:,.1f} | {host} | {launching} | {1000 * r['cpu']:,.1f} | {mhz} | "
+                  f"{watts} | {mfu} | {r['gb']:.2f} | {r['first_step']:.1f} | {r['loss']:.4f} | "
+                  f"{r['steps']} |")
     for name, r in result["contestants"].items():
         if "error" in r:
             print(f"\n{name}: {r['error']}")
@@ -532,6 +631,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="steps of which the kernels "
                         "with the most time are shown, after the rounds (0)")
     parser.add_argument("--fast", action="store_true", help="ours without deterministic algorithms")
+    parser.add_argument("--wrap-fa4", action="store_true", help="ours with FlashAttention 4, in a wrapper "
+                        "that torch before 2.14 needs")
     parser.add_argument("--checkpoint-activations", choices=("none", "block", "selective"), default="none")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="(on GPUs)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -17,8 +17,8 @@ def compiled_once(function):
     return torch.compile(function, dynamic=False)
 
 
-def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tensor | None, vocab_size: int,
-               z_loss: float, needs_grad: bool, hits: bool, compiled: bool):
+def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tensor | None, z_loss: float,
+               needs_grad: bool, hits: bool, compiled: bool):
     """The part of `LinearCrossEntropy` between its matrix products, for some rows of logits (rows, V) with
     targets y (rows, 1). Returns the summed objective and loss, with `hits` whether each target has the
     largest logit, and the gradient of the bias. If `needs_grad`, the gradient overwrites `products`.
@@ -30,7 +30,6 @@ def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tens
     logits = products.float()
     if bias is not None:  # in place, Inductor of torch 2.11 would add it twice to some of the float32 logits
         logits = logits + bias if compiled else logits.add_(bias)
-    logits[:, vocab_size:] = -torch.inf  # padding
     correct = (logits.argmax(-1, keepdim=True) == y) & counted if hits else None
     if of_target is None:
         log_p = torch.log_softmax(logits, dim=-1)
@@ -87,11 +86,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h = hidden[rows]
             products = torch.mm(h, w.T, out=space[:len(h)])
+            products[:, vocab_size:] = -torch.inf  # padding; here, no kernel looks for it at each logit
             for some, y, right in zip(*(t.split(few) for t in (products, targets[rows], correct[rows]))):
                 y = y[:, None]
                 of_target = some.gather(1, y.clamp(min=0)) if compiled and bias is None else None
                 part, loss, found, bias_part = rows_loss(
-                    some, of_target, y, bias, vocab_size, z_loss, needs_grad, hits, compiled)
+                    some, of_target, y, bias, z_loss, needs_grad, hits, compiled)
                 objective += part
                 total += loss
                 if hits:

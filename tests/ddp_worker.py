@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-import flash3
+import flash4
 import torch
 from states import flags_of, run_of, train_state
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ from cli.flags import STRATEGIES
 from cluster import memory
 from ddp_utils import StopVote, World, free_gathered_params, local_shard
 from model import GPT2, HRM, GPT2Config, HRMConfig
-from ops.flash_attention_3 import take
+from ops.flash_attention_4 import take
 from prepare.tokenizer import load_tokenizer, with_roles
 from weights import sampling
 
@@ -436,27 +436,33 @@ def check_stop(world: World) -> None:
     assert vote.agreed == vote.vote() == signal.SIGUSR1
 
 
-def check_flash3(world: World) -> None:
+def check_flash4(world: World) -> None:
     """It is taken if both ranks can, and all say so alike, whatever keeps one of them from it."""
     said = []
     model = GPT2(GPT2Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16))
     model.compute_dtype = torch.bfloat16
     run = argparse.Namespace(args=argparse.Namespace(fast=False), saved=None, say=said.append,
-                             world=argparse.Namespace(device=flash3.GPU))
-    only_some = "only some processes have it and a GPU for it"
+                             world=argparse.Namespace(device=flash4.GPU))
+    torch.use_deterministic_algorithms(True)
     for text, capability, why_not in [
-            (flash3.PACKAGE, (9, 0), None), (None, (9, 0), only_some), (flash3.PACKAGE, (8, 0), only_some),
-            ("import gone", (9, 0), "ModuleNotFoundError: No module named 'gone'")]:
+            (flash4.PACKAGE, (9, 0), None), (None, (9, 0), "only some processes have it"),
+            (flash4.PACKAGE, (8, 0), "RuntimeError: FA4 SDPA forward unsupported: FA4 requires compute "
+                                     "capability 9.0 or 10.0"),
+            ("import gone", (9, 0), "ModuleNotFoundError: No module named 'gone'"),
+            (flash4.changed("dk", "result * 1.1"), (9, 0),
+             "its numbers are not those of torch's kernel on this GPU"),
+            (flash4.changed("dk", "noise(result)"), (9, 0), "its bits are not the same twice on this GPU")]:
         if world.rank == 0:
-            text, capability = flash3.PACKAGE, (9, 0)
+            text, capability = flash4.PACKAGE, (9, 0)
         with tempfile.TemporaryDirectory() as directory:
-            package = flash3.install(Path(directory) / "package", text) if text else None
-            with flash3.gpu(package, capability):
+            package = flash4.install(Path(directory) / "package", text) if text else None
+            with flash4.gpu(package, capability):
                 taken = take(model, run, ddp_utils.all_gather, at_end)
-                assert taken == flash3.active() == (not why_not)
-        assert said == [f"WARNING: FlashAttention 3 is not used: {why_not}" if why_not else
-                        "attention: FlashAttention 3"], said
+                assert taken == flash4.active() == (not why_not)
+        assert said == [f"WARNING: FlashAttention 4 is not used, see docs/clusters.md: {why_not}" if why_not
+                        else "attention: FlashAttention 4"], said
         said.clear()
+    torch.use_deterministic_algorithms(False)
 
 
 def differing_depth(world: World, agree: bool) -> None:

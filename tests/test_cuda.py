@@ -1,7 +1,8 @@
 """What only a GPU can show: `pytest tests/test_cuda.py`. From all other tests GPUs are hidden."""
 
 import contextlib
-import importlib.util
+from importlib.metadata import distributions
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cli.errors import at_end
 from cluster import memory
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
+from ops import flash_attention_4
 from ops.cross_entropy import LOSS_ROWS
 from weights.sampling import generate
 
@@ -98,16 +100,29 @@ def test_checkpointing_is_exact(name, compiled, world):
         assert all(torch.equal(grad, found[mode][1][key]) for key, grad in found["none"][1].items())
 
 
-@pytest.fixture(params=["torch", "FA3"])
+@pytest.fixture(params=["torch", "FA4"])
 def kernels(request):
-    """Those of attention: torch's own, or FlashAttention 3 if it is installed, on a GPU that it is for."""
-    if request.param == "FA3":
-        if not importlib.util.find_spec("flash_attn_3") or torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an H100 or H200 and flash-attn-3, see docs/clusters.md")
-        torch.nn.attention.activate_flash_attention_impl("FA3")
+    """Those of attention: torch's own, or FlashAttention 4 if it is installed."""
+    if request.param == "FA4":
+        if not any(distributions(name="flash-attn-4")):
+            pytest.skip("needs flash-attn-4 and a GPU that it is for, see docs/clusters.md")
+        torch.nn.attention.activate_flash_attention_impl("FA4")
     yield request.param
-    if request.param == "FA3":
+    if request.param == "FA4":
         torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_is_compared_before_flash_attention_4_shows_an_order_of_sums(head_dim, world, monkeypatch):
+    """With torch's own kernel in its place, which has an order only in strict mode."""
+    monkeypatch.setattr(flash_attention_4, "distributions", lambda name: [name])
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: None)
+    model = SimpleNamespace(compute_dtype=torch.bfloat16, config=SimpleNamespace(
+        attention="causal", head_dim=head_dim))
+    run = SimpleNamespace(world=world, saved=None)
+    assert flash_attention_4.activate(model, run) == ""
+    torch.use_deterministic_algorithms(False)
+    assert "twice" in flash_attention_4.activate(model, run)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

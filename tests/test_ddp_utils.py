@@ -40,7 +40,7 @@ CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates
           "skips_on_device", "who_skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients",
           "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
-          "who_writes_samples", "stop", "flash3"]
+          "who_writes_samples", "stop", "flash4"]
 
 
 def run_checks() -> dict[str, str]:

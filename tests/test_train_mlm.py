@@ -1,14 +1,12 @@
 """train_mlm.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
-import json
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run
-from processes import fork
+from conftest import run
 from runs import Trainer, assert_close_runs, evaluations_of
 
 from ddp_utils import list_checkpoints, read_checkpoint
@@ -53,43 +51,6 @@ def test_a_run_can_be_used(tmp_path, shards):
                       eval_every=1)
     assert tuned.code == 0, tuned.out
     assert abs(evaluations_of(tmp_path / "tuned")[-1]["val_loss"] - record["val_loss"]) < 1e-5
-
-
-def test_probe(tmp_path, shards):
-    """bench/probe.py: texts of digits and of letters are easy to tell apart."""
-    pytest.importorskip("transformers")
-    assert MLM.train(0, shards, tmp_path / "run", steps=4).code == 0
-    assert MLM.here("--out", tmp_path / "run", "--export").code == 0
-    rows = [{"text": f"{17 * i} {i % 7} {i}", "label": "digits"} for i in range(60)]
-    rows += [{"text": chr(97 + i % 26) * (i % 9 + 1) + chr(97 + i % 5), "label": "letters"}
-             for i in range(60)]
-    labelled = tmp_path / "labelled.jsonl"
-    labelled.write_text("\n".join(map(json.dumps, rows)))
-    done = fork(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
-    accuracies = dict(re.findall(r"(trained encoder|random encoder|bag of trained embeddings): ([\d.]+)%",
-                                 done.out))
-    assert done.code == 0 and len(accuracies) == 3 and float(accuracies["trained encoder"]) > 90, done.out
-    for content, sentence in (('["text", 1]', "no lines of JSON with text and label"),
-                              ("{", "no lines of JSON"),
-                              ('{"text": "a", "label": "b"}\n' * 30, "two labels or more")):
-        labelled.write_text(content)
-        done = fork(0, "bench/probe.py", tmp_path / "run" / "hf", labelled)
-        assert done.code == 1 and done.out.startswith("error: ") and sentence in done.out, done.out
-
-
-def test_lines_that_a_probe_reads(tmp_path, monkeypatch):
-    """A byte order mark, blank lines and U+2028 are no mistakes; a label that is missing is no class."""
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    from probe import read_labelled
-    path = tmp_path / "labelled.jsonl"
-    rows = ['{"text": "a\u2028b", "label": 1}', "", '{"text": "c", "label": true}',
-            '{"text": "d", "label": "x"}']
-    path.write_text("\ufeff" + "\r\n".join(rows) + "\n \n")
-    assert read_labelled(path) == (["a\u2028b", "c", "d"], ["1", "True", "x"])
-    for label in "null", "NaN", '{"a": 1}', "[]":
-        path.write_text('{"text": "a", "label": ' + label + "}")
-        with pytest.raises(SystemExit, match="no lines of JSON with text and label .*label that is no str"):
-            read_labelled(path)
 
 
 @pytest.mark.full

@@ -244,7 +244,7 @@ def _safetensors():
     return safetensors
 
 
-def _as_theirs(model: nn.Module) -> dict[str, Tensor]:
+def as_theirs(model: nn.Module) -> dict[str, Tensor]:
     """Our tensors by Hugging Face names, as views with Hugging Face shapes, without padding rows."""
     family, tensors = hf_family(type(model), model.config), {}
     for ours, tensor in model.state_dict().items():
@@ -321,7 +321,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     words["post_processor"] = _post_processor(around, prefix)
 
     directory, safetensors = Path(directory), _safetensors()
-    tensors = {name: t.float().cpu() for name, t in _as_theirs(model).items()}
+    tensors = {name: t.float().cpu() for name, t in as_theirs(model).items()}
     if family is MODERN:
         join_modern(tensors, c)
     tensors = {name: t.contiguous() for name, t in tensors.items()}
@@ -433,7 +433,7 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     except (KeyError, RuntimeError) as error:
         raise UserError(f"{source} has no tensor {error} of the shape that its config.json says.")
     with torch.no_grad():
-        for name, tensor in _as_theirs(model).items():
+        for name, tensor in as_theirs(model).items():
             # files of the original GPT-2 models lack the prefix
             found = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
             if found is None or found.shape != tensor.shape:

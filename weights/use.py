@@ -267,7 +267,7 @@ def evaluate_only(model: nn.Module, asked: Asked):
     """Evaluates the model of a checkpoint on the validation sets of --data, beside a training, too: takes no
     lock and writes nothing into the run. Prints the results as a line, and as JSON for a script. Every rank
     calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
-    were compiled or attention was FlashAttention 3.
+    were compiled or attention was FlashAttention 4.
     """
     args, world, saved = asked.args, asked.world, asked.saved
     dataset = load_data(asked)
