@@ -2,7 +2,7 @@
 
     start and end       launch(main), init: join the process group, end without hanging; devices
     agreement           with_barrier, on_rank0, sums over ranks, comparisons of ranks
-    record of a run     Asked, Run: what cli/run.py finds out
+    record of a run     Run, which cli/run.py fills
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
     checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
@@ -77,7 +77,7 @@ from cli.errors import (
     names_in,
     say,
 )
-from cli.flags import ANEW, FLAGS, MUST_NOT, SHARDED
+from cli.flags import SHARDED
 from cluster.diagnosis import explain, when_cut_off
 from cluster.heartbeat import join
 from cluster.late import Late
@@ -482,93 +482,41 @@ def say_on_other_nodes(world: World, text: str):
         say(f"{world.prefix} {text}")
 
 
-# of a run that was killed before its first checkpoint
-BEGUN = "which has no checkpoint yet, was begun with"
-ANOTHER_OUT = "give another --out, or begin anew there with --resume none"
-
-
 # -----------------------------------------------------------------------------------------------------------
-# The record of a run, which cli/run.py fills
+# The record of a run
 
 
 @dataclass
-class Settled:
-    """All flags of a run, and what stands behind its batches."""
-
-    args: Namespace
-    row: dict  # of its size
-    wanted_batch: int  # sequences in a step, where the command does not say
-    largest_batch: int  # sequences in a micro-batch at most, where the command does not say
-    eval_batch: int  # sequences in one of --eval-batches
-    usual_steps: int | None  # for which the row's --warmup is meant, if that is taken
-    usual_warmup: float | None  # that --warmup
-
-
-@dataclass
-class Asked:
-    """What a command asks for: a run to begin, to resume or to use."""
+class Run:
+    """A run that begins, is resumed or is used. find_run of cli/run.py makes it; load_data and open_run add
+    to it. A trainer may set `metric` and `change_data`.
+    """
 
     model_class: type
-    args: Namespace  # all flags
-    settled: Settled
     world: World
-    constants: dict  # of the trainer, by name
     trainer: Path  # its file
-    command: str  # of this start
+    command: str  # that started it
+    constants: dict  # of the trainer, by name
+    args: Namespace  # all flags, and the batches of settle
+    row: dict  # of the size
+    given: dict  # the flags of the command and, if the run has no checkpoint yet, of its commands before
     out: Path
     saved: dict | None  # the checkpoint to resume from or to use
-    begun: dict | None  # what config.json says of a run that was killed before its first checkpoint
     began: str  # what a run and its branches are known by
     metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
     change_data: Callable | None = None  # what a trainer changes in its Dataset, see load_data
-
-
-@dataclass(kw_only=True)
-class Run(Asked):
-    """What will be trained."""
-
-    dataset: Dataset
-    steps: int
-    global_batch: int  # sequences in a step, over all processes
-    batch: int  # sequences in a micro-batch
-    grad_accum: int  # micro-batches in a step
-    checkpoints: "Checkpoints"
-    text: monitor.TrainLog  # train.log and the screen
     flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
+    dataset: Dataset | None = None  # from load_data on
+    steps: int = 0  # from here on: from open_run on
+    global_batch: int = 0  # sequences in a step, over all processes
+    batch: int = 0  # sequences in a micro-batch
+    grad_accum: int = 0  # micro-batches in a step
+    checkpoints: "Checkpoints | None" = None
+    text: monitor.TrainLog | None = None  # train.log and the screen
 
     def say(self, text: str):
         """Prints a text and appends it to train.log, on rank 0."""
         self.text.say(text)
-
-
-def check_resumable(saved: dict, now: dict, branch: bool, say):
-    """Raises UserError if what may not change has changed (for the model's shape, shape_of has done so);
-    prints other changes. A `branch` goes on in another directory, where it may have another
-    trainer. `saved` may be a run that has no checkpoint yet.
-    """
-    path = saved["path"]
-    before, after = saved["settings"] | saved, now["settings"] | now
-    fixed = [name for name, kind in FLAGS.items() if kind == MUST_NOT and name in after]
-    fixed += ["ema"] * (not after["ema"]) + ["init_from"] * (not before.get("init_from"))
-    if before["tokenizer"].split()[-1] != after["tokenizer"].split()[-1]:  # the digests, whatever the names
-        fixed = ["tokenizer"]
-    for what in fixed:
-        if what == "trainer" and branch:
-            continue
-        if before.get(what, after[what]) == after[what]:
-            continue
-        if what == "data":  # by their names, and the beginning of a digest
-            before, after = ({what: f"{run['settings'][what]} ({run[what][:12]})"} for run in (saved, now))
-        if saved.get("begun"):
-            raise UserError(f"{path}, {BEGUN} {what} {before[what]}, now {after[what]}: leave it as it was, "
-                            f"{ANOTHER_OUT}.")
-        way = f"; --resume {path} branches off" if what == "trainer" else ""
-        way = f" (--init-from {path} starts it from these weights{way})" * (what != "tokenizer")
-        raise UserError(f"{path} cannot be resumed: {what} was {before[what]}, now {after[what]}. Leave "
-                        f"it as it was, or start a new run with another --out{way}.")
-    for flag, value in now["settings"].items():
-        if (was := saved["settings"].get(flag, value)) != value and FLAGS.get(flag) != ANEW:
-            say(f"{'beginning again' if saved.get('begun') else 'resuming'} with {flag} {value} (was {was})")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -694,9 +642,6 @@ def code_trained_with(where) -> str:
 def assert_family(saved: dict, model_class: type):
     if saved["family"] == model_class.__name__:
         return
-    if saved.get("begun"):
-        raise UserError(f"{saved['path']}, {BEGUN} a model of the family {saved['family']}, not "
-                        f"{model_class.__name__}: use its own trainer, {ANOTHER_OUT}.")
     raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
                     f"{model_class.__name__}: use its own trainer.")
 
@@ -1434,12 +1379,11 @@ class Checkpoints:
                 os.rename(damaged, f"{damaged}.damaged")
         return saved
 
-    def resume(self, saved: dict | None, state: TrainState, identity: dict) -> tuple[int, int]:
+    def resume(self, saved: dict | None, state: TrainState) -> tuple[int, int]:
         """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
         if not saved:
             return 0, 0
         branch = not on_rank0(is_in, saved, self.run_directory)
-        check_resumable(saved, identity, branch, self.say)
         state.restore(saved, self.say)
         del saved["tensors"]
         if not branch:
@@ -1572,15 +1516,11 @@ def wait_for_writing():
 
 
 def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor.RunLog:
-    """Opens the log after `step` steps, writes the files of the run directory and prints the plan. Raises
-    UserError where the run began otherwise.
-    """
+    """Opens the log after `step` steps, writes the files of the run directory and prints the plan."""
     if launched:  # until StopVote, see warm_up
         signal.signal(signal.SIGINT, leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
     settings = identity["settings"]
-    if run.begun:
-        check_resumable(run.begun, identity, False, run.say)
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
@@ -1656,11 +1596,8 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     commands = [*commands] if isinstance(commands, list) else []
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
-    if commands[:-1] and not run.saved and commands[-2] != run.command:
-        how = "as it was begun" if run.begun else "with the flags of this command and not of the last one"
-        run.say(f"WARNING: there is no checkpoint here, so the run starts from scratch, {how}: "
-                f"{commands[-2]}")
-    config = json.dumps(identity | {"commands": commands}, indent=2, ensure_ascii=False)
+    config = json.dumps(identity | {"commands": commands, "given": run.given}, indent=2, default=str,
+                        ensure_ascii=False)
     return {"config.json": without_surrogates(config), "tokenizer.json": run.dataset.tokenizer.to_json()}
 
 
@@ -1837,7 +1774,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
     with state.averaged_weights():
         for name, shards in run.dataset.val.items():
             sums = Counter()
-            limit = args.eval_batches * run.settled.eval_batch  # rows
+            limit = args.eval_batches * args.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, found = model(*micro_batch)
                 own = run.metric(model, *micro_batch) if run.metric else {}

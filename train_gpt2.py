@@ -18,10 +18,9 @@ On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits
 import data
 import ddp_utils as ddp
 from cli.flags import Command, make_parser, parse_flags, uses_model
-from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
+from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start, use_run
 from cluster.memory import dry_run
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
-from weights.use import use_model
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
 # 20 tokens per parameter, and the learning rates of Brown et al., 2020.
@@ -50,17 +49,16 @@ def parse_args(argv: list[str] | None = None) -> Command:
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        flags = settle(command)
-        return dry_run(GPT2, flags)
+        return dry_run(GPT2, settle(command))
     world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
-    asked = find_run(GPT2, command, world, constants=globals())
-    if uses_model(asked.args):
-        return use_model(asked)
+    run = find_run(GPT2, command, world, constants=globals())
+    if uses_model(run.args):
+        return use_run(run)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = load_data(asked)
-    run = open_run(asked, dataset)  # locks its directory, plans steps and batches
+    dataset = load_data(run)
+    open_run(run)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
@@ -68,7 +66,7 @@ def main(argv: list[str] | None = None):
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     identity = identity_of(model, run, **modes)
-    step, samples = checkpoints.resume(run.saved, state, identity)
+    step, samples = checkpoints.resume(run.saved, state)
     log = ddp.begin_log(run, state, identity, step)
     if ddp.is_complete(run, log, step):
         return

@@ -18,11 +18,10 @@ import ddp_utils as ddp
 from cli.errors import UserError
 from cli.flags import Command, flags_of_model, make_parser, parse_flags, uses_model
 from cli.parser import flag_group
-from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
+from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start, use_run
 from cluster.memory import dry_run
 from loggers.levels import show_levels
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
-from weights.use import use_model
 
 # Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
 # 4 times its batch. In all trainers, micro-batch and checkpoint_activations are for GPUs of 80 GB.
@@ -97,18 +96,18 @@ def truncation(args: Namespace) -> tuple[int, int]:
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        flags = settle(command)
-        return dry_run(HRM, flags, bp_steps=truncation(flags.args)[1])
+        args = settle(command)
+        return dry_run(HRM, args, bp_steps=truncation(args)[1])
     world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
-    asked = find_run(HRM, command, world, constants=globals())
-    if uses_model(asked.args):
-        return use_model(asked)
-    low, high = truncation(asked.args)
+    run = find_run(HRM, command, world, constants=globals())
+    if uses_model(run.args):
+        return use_run(run)
+    low, high = truncation(run.args)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = load_data(asked, bp_steps=high)
-    run = open_run(asked, dataset)  # locks its directory, plans steps and batches
+    dataset = load_data(run, bp_steps=high)
+    open_run(run)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     c = model.config
@@ -123,7 +122,7 @@ def main(argv: list[str] | None = None):
                                  VOCAB_LR if fast_vocab else 1.0)
     state = ddp.TrainState(model, optimizers, run)
     identity = identity_of(model, run, **modes, bp_steps=[low, high])
-    step, samples = checkpoints.resume(run.saved, state, identity)
+    step, samples = checkpoints.resume(run.saved, state)
     log = ddp.begin_log(run, state, identity, step)
     if ddp.is_complete(run, log, step):
         return

@@ -19,12 +19,11 @@ import ddp_utils as ddp
 from cli.errors import local_rank
 from cli.flags import Command, make_parser, parse_flags, uses_model
 from cli.parser import flag_group, number
-from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
+from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start, use_run
 from cluster.memory import dry_run
 from cluster.presets import list_presets
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 from prepare.vocabulary import without_surrogates
-from weights.use import use_model
 
 # Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")
@@ -75,17 +74,17 @@ def main(argv: list[str] | None = None):
     if "list_presets" in command.given:
         return list_presets(PRESETS, RECIPES)
     if "dry_run" in command.given:
-        flags = settle(command)
-        return dry_run(MLM, flags, mask_rate=flags.args.mask_rate)
+        args = settle(command)
+        return dry_run(MLM, args, mask_rate=args.mask_rate)
     world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
-    asked = find_run(MLM, command, world, constants=globals())
-    if uses_model(asked.args):
-        return use_model(asked)
+    run = find_run(MLM, command, world, constants=globals())
+    if uses_model(run.args):
+        return use_run(run)
 
     # ------------------------------------------------------- data, what was saved, model, optimizers, log
-    dataset = load_data(asked, mask_rate=asked.args.mask_rate)
-    run = open_run(asked, dataset)  # locks its directory, plans steps and batches
+    dataset = load_data(run, mask_rate=run.args.mask_rate)
+    open_run(run)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     tokenizer = dataset.tokenizer
     model = new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None):
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     identity = identity_of(model, run, **modes)
-    step, samples = checkpoints.resume(run.saved, state, identity)
+    step, samples = checkpoints.resume(run.saved, state)
     log = ddp.begin_log(run, state, identity, step)
     if ddp.is_complete(run, log, step):
         return

@@ -1,4 +1,4 @@
-"""The flags that all trainers share, those of a model's configuration, and what each is to a resumed run."""
+"""The flags that all trainers share, and those of a model's configuration."""
 
 import itertools
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
@@ -39,31 +39,6 @@ def flags_of_model(config_class: type, args) -> dict:
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
-# What a flag is to a run that is resumed:
-ANEW = "of one command or machine, or computed at each start: not kept, and a change is not said"
-PLANNED = "planned anew for the number of processes, unless it is given; a change is said"
-MAY_CHANGE = "as it was, unless it is given; a change is said"
-OF_DATA = "as it was, for the same --data"
-OF_MODEL = "as MAY_CHANGE: a flag of the model that its parameters do not know"
-CHOSEN = "as SHAPE, but a run that starts from trained weights chooses"
-SHAPE = "as it was, or as in the weights to start from; another value is refused, see shape_of"
-MUST_NOT = "as it was; another value is refused, see check_resumable"
-KINDS = {
-    ANEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-          "prompt_file num_samples stop list_presets wanted_batch largest_batch usual_steps usual_warmup",
-    PLANNED: "global_batch batch grad_accum",
-    MAY_CHANGE: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
-                "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every "
-                "keep_last init_from loss condition sample_prompt sample_every max_new_tokens temperature "
-                "top_k top_p bp_steps mask_rate",
-    OF_DATA: "max_tokens max_samples min_words",
-    OF_MODEL: "dropout eval_cycles bp_cycles",
-    CHOSEN: "attention init",
-    SHAPE: "n_layer n_head d_model vocab_size modern ff h_cycles l_cycles inject_input halt window "
-           "global_every",
-    MUST_NOT: "seq_len data loss_on seed size optimizer trainer",
-}
-FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:

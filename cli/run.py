@@ -1,4 +1,25 @@
-"""Which run a command means: its flags, directory, checkpoint, data, batches and model."""
+"""Which run a command means: its flags, directory, checkpoint, data, batches and model.
+
+A resumed run is what it was. Of each flag, the last of these counts that says something: the parser's
+default, the row of the size, what the weights of --init-from want, what the run was saved with, what this
+command gives. The kind of a flag (KINDS) decides the rest:
+
+    kind      a resume that leaves the flag out   a resume that gives another value
+    NEW       has the default                     takes it
+    PLANNED   plans it for its processes          takes it, and says so
+    KEPT      keeps it                            takes it, and says so
+    OF_DATA   keeps it, for the same --data       takes it, and says so
+    OF_USE    keeps it                            takes it, and says so (of the model, but not its shape)
+    CHOSEN    keeps it                            is refused; --init-from takes it
+    SHAPE     keeps it                            is refused, by --init-from, too
+    FIXED     keeps it                            is refused
+
+- A run that was killed before its first checkpoint begins again with the flags that config.json holds.
+- A start that resumes does not read the weights that the run began with.
+- New --data drops the limits and the tokenizer of the old.
+- --resume FILE with --prompt, --export or --eval-only is that file.
+- In training, --resume X into a directory with a later checkpoint of the same branch goes on there.
+"""
 
 import functools
 import json
@@ -17,30 +38,14 @@ from torch import nn
 import ddp_utils
 import monitor
 from cli.errors import HOST, UserError, say
-from cli.flags import (
-    ANEW,
-    CHOSEN,
-    FLAGS,
-    OF_DATA,
-    OF_MODEL,
-    PLANNED,
-    SHARDED,
-    Command,
-    flag_fields,
-    flags_of_model,
-    uses_model,
-)
+from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
 from cluster.memory import before_data
 from data import Dataset, directory_of, plan_batch, row_of, sources_of
 from ddp_utils import (
-    ANOTHER_OUT,
-    BEGUN,
-    Asked,
     Checkpoints,
     Run,
     RunLock,
-    Settled,
     World,
     all_gather,
     assert_family,
@@ -65,16 +70,35 @@ from ddp_utils import (
 from model import num_params, pad_vocab
 from prepare.llm_c import manifest_of_plain_shards
 from prepare.pipeline import locate
-from prepare.vocabulary import tokenizer_id, tokenizer_of_run, without_surrogates
+from prepare.vocabulary import tokenizer_id, without_surrogates
 from weights.init_from import assert_context, gentler, nearest_size, reading_of, trained_model, weights_of
 from weights.sampling import sample_prompt
+from weights.use import use_model
 
 TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
+NEW, PLANNED, KEPT, OF_DATA, OF_USE, CHOSEN, SHAPE, FIXED = (
+    "new", "planned", "kept", "of data", "of use", "chosen", "shape", "fixed")
+KINDS = {
+    NEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
+         "prompt_file num_samples stop list_presets wanted_batch largest_batch",
+    PLANNED: "global_batch batch grad_accum",
+    KEPT: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
+          "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every keep_last "
+          "init_from loss condition sample_prompt sample_every max_new_tokens temperature top_k top_p "
+          "bp_steps mask_rate",
+    OF_DATA: "max_tokens max_samples min_words",
+    OF_USE: "dropout eval_cycles bp_cycles",
+    CHOSEN: "attention init",
+    SHAPE: "n_layer n_head d_model vocab_size modern ff h_cycles l_cycles inject_input halt window "
+           "global_every",
+    FIXED: "seq_len data loss_on seed size optimizer trainer",
+}
+FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 
 def start(command: "Command") -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
-    args = settle(command).args
+    args = settle(command)
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     flags = [*vars(args).items()]
 
@@ -88,17 +112,12 @@ def start(command: "Command") -> World:
     return world
 
 
-def settled(given: dict, saved: dict, weights: dict, row: dict, defaults: dict) -> dict:
-    """The flags of a run. What the command gives wins over what the resumed run had, that over what the
-    weights of --init-from say, that over the row of the size, and that over the defaults.
-    """
-    return defaults | row | weights | saved | given
+def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Namespace:
+    """The flags of the run that a command begins or, if `saved` is its checkpoint, goes on with. `weights` is
+    what is known of those of --init-from. Raises UserError for flags that contradict either.
 
-
-def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Settled:
-    """The flags of the run that a command begins or, if `saved` is its checkpoint or what its config.json
-    says, goes on with. `weights` is what is known of those of --init-from. Raises UserError for flags that
-    contradict either.
+    Also the sequences in batches where the command does not say: `wanted_batch` in a step, `largest_batch` in
+    a micro-batch at most, `eval_batch` in one of --eval-batches.
     """
     given, rows = command.given, command.rows
     record = saved or weights or {"model_config": {}, "settings": {}}
@@ -107,17 +126,18 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     command.parser.check_row(size, row)
     shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
     kept = flags_of_run(saved, command) | shape if saved else {}
-    tuned = {}
-    if "init_from" in given and not saved:
-        tuned = gentler(row) | shape
-    flags = settled(given, kept, tuned, row | {"size": size}, command.defaults)
+    wants = gentler(row) | shape if "init_from" in given and not saved else {}
+    flags = command.defaults | row | {"size": size} | wants | kept | given
     for action in command.parser._actions:
         value = (kept | given).get(action.dest)
         named = action.choices and action.dest not in ("size", "precision")  # which have names beside these
         if named and value not in (None, *action.choices):
             raise UserError(f"{saved['path']} says {action.dest} {value}, which is gone: use "
                             f"{code_trained_with(saved['path'])}, or train again in another --out.")
-    recipe = row | tuned | kept
+    recipe = row | wants | kept
+    flags["wanted_batch"] = recipe["global_batch"]
+    flags["largest_batch"] = recipe.get("largest_batch", recipe["batch"])
+    flags["eval_batch"] = recipe.get("eval_batch", (kept or row)["global_batch"])
     flags |= {name: given.get(name) for name, kind in FLAGS.items() if kind == PLANNED}
     sources = sources_of(flags["data"])
     own_data = saved and flags["data"] == saved["settings"]["data"]  # what the run was trained on
@@ -128,15 +148,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     elif not any(Path(source).is_dir() for source in sources):  # whose ids the weights know
         flags["tokenizer"] = (flags["tokenizer"] or record.get("tokenizer_flag")
                               or record.get("tokenizer_file"))
-    wanted = recipe["global_batch"]
-    usual_batch = wanted if saved else row["global_batch"]
-    of_size = {"usual_steps": recipe.get("steps"), "usual_warmup": flags["warmup"]}
-    before = saved["settings"] if saved else of_size
-    usual_steps = None if "warmup" in given else before.get("usual_steps")
-    if saved and saved.get("begun") and usual_steps:  # the run begins again, perhaps with other steps
-        flags["warmup"] = before["usual_warmup"]
-    return Settled(Namespace(**flags), row, wanted, recipe.get("largest_batch", recipe["batch"]),
-                   recipe.get("eval_batch", usual_batch), usual_steps, before.get("usual_warmup"))
+    return Namespace(**flags)
 
 
 def flags_of_run(saved: dict, command: Command) -> dict:
@@ -144,7 +156,7 @@ def flags_of_run(saved: dict, command: Command) -> dict:
     given, settings = command.given, saved["settings"]
     names = command.defaults.keys() | {"largest_batch", "eval_batch"}
     kept = {name: value for name, value in settings.items()
-            if name in names and (name == "largest_batch" or FLAGS.get(name) != ANEW)}
+            if name in names and (name == "largest_batch" or FLAGS.get(name) != NEW)}
     if given.get("data", settings["data"]) != settings["data"]:
         kept |= {name: None for name, kind in FLAGS.items() if kind == OF_DATA}
     if uses_model(Namespace(**given)) and not given.get("eval_only"):
@@ -158,8 +170,8 @@ def shape_of(command: Command, record: dict, resumed: bool) -> dict:
     """
     known = config_of(command.config_class, record["model_config"], record["path"])
     names = [option.name for option in flag_fields(command.config_class)]
-    free = {name for name in names if FLAGS.get(name) == OF_MODEL}
-    free.add("seq_len")  # rows may be shorter, see check_resumable and find_run
+    free = {name for name in names if FLAGS.get(name) == OF_USE}
+    free.add("seq_len")  # rows may be shorter, see compare_with_saved and find_run
     if not resumed:
         free |= {name for name in names if FLAGS.get(name) == CHOSEN or name not in record["model_config"]}
     shape = {name: getattr(known, name) for name in names if name not in free}
@@ -168,9 +180,6 @@ def shape_of(command: Command, record: dict, resumed: bool) -> dict:
         if asked is None or replace(known, **{name: asked}) == known:
             continue
         flag = f"--{'no-' * (asked is False)}{name.replace('_', '-')}"
-        if record.get("begun"):
-            raise UserError(f"{record['path']}, {BEGUN} {name} {value}, but the flags say {name} {asked}: "
-                            f"leave out {flag}, {ANOTHER_OUT}.")
         raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
                         f"{asked}: leave out {flag}, or start a new run with another --out and without "
                         "--init-from.")
@@ -226,75 +235,73 @@ def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:
     return f"{launcher} {shlex.join(map(str, words))}"
 
 
-def find_run(model_class: type, command: Command, world: World, constants: dict) -> Asked:
+def find_run(model_class: type, command: Command, world: World, constants: dict) -> Run:
     """Finds the run directory and the checkpoint to resume from or to use. All ranks call this.
 
-    A resumed run is what it was: see `settled`. So is one that was killed before its first checkpoint, which
-    begins again. `constants` is the trainer's globals(), of which names in capitals that are numbers, texts
-    or tuples are recorded. Nothing is written or locked. Raises UserError on all ranks.
+    `constants` is the trainer's globals(), of which names in capitals that are numbers, texts or tuples are
+    recorded. Nothing is written or locked. Raises UserError on all ranks.
     """
     trainer = Path(constants.get("__file__", "notebook"))
+
+    def weights_for(args: dict) -> dict | None:
+        if "init_from" not in args:
+            return None
+        weights = weights_of(model_class, args["init_from"], complete=False)
+        return weights | {"size": nearest_size(command.rows, weights)}
+
     weights = missing = None
-    if "init_from" in command.given:
-        try:
-            weights = weights_of(model_class, command.given["init_from"], complete=False)
-            weights["size"] = nearest_size(command.rows, weights)
-        except UserError as error:  # does not matter to a run that has begun
-            missing = error
-    flags = settle(command, weights=weights)
-    out = run_directory(flags.args, trainer.stem)
-    saved = find_checkpoint(out, flags.args, world, model_class.__name__)
-    begun = None if saved else on_rank0(run_without_checkpoint, out, flags.args)
-    record = saved or begun
-    if record:
-        assert_family(record, model_class)
-        flags = settle(command, record)
-    elif missing:
+    try:
+        weights = weights_for(command.given)
+    except UserError as error:  # does not matter to a run that has begun
+        missing = error
+    args = settle(command, weights=weights)
+    out = run_directory(args, trainer.stem)
+    saved = find_checkpoint(out, args, world, model_class.__name__)
+    if not saved and (begun := on_rank0(begun_with, out, args, trainer.name)):
+        command = replace(command, given=begun | command.given)
+        weights = weights_for(command.given)
+        args = settle(command, weights=weights)
+        saved = find_checkpoint(out, args, world, model_class.__name__)  # which it may branch off from
+    elif missing and not saved:
         raise missing
-    elif command.given.keys() == {"out"} and world.is_rank0 and (out / "checkpoints").is_dir():
-        say(f"WARNING: {out} does not say how its run was begun, so this one has the default flags")
-    if flags.args.resume != "auto":  # the checkpoint says what it is of
-        out = run_directory(flags.args, trainer.stem)
-        if saved and (later := later_of_branch(out, saved, flags.args)):
+    if saved:
+        assert_family(saved, model_class)
+        args = settle(command, saved)
+    if args.resume != "auto":  # the checkpoint says what it is of
+        out = run_directory(args, trainer.stem)
+        if saved and (later := later_of_branch(out, saved, args)):
             saved = later
-            flags = settle(command, saved)
-    args = flags.args
+            args = settle(command, saved)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_gloo(args, world)
     if not uses_model(args):
         refuse_together(args, world)
-    if weights and not record:
+    if weights and not saved:
         assert_context(model_class, weights, args.seq_len)
-    began = f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
     constants = {name: value for name, value in constants.items()
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
-    return Asked(model_class, args, flags, world, constants, trainer,
-                 command_line(trainer, world, command.argv), out, saved, begun,
-                 record["settings"].get("began", began) if record else began)
+    began = saved["settings"]["began"] if saved else f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
+    given = {name: value for name, value in command.given.items()
+             if FLAGS.get(name) != NEW or name in ("tokenizer", "resume")}
+    return Run(model_class, world, trainer, command_line(trainer, world, command.argv), constants, args,
+               command.rows.get(args.size, {}), given, out, saved, began)
 
 
-def run_without_checkpoint(out: Path, args: Namespace) -> dict | None:
-    """What config.json says of a run that was killed before its first checkpoint, as a checkpoint would, if
-    there is one. Raises UserError if it branched off, or if something of an earlier run should stay.
+def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
+    """The flags with which this trainer began a run that was killed before its first checkpoint. UserError if
+    something of an earlier run should stay.
     """
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
             way = f", --resume {out / name} to go on from it" if name.endswith(".pt") else ""
             raise UserError(f"{out} has no checkpoint to go on from, but {name}, which should stay: give "
                             f"another --out{way}, or move it away.")
-    if args.resume != "auto":
-        return None
     config = monitor.read_config(out)
-    settings = config.get("settings")
-    if not isinstance(settings, dict) or not {"size", "data", "global_batch", "batch"} <= settings.keys():
-        return None
-    if not {"family", "model_config", "seq_len", "tokenizer"} <= config.keys():
-        return None
-    if (branch := settings.get("resume", "auto")) not in ("auto", "none"):
-        raise UserError(f"{out} branches off from {branch}, and has no checkpoint yet: give --resume "
-                        f"{branch} again, or begin anew there with --resume none.")
-    return config | {"path": str(out), "begun": True} | tokenizer_of_run(out, settings)
+    if args.resume != "auto" or "given" not in config or config["settings"]["trainer"] != trainer:
+        return {}
+    say(f"{out} has no checkpoint yet: beginning again as it was begun, by {config['commands'][-1]}")
+    return config["given"]
 
 
 def refuse_gloo(args: Namespace, world: World):
@@ -346,69 +353,66 @@ def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
     return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
 
 
-def load_data(asked: Asked, **example) -> Dataset:
+def load_data(run: Run, **example) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
-    --max-tokens. `asked.change_data`, a trainer's own function, may then replace its `train`, `val` and
+    --max-tokens. `run.change_data`, a trainer's own function, may then replace its `train`, `val` and
     `masker_class`, for training and --eval-only alike. `example` has what the model's `example` takes more.
     """
-    args = asked.args
+    args = run.args
     refuse_lone_tasks()
-    useful = with_barrier(before_data, asked, example)  # with the vocabulary that --tokenizer will have
+    useful = with_barrier(before_data, run, example)  # with the vocabulary that --tokenizer will have
 
     def read():
-        directories = [located(source, args, useful, asked.world.local_rank)
+        directories = [located(source, args, useful, run.world.local_rank)
                        for source in sources_of(args.data)]
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"),
                           manifest_of_plain_shards)
-        if asked.change_data:
-            asked.change_data(dataset)
+        if run.change_data:
+            run.change_data(dataset)
             dataset.check_sets()
         return dataset
 
-    dataset = with_barrier(read)
+    run.dataset = dataset = with_barrier(read)
     sizes = [shards.rows for shards in (dataset.train, *dataset.val.values())]  # which change_data may change
     assert_same("the data", f"{dataset.fingerprint} {sizes}",
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
 
 
-def open_run(asked: Asked, dataset: Dataset) -> Run:
-    """Locks the run directory, opens its train.log and sets the steps and batches. If a newer checkpoint was
+def open_run(run: Run):
+    """Locks the run directory, opens its train.log and plans the steps and batches. If a newer checkpoint was
     written before the directory was locked, that is taken. Raises UserError on all ranks.
     """
-    args, world, out, flags = Namespace(**vars(asked.args)), asked.world, asked.out, asked.settled
+    args, world, out = run.args, run.world, run.out
     lock = RunLock(out)
     on_rank0(lock.acquire)
-    text = monitor.TrainLog(out / "train.log", world.prefix, world.is_rank0)
-    checkpoints = Checkpoints(out, world, args.keep_last, text.say, lock.lost)
-    saved = checkpoints.load(args.resume, asked.saved)
-    wanted = flags.wanted_batch
-    global_batch, batch, grad_accum = plan_batch(world.world_size, args.global_batch, args.batch,
-                                                 args.grad_accum, wanted, flags.largest_batch)
+    run.text = text = monitor.TrainLog(out / "train.log", world.prefix, world.is_rank0)
+    run.checkpoints = Checkpoints(out, world, args.keep_last, text.say, lock.lost)
+    run.saved = saved = run.checkpoints.load(args.resume, run.saved)
+    wanted = args.wanted_batch
+    run.global_batch, run.batch, run.grad_accum = plan_batch(
+        world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, args.largest_batch)
     if args.batch or args.grad_accum:
-        flags = replace(flags, largest_batch=batch)  # also when the run is resumed
-    if global_batch * args.seq_len > 1e9:
-        raise UserError(f"a step of {global_batch:,} sequences of {args.seq_len} tokens takes hours: lower "
-                        "--global-batch, or --batch and --grad-accum.")
-    if not (args.global_batch or args.batch and args.grad_accum) and global_batch != wanted:
+        args.largest_batch = run.batch  # also when the run is resumed
+    if run.global_batch * args.seq_len > 1e9:
+        raise UserError(f"a step of {run.global_batch:,} sequences of {args.seq_len} tokens takes hours: "
+                        "lower --global-batch, or --batch and --grad-accum.")
+    if not (args.global_batch or args.batch and args.grad_accum) and run.global_batch != wanted:
         text.say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
-                 f"{global_batch}")
-        if abs(global_batch / wanted - 1) > 0.05:
-            text.say(f"WARNING: {global_batch} sequences a step, not {wanted}, may need another --lr: "
+                 f"{run.global_batch}")
+        if abs(run.global_batch / wanted - 1) > 0.05:
+            text.say(f"WARNING: {run.global_batch} sequences a step, not {wanted}, may need another --lr: "
                      "--global-batch chooses another number")
-    steps = args.steps
+    run.steps = args.steps
     if args.epochs:  # a resumed run has done some of them
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
-        left = math.ceil(args.epochs * dataset.train.rows) - samples
-        steps = done + max(0, math.ceil(left / global_batch))
-    usual = flags.usual_steps
-    if usual and steps < usual and args.warmup >= 1 and not saved:
-        of_size, args.warmup = args.warmup, round(args.warmup * steps / usual)
-        text.say(f"warm-up over {args.warmup} of {steps} steps, as over {of_size} of {usual}: --warmup "
+        left = math.ceil(args.epochs * run.dataset.train.rows) - samples
+        run.steps = done + max(0, math.ceil(left / run.global_batch))
+    usual = run.row.get("steps") or 0
+    if not saved and "warmup" not in run.given and run.steps < usual and args.warmup >= 1:
+        of_size, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
+        text.say(f"warm-up over {args.warmup} of {run.steps} steps, as over {of_size} of {usual}: --warmup "
                  "chooses another number")
-    asked = replace(asked, args=args, settled=flags, saved=saved, begun=None if saved else asked.begun)
-    return Run(**vars(asked), dataset=dataset, steps=steps, global_batch=global_batch, batch=batch,
-               grad_accum=grad_accum, checkpoints=checkpoints, text=text)
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -428,7 +432,7 @@ def new_model(run: Run, **config) -> nn.Module:
         sample_prompt(args, dataset)  # raises UserError now, and not after hours
     # the rest of the configuration is that of the checkpoint or of the weights
     changes = {name: value for name, value in vars(config).items()
-               if name in reading_of(config) or FLAGS.get(name) == OF_MODEL}
+               if name in reading_of(config) or FLAGS.get(name) == OF_USE}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
         model = build_model(model_class, config, world, args.strategy, args.comm)
@@ -449,16 +453,50 @@ def identity_of(model: nn.Module, run: Run, **settings) -> dict:
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
     its settings: the flags, the plan, the trainer's constants, and `settings`, with what set_modes returns.
     """
-    args, dataset, flags = run.args, run.dataset, run.settled
+    args, dataset = run.args, run.dataset
     plan = {"steps": run.steps, "global_batch": run.global_batch, "batch": run.batch,
-            "grad_accum": run.grad_accum, "wanted_batch": flags.wanted_batch,
-            "largest_batch": flags.largest_batch, "eval_batch": flags.eval_batch,
-            "usual_steps": flags.usual_steps, "usual_warmup": flags.usual_warmup,
-            "world_size": run.world.world_size, "threads": torch.get_num_threads(),
-            "trainer": run.trainer.name, "began": run.began}
+            "grad_accum": run.grad_accum, "world_size": run.world.world_size,
+            "threads": torch.get_num_threads(), "trainer": run.trainer.name, "began": run.began}
     shape = flags_of_model(run.model_class.Config, model.config)
     settings = vars(args) | run.constants | shape | plan | settings
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
-    return {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
-            "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
-            "loss_on": dataset.loss, "seed": args.seed, "settings": json.loads(text)}
+    now = {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
+           "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
+           "loss_on": dataset.loss, "seed": args.seed, "settings": json.loads(text)}
+    if run.saved:
+        compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say)
+    return now
+
+
+def compare_with_saved(saved: dict, now: dict, branch: bool, say):
+    """Raises UserError if what may not change has changed (for the model's shape, shape_of has done so); says
+    what else has. A `branch` goes on in another directory, where it may have another trainer.
+    """
+    path = saved["path"]
+    before, after = ({"loss_on": run["loss_on"]} | run["settings"] for run in (saved, now))
+    if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # the digests, whatever the names
+        raise UserError(f"{path} cannot be resumed: tokenizer was {saved['tokenizer']}, now "
+                        f"{now['tokenizer']}. Leave it as it was, or start a new run with another --out.")
+    changes = []
+    for name, value in after.items():
+        was = before.get(name, value)
+        same = saved["data"] == now["data"] if name == "data" else was == value
+        fixed = FLAGS.get(name) == FIXED and not (branch and name == "trainer")
+        if not same and (fixed or name == "ema" and not value or name == "init_from" and not was):
+            if name == "data":  # by their names, and the beginning of a digest
+                was, value = f"{was} ({saved['data'][:12]})", f"{value} ({now['data'][:12]})"
+            way = f"; --resume {path} branches off" * (name == "trainer")
+            raise UserError(f"{path} cannot be resumed: {name} was {was}, now {value}. Leave it as it was, "
+                            f"or start a new run with another --out (--init-from {path} starts it from these "
+                            f"weights{way}).")
+        if was != value and FLAGS.get(name) != NEW:
+            changes.append(f"resuming with {name} {value} (was {was})")
+    for text in changes:
+        say(text)
+
+
+def use_run(run: Run):
+    """Uses a run instead of training it: --eval-only, --export, --prompt, --prompt-file, --chat, --fill."""
+    if run.args.eval_only:
+        load_data(run)
+    use_model(run)

@@ -150,39 +150,38 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def before_data(asked, example: dict) -> int:
+def before_data(run, example: dict) -> int:
     """How many tokens of a source on the hub are worth preparing: 20 for each parameter of the model. Before
     they are prepared for training on GPUs, warns if that does not fit; UserError if it is far from it.
-    `asked` and `flags` below are ddp_utils.Asked and Settled.
+    `run` is a ddp_utils.Run.
     """
-    args, world = asked.args, asked.world
+    args, world = run.args, run.world
     unasked = args.eval_only or any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
     if world.is_rank0 and world.device.type == "cuda" and not unasked:
         said = []
         with contextlib.suppress(TypeError):  # of an `example` with arguments of its own
-            share = dry_run(asked.model_class, asked.settled, said.append, **example)
+            share = dry_run(run.model_class, args, said.append, **example)
             torch.compiler.reset()  # what was compiled for counting is not what will run
             text = f"a process needs {share:.0%} of its memory, see --dry-run: {said[-1]}"
             if share > 1.3:
                 raise UserError(text)
             if share > USABLE["cuda"]:
                 say(f"WARNING: {text}")
-    return 20 * num_params(empty_model(asked.model_class, args))
+    return 20 * num_params(empty_model(run.model_class, args))
 
 
-def dry_run(model_class: type, flags, say=print, **example) -> float:
+def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     """--dry-run: says the memory that each process would need with each strategy, and whether it fits.
     Returns the part that --strategy needs.
     """
     if from_launcher("RANK") > 0:
         return 0
-    args = flags.args
     if args.dry_run is not None and args.out and list_checkpoints(args.out):
         raise UserError(f"--dry-run does not read the run in {args.out}: give its flags, without --out.")
     gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
     processes, gigabytes = machine(args.dry_run, gpus)
-    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, flags.wanted_batch,
-                             flags.largest_batch)
+    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch,
+                             args.largest_batch)
     model = empty_model(model_class, args)
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))

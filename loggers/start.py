@@ -45,7 +45,7 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
     model = state.model
     c = model.config
     blocks = blocks_of(model)
-    row = run.settled.row
+    row = run.row
     usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
     shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items()
              if value != getattr(usual, name) or name == "attention"]  # which the data may choose

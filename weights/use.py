@@ -19,9 +19,8 @@ from torch import nn
 
 import monitor
 from cli.errors import FAULTS, NotNow, RunError, UserError, first_line, say
-from cli.run import load_data
 from ddp_utils import (
-    Asked,
+    Run,
     StopVote,
     World,
     apply_modes,
@@ -86,7 +85,7 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
     return model.eval(), load_tokenizer(str(path.parent.parent))
 
 
-def use_model(run: Asked):
+def use_model(run: Run):
     """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
     --resume.
     """
@@ -112,7 +111,7 @@ def use_model(run: Asked):
         use_on_rank0(model, run)
 
 
-def use_on_rank0(model: nn.Module, run: Asked):
+def use_on_rank0(model: nn.Module, run: Run):
     """All that use_model does, but for --eval-only."""
     args, world, saved = run.args, run.world, run.saved
     if not world.is_rank0:
@@ -263,14 +262,13 @@ def print_pieces(pieces):
     print()
 
 
-def evaluate_only(model: nn.Module, asked: Asked):
-    """Evaluates the model of a checkpoint on the validation sets of --data, beside a training, too: takes no
-    lock and writes nothing into the run. Prints the results as a line, and as JSON for a script. Every rank
-    calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
+def evaluate_only(model: nn.Module, run: Run):
+    """Evaluates the model of a checkpoint on the validation sets of `run.dataset`. Takes no lock and writes
+    nothing into the run, so it can be called beside a training. Prints the results as a line, and as JSON for
+    a script. Every rank calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
     were compiled or attention was FlashAttention 4.
     """
-    args, world, saved = asked.args, asked.world, asked.saved
-    dataset = load_data(asked)
+    args, world, saved, dataset = run.args, run.world, run.saved, run.dataset
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
         split = would_split(dataset.manifest)
@@ -281,8 +279,7 @@ def evaluate_only(model: nn.Module, asked: Asked):
         rate = saved["settings"].get("EVAL_RATE", 0.15)
         masker = dataset.masker_class(dataset.tokenizer, args.seq_len, rate, 0)
     state = SimpleNamespace(model=model, world=world, averaged_weights=nullcontext)
-    batch = args.batch or saved["settings"]["batch"]
-    run = SimpleNamespace(**vars(asked), dataset=dataset, batch=batch)
+    run.batch = args.batch or saved["settings"]["batch"]
     found = evaluate(state, run, StopVote(world), masker)
     if found is None:  # a signal has cut it short
         raise KeyboardInterrupt
