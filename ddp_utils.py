@@ -648,7 +648,7 @@ def assert_family(saved: dict, model_class: type):
 
 def set_modes(model: nn.Module, run: Run) -> dict:
     """Applies --precision, --checkpoint-activations, --compile and --fast to the model in training. Returns
-    what became of them, for identity_of.
+    what became of them, for metadata.
     """
     if compiles(run.args.compile, run.world.device):
         run.say("compiling: the first step takes minutes")
@@ -1515,12 +1515,12 @@ def wait_for_writing():
 # Around a step
 
 
-def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor.RunLog:
+def begin_log(run: Run, state: TrainState, meta: dict, step: int) -> monitor.RunLog:
     """Opens the log after `step` steps, writes the files of the run directory and prints the plan."""
     if launched:  # until StopVote, see warm_up
         signal.signal(signal.SIGINT, leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
-    settings = identity["settings"]
+    settings = meta["settings"]
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
     records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
@@ -1544,7 +1544,7 @@ def begin_log(run: Run, state: TrainState, identity: dict, step: int) -> monitor
             say_changes(run, functools.partial(run.text.say, on_screen=False))
         files = files_to_keep(run)
         more = commits_and_counts(run, log.mfu)
-        log.begin(step, files | run_files(run, identity | more))
+        log.begin(step, files | run_files(run, meta | more))
 
     on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
@@ -1588,7 +1588,7 @@ def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
     return complete
 
 
-def run_files(run: Run, identity: dict) -> dict[str, str]:
+def run_files(run: Run, meta: dict) -> dict[str, str]:
     """What rank 0 writes into the run directory: config.json, with the commands of all starts so far, and
     tokenizer.json.
     """
@@ -1596,7 +1596,7 @@ def run_files(run: Run, identity: dict) -> dict[str, str]:
     commands = [*commands] if isinstance(commands, list) else []
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
-    config = json.dumps(identity | {"commands": commands, "given": run.given}, indent=2, default=str,
+    config = json.dumps(meta | {"commands": commands, "given": run.given}, indent=2, default=str,
                         ensure_ascii=False)
     return {"config.json": without_surrogates(config), "tokenizer.json": run.dataset.tokenizer.to_json()}
 

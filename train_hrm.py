@@ -18,7 +18,7 @@ import ddp_utils as ddp
 from cli.errors import UserError
 from cli.flags import Command, flags_of_model, make_parser, parse_flags, uses_model
 from cli.parser import flag_group
-from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start, use_run
+from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
 from cluster.memory import dry_run
 from loggers.levels import show_levels
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
@@ -121,9 +121,9 @@ def main(argv: list[str] | None = None):
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = ddp.TrainState(model, optimizers, run)
-    identity = identity_of(model, run, **modes, bp_steps=[low, high])
+    meta = metadata(model, run, **modes, bp_steps=[low, high])
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.begin_log(run, state, identity, step)
+    log = ddp.begin_log(run, state, meta, step)
     if ddp.is_complete(run, log, step):
         return
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None):
             ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if due.saving and (state.updated or due.stopping or due.done):
-            checkpoints.save(step, state, identity | metrics.position())
+            checkpoints.save(step, state, meta | metrics.position())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step

@@ -19,7 +19,7 @@ import ddp_utils as ddp
 from cli.errors import local_rank
 from cli.flags import Command, make_parser, parse_flags, uses_model
 from cli.parser import flag_group, number
-from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start, use_run
+from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
 from cluster.memory import dry_run
 from cluster.presets import list_presets
 from model import MLM, MLMConfig, learning_rate, make_optimizers
@@ -92,9 +92,9 @@ def main(argv: list[str] | None = None):
     modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
-    identity = identity_of(model, run, **modes)
+    meta = metadata(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.begin_log(run, state, identity, step)
+    log = ddp.begin_log(run, state, meta, step)
     if ddp.is_complete(run, log, step):
         return
     state.warm_up(example)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None):
             ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if due.saving and (state.updated or due.stopping or due.done):
-            checkpoints.save(step, state, identity | metrics.position())
+            checkpoints.save(step, state, meta | metrics.position())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop, eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step

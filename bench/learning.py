@@ -65,7 +65,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
         raise UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it "
                              "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
-    parsed = settle(trainer.parse_args([*flags, *args.flags, "--data", args.data])).args
+    parsed = settle(trainer.parse_args([*flags, *args.flags, "--data", args.data]))
     ids = memory.expected_ids(parsed.data, parsed.tokenizer)
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),

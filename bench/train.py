@@ -146,7 +146,7 @@ def ours(args, row, device):
     command = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    run = SimpleNamespace(args=settle(command).args, world=world, say=print, saved=None)
+    run = SimpleNamespace(args=settle(command), world=world, say=print, saved=None)
     ddp_utils.set_modes(model, run)
     if args.wrap_fa4 and current_flash_attention_impl() != "FA4":
         raise RuntimeError("FlashAttention 4 was refused here: --verbose shows why")
@@ -168,7 +168,7 @@ def ours(args, row, device):
 
     example = {"gpt2": {}, "hrm": {"bp_steps": BP_STEPS}, "mlm": {"mask_rate": MASK_RATE}}[args.model]
     flops = flops_per_token(model_class, model.config, **example)
-    return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops,
+    return step, {"precision": str(ddp_utils.compute_dtype).removeprefix("torch."), "flops": flops,
                   "wrapped": args.wrap_fa4}
 
 

@@ -289,8 +289,8 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
 
 
 def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
-    """The flags with which this trainer began a run that was killed before its first checkpoint. UserError if
-    something of an earlier run should stay.
+    """The flags with which a run began that was killed before its first checkpoint. Raises UserError if another
+    trainer began it, or if something of an earlier run should stay.
     """
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
@@ -298,9 +298,12 @@ def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
             raise UserError(f"{out} has no checkpoint to go on from, but {name}, which should stay: give "
                             f"another --out{way}, or move it away.")
     config = monitor.read_config(out)
-    if args.resume != "auto" or "given" not in config or config["settings"]["trainer"] != trainer:
+    if args.resume != "auto" or "given" not in config:
         return {}
-    say(f"{out} has no checkpoint yet: beginning again as it was begun, by {config['commands'][-1]}")
+    if config["settings"]["trainer"] != trainer:
+        raise UserError(f"{config['settings']['trainer']} has begun a run in {out}: give another --out, or begin "
+                        "there with --resume none.")
+    say(f"{out} has no checkpoint yet: beginning again with the flags that it was begun with")
     return config["given"]
 
 
@@ -449,7 +452,7 @@ def new_model(run: Run, **config) -> nn.Module:
     return model
 
 
-def identity_of(model: nn.Module, run: Run, **settings) -> dict:
+def metadata(model: nn.Module, run: Run, **settings) -> dict:
     """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
     its settings: the flags, the plan, the trainer's constants, and `settings`, with what set_modes returns.
     """

@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cli.flags import Command, make_parser, parse_flags, uses_model
-from cli.run import find_run, identity_of, load_data, new_model, open_run, settle, start
-
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a copy beside model.py needs no such line
 import data
 import ddp_utils as ddp
-from cli.flags import flag
+from cli.flags import Command, flag, make_parser, parse_flags, uses_model
+from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
+from cluster.memory import dry_run
 from model import Block, CausalConfig, CausalLM, Linear, learning_rate, make_optimizers, rms_norm
-from weights import use
 from weights.sampling import KVCache
 
 
@@ -94,22 +92,21 @@ def parse_args(argv=None) -> Command:
 def main(argv=None) -> None:
     command = parse_args(argv)
     if "dry_run" in command.given:
-        from cluster.memory import dry_run
         return dry_run(Recurrent, settle(command))
     world = start(command)
-    asked = find_run(Recurrent, command, world, constants=globals())
-    if uses_model(asked.args):
-        return use.use_model(asked)
-    dataset = load_data(asked)
-    run = open_run(asked, dataset)
+    run = find_run(Recurrent, command, world, constants=globals())
+    if uses_model(run.args):
+        return use_run(run)
+    dataset = load_data(run)
+    open_run(run)
     args, checkpoints = run.args, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
     example = model.example(run.batch, world.device)
     modes = ddp.set_modes(model, run)
     state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
-    identity = identity_of(model, run, **modes)
-    step, samples = checkpoints.resume(run.saved, state, identity)
-    log = ddp.begin_log(run, state, identity, step)
+    meta = metadata(model, run, **modes)
+    step, samples = checkpoints.resume(run.saved, state)
+    log = ddp.begin_log(run, state, meta, step)
     state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
@@ -118,7 +115,7 @@ def main(argv=None) -> None:
     while True:
         due = ddp.due_after(step, run, log, stop)
         if due.saving:
-            checkpoints.save(step, state, identity | metrics.position())
+            checkpoints.save(step, state, meta | metrics.position())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop)
             if found is None:

@@ -10,7 +10,7 @@ from model import make_optimizers
 
 def flags_of(trainer, argv: list[str]):
     """All flags of a new run of a trainer."""
-    return cli.run.settle(trainer.parse_args(argv)).args
+    return cli.run.settle(trainer.parse_args(argv))
 
 
 def run_of(world, **changes) -> SimpleNamespace:

@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT
 
 import cli.run
-import ddp_utils
 import train_gpt2
 from cli.errors import UserError
 from prepare.pipeline import locate, prepare
@@ -107,22 +106,20 @@ def test_a_source_that_is_elsewhere(folder):
 
 def record(data: str, digest: str, tokenizer: str = "bytes (e74c5e34ccc0)") -> dict:
     settings = {"data": data, "init_from": None, "trainer": "train_gpt2.py"}
-    return {"path": "run/step.pt", "settings": settings, "data": digest * 64, "ema": 0,
+    return {"path": "run/step.pt", "settings": settings, "data": digest * 64, "loss_on": "all",
             "tokenizer": tokenizer}
 
 
 def test_other_data_are_named_and_another_tokenizer_is_not_sent_in_a_circle():
-    def sentence(now: dict, **begun) -> str:
+    def sentence(now: dict) -> str:
         with pytest.raises(UserError) as problem:
-            ddp_utils.check_resumable(record("text:a.txt", "1") | begun, now, False, print)
+            cli.run.compare_with_saved(record("text:a.txt", "1"), now, False, print)
         return str(problem.value)
 
     other = record("text:b.txt", "2")
     text = sentence(other)
     assert "data was text:a.txt (111111111111), now text:b.txt (222222222222). Leave" in text
     assert "--init-from run/step.pt starts it from these weights" in text
-    words = "data text:a.txt (111111111111), now text:b.txt (222222222222): leave it as it was"
-    assert words in sentence(other, begun=True)
     text = sentence(record("text:a.txt", "2", "gpt2 (ce2c7b368254)"))
     assert text.endswith("Leave it as it was, or start a new run with another --out."), text
 
@@ -133,10 +130,9 @@ def test_the_flag_that_was_given_is_the_one_to_leave_out(given, flag):
     command.given |= given
     config = {"vocab_size": 257, "padded_vocab": 320, "seq_len": 64, "n_layer": 2, "n_head": 2, "d_model": 32,
               "modern": True}
-    for begun in (False, True):
-        run = {"path": "run", "model_config": config, "settings": {}, "begun": begun}
-        with pytest.raises(UserError, match=f"leave out {flag}, "):
-            cli.run.shape_of(command, run, True)
+    run = {"path": "run", "model_config": config, "settings": {}}
+    with pytest.raises(UserError, match=f"leave out {flag}, "):
+        cli.run.shape_of(command, run, True)
 
 
 def test_modes_are_flags_of_a_trainer():

@@ -354,9 +354,7 @@ def test_the_best_after_a_damaged_checkpoint_is_that_which_was_taken(tmp_path, w
     list_checkpoints(tmp_path)[0].write_bytes(b"damaged")
     checkpoints = Checkpoints(tmp_path, world, 3, print)
     saved = checkpoints.load("auto")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
-        assert checkpoints.resume(saved, state, {}) == (1, 7)
+    assert checkpoints.resume(saved, state) == (1, 7)
     checkpoints.mark_best(1)
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 1
@@ -739,7 +737,7 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
                 "eval_batches": 0, "eval_batch": 16, "warmup": 30}
     dataset = SimpleNamespace(train=train, val={}, short={}, manifest={}, name="mine", loss=loss)
     log = SimpleNamespace(settings=settings, val_tokens=0, entropy=3.0)
-    run = SimpleNamespace(world=world, dataset=dataset, say=said.append, settled=SimpleNamespace(row={}),
+    run = SimpleNamespace(world=world, dataset=dataset, say=said.append, row={},
                           steps=300, global_batch=16, batch=8, grad_accum=2)
     say_plan(run, make_state(world), log, Counter(["a GPU"]), True)
     assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
@@ -755,9 +753,7 @@ def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, wor
     old = [{"step": step, "val_loss": 0.5} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
     checkpoints = Checkpoints(tmp_path, world, 9, print)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
-        checkpoints.resume(checkpoints.load("auto"), state, {})
+    checkpoints.resume(checkpoints.load("auto"), state)
     assert checkpoints.files.keys() == {1}  # so the log does not compare with 0.5
     for step in (2, 3):
         checkpoints.save(step, state, META | {"samples": step})
@@ -780,9 +776,7 @@ def test_a_best_that_was_not_linked_is_linked_on_a_resume(tmp_path, world, logge
     (tmp_path / "metrics.jsonl").write_text("".join(
         json.dumps(record) + "\n" for record in log if record["step"] in logged))
     checkpoints = Checkpoints(tmp_path, world, 9, print)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
-        checkpoints.resume(checkpoints.load("auto"), state, {})
+    checkpoints.resume(checkpoints.load("auto"), state)
     checkpoints.close()
     assert os.path.samefile(tmp_path / "checkpoints" / "best.pt", second if 1 in logged else first)
 
@@ -794,9 +788,7 @@ def test_a_resume_links_the_best_whose_file_exists(tmp_path, world):
     (tmp_path / "metrics.jsonl").write_text("".join(
         json.dumps({"step": step, "val_loss": loss}) + "\n" for step, loss in ((1, 4.0), (2, 3.0), (3, 2.0))))
     checkpoints = Checkpoints(tmp_path, world, 9, print)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp_utils, "check_resumable", lambda *_: None)
-        assert checkpoints.resume(checkpoints.load("auto"), state, {})[0] == 4
+    assert checkpoints.resume(checkpoints.load("auto"), state)[0] == 4
     checkpoints.close()
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 2
     assert checkpoints.files.keys() == {1, 2, 4}
@@ -836,7 +828,7 @@ def test_changed_flags_are_named_on_resume():
     said = []
     saved = identity()
     saved["settings"] |= {"lr": 2.0}
-    ddp_utils.check_resumable(saved, identity(), False, said.append)
+    cli.run.compare_with_saved(saved, identity(), False, said.append)
     assert said == ["resuming with lr 1.0 (was 2.0)"]
-    ddp_utils.check_resumable(identity(), identity(), False, said.append)
+    cli.run.compare_with_saved(identity(), identity(), False, said.append)
     assert len(said) == 1

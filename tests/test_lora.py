@@ -72,11 +72,11 @@ def test_thin_matrices_learn_and_are_merged(name, ranks, changes, bases, shards,
 
     module = module_of(trainer.script)
     ours, _ = load_run(module.LoRA, tmp_path / "whole", precision="fp32")
-    asked = SimpleNamespace(saved={"tensors": {group: dict(named) for group, named in saved.items()}})
-    module.merge(asked)
-    assert asked.model_class is CLASSES[name] and asked.saved["tensors"]["model"].keys() == plain.keys()
-    merged = asked.model_class(ours.config).eval()
-    merged.load_state_dict(asked.saved["tensors"]["model"])
+    run = SimpleNamespace(saved={"tensors": {group: dict(named) for group, named in saved.items()}})
+    module.merge(run)
+    assert run.model_class is CLASSES[name] and run.saved["tensors"]["model"].keys() == plain.keys()
+    merged = run.model_class(ours.config).eval()
+    merged.load_state_dict(run.saved["tensors"]["model"])
     idx = torch.randint(0, 256, (2, SMALL["seq_len"]), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert (merged(idx) - ours(idx)).abs().max() < 1e-4
@@ -116,6 +116,6 @@ def test_an_export_is_merged_and_other_uses_need_no_merging(name, kind, bases, s
 
     path = Path(trainer.script)
     unmerged = path.with_name(f"train_unmerged_{name}.py")
-    unmerged.write_text(path.read_text().replace("    merge(asked)\n", "    pass\n"))
+    unmerged.write_text(path.read_text().replace("    merge(run)\n", "    pass\n"))
     refused = Trainer(str(unmerged)).here("--out", out, "--export", kind)
     assert refused.code == 2 and "LoRA" in refused.out, refused.out

@@ -1,4 +1,4 @@
-"""What a trainer of one's own reads and averages, as docs/changing.md says it: `asked.change_data`, through
+"""What a trainer of one's own reads and averages, as docs/changing.md says it: `run.change_data`, through
 which training and --eval-only get rows, validation sets and masker; an average in the place of `state.ema`.
 """
 
@@ -25,9 +25,9 @@ from prepare.pipeline import prepare
 from weights.sampling import first_pair
 
 GUIDE = (ROOT / "docs" / "changing.md").read_text()
-DATA = "dataset = load_data(asked)"
+DATA = "dataset = load_data(run)"
 TOP = "BETAS = "
-ASK = "asked.change_data = change_data"
+ASK = "run.change_data = change_data"
 FULL = pytest.mark.full
 
 

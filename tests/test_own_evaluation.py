@@ -72,8 +72,8 @@ METRIC = """def metric(model, x, y):
     spaces = y == 32
     rows = (y >= 0).any(1)  # without those that fill the last batch
     return {"spaces": (right[spaces].sum(), spaces.sum()), "rows": (x[rows, 0].sum(), 2.0 * rows.sum())}
-asked.metric = metric"""
-USE = "if uses_model(asked.args):"
+run.metric = metric"""
+USE = "if uses_model(run.args):"
 MARK = "if log.evaluation("
 # draws while it is evaluated, as a model with a generator in it does
 DRAWS = """class GPT2(GPT2):
@@ -130,7 +130,7 @@ def test_an_evaluation_makes_no_graph(ranks, strategy, shards, tmp_path):
 def metric(model, x, y):
     assert not torch.is_grad_enabled(), "it would keep a graph"
     return {"rows": (len(x), 1)}
-asked.metric = metric"""
+run.metric = metric"""
     trainer = changed(tmp_path / "train_no_graph.py", (metric, USE))
     done = ranks_of(trainer, ranks)(shards, tmp_path / "run", strategy=strategy)
     assert done.code == 0 and "val_rows" in evaluations_of(tmp_path / "run")[-1], done.out

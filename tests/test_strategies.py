@@ -250,10 +250,9 @@ def test_dry_run_leaves_more_room_on_a_cpu():
     assert fit == [True, False]
 
 
-def asked_of(*flags: str, device: str = "cuda") -> SimpleNamespace:
-    settled = settle(train_gpt2.parse_args([*flags]))
+def run_of(*flags: str, device: str = "cuda") -> SimpleNamespace:
     world = SimpleNamespace(is_rank0=True, device=torch.device(device))
-    return SimpleNamespace(args=settled.args, settled=settled, model_class=GPT2, world=world)
+    return SimpleNamespace(args=settle(train_gpt2.parse_args([*flags])), model_class=GPT2, world=world)
 
 
 def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus, capsys):
@@ -264,11 +263,11 @@ def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus,
 
     def ask(gigabytes: float, device: str = "cuda") -> str:
         monkeypatch.setattr(memory, "machine", lambda *_: (1, gigabytes))
-        memory.before_data(asked_of(*flags, device=device), {})
+        memory.before_data(run_of(*flags, device=device), {})
         return capsys.readouterr().out
 
     monkeypatch.setattr(memory, "machine", lambda *_: (1, 100))
-    needed = memory.dry_run(GPT2, asked_of(*flags).settled) * 100
+    needed = memory.dry_run(GPT2, run_of(*flags).args) * 100
     assert capsys.readouterr().out.endswith("fits.\n") and 1 < needed < 80
     assert not ask(2 * needed)
     warned = ask(needed / 1.2)
@@ -293,16 +292,16 @@ def test_a_model_with_an_example_of_its_own_is_not_asked(monkeypatch, tmp_path):
             raise AssertionError
 
     monkeypatch.chdir(tmp_path)
-    asked = asked_of("--data", "text:any", "--tokenizer", "bytes")
-    asked.model_class = Own
-    assert memory.before_data(asked, {}) > 0
+    run = run_of("--data", "text:any", "--tokenizer", "bytes")
+    run.model_class = Own
+    assert memory.before_data(run, {}) > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full),
                                   pytest.param("mlm", marks=pytest.mark.full)])
 def test_a_trainer_asks_before_it_prepares(name, monkeypatch, tmp_path, corpus):
-    def refuse(asked, example):
-        inputs = memory.empty_model(asked.model_class, asked.args).example(2, "meta", **example)
+    def refuse(run, example):
+        inputs = memory.empty_model(run.model_class, run.args).example(2, "meta", **example)
         raise UserError(f"asked of {len(inputs)} inputs")
 
     monkeypatch.setattr(memory, "before_data", refuse)

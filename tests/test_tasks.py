@@ -135,9 +135,7 @@ AS_BEFORE = "--eval-every 200 --save-every 200 --max-tokens 2500000".split()
 
 def plan_of(*flags: str) -> dict:
     """All flags of a run, and what stands behind its batches."""
-    settled = vars(cli.run.settle(train_hrm.parse_args([*flags])))
-    del settled["row"]
-    return vars(settled.pop("args")) | settled
+    return vars(cli.run.settle(train_hrm.parse_args([*flags])))
 
 
 def test_flags_give_puzzle_as_it_was(monkeypatch):

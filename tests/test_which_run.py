@@ -27,14 +27,14 @@ import cli.parser
 import cli.run
 import data
 import ddp_utils
-import model
 import monitor
 import train_gpt2
 import train_hrm
 import train_mlm
 from cli.errors import UserError
-from cli.flags import FLAGS, flag, make_parser, parse_flags
+from cli.flags import flag, make_parser, parse_flags
 from cli.parser import flag_group, parse_count
+from cli.run import FLAGS
 from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2Config
 from prepare import command as prepare_command
@@ -614,7 +614,7 @@ def test_processors_that_differ_resume_with_the_precision_of_the_run(tmp_path, s
 
 
 def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
-    """It has the flags of its own command, says so, and both commands are kept as they were typed."""
+    """It begins again, says so, and both commands are kept as they were typed."""
     out = tmp_path / "run"
     prompt = 'say "\u00e9" or don\'t'
     group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS | {"save_every": 1_000_000}),
@@ -623,11 +623,11 @@ def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
     group.kill()
     assert not list_checkpoints(out)
     done = GPT2.fork(0, shards, out, steps=2)
-    assert done.code == 0 and "WARNING: there is no checkpoint here, so the run starts from" in done.out
+    assert done.code == 0 and "has no checkpoint yet: beginning again with the flags" in done.out
     text = (out / "config.json").read_text(encoding="utf-8")
     first, second = json.loads(text)["commands"]
     assert shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
-    assert shlex.split(second)[0] == "python" and first.split(" --sample-prompt")[0] in done.out
+    assert shlex.split(second)[0] == "python"
 
 
 def killed_before_a_checkpoint(run, out):
@@ -639,27 +639,20 @@ def killed_before_a_checkpoint(run, out):
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ranks, monkeypatch):
-    """With --out alone, with the bits of before; what contradicts it is refused by name, and has ways on."""
+    """With --out alone, with the bits of before; a flag that is given counts."""
     monkeypatch.chdir(tmp_path)
     whole, out = tmp_path / "whole", tmp_path / "run"
     assert GPT2.fork(ranks, shards, whole, steps=4, lr=2e-3).code == 0
     killed_before_a_checkpoint(whole, out)
-    for flags, words in ((("--seed", "1"), "was begun with seed 0, now 1: leave it as it was"),
-                         (("--n-layer", "2"), "was begun with n_layer 1, but the flags say n_layer 2")):
-        before = (out / "metrics.jsonl").read_bytes()
-        refused = fork(ranks, GPT2.script, "--out", out, *flags)
-        assert refused.code == 2 and words in refused.out, refused.out
-        assert (out / "metrics.jsonl").read_bytes() == before
     other = fork(ranks, "train_hrm.py", "--out", out)
-    assert other.code == 2 and "begun with a model of the family GPT2, not HRM" in other.out, other.out
+    assert other.code == 2 and "train_gpt2.py has begun a run in" in other.out, other.out
     again = fork(ranks, GPT2.script, "--out", out)
-    assert again.code == 0 and "starts from scratch, as it was begun: " in again.out, again.out
-    assert "again with" not in again.out, again.out
+    assert again.code == 0 and "beginning again with the flags that it was begun with" in again.out, again.out
     assert_same_run(whole, out)
     other = tmp_path / "other"
     killed_before_a_checkpoint(whole, other)
     longer = fork(ranks, GPT2.script, "--out", other, "--steps", "5")
-    assert longer.code == 0 and "beginning again with steps 5 (was 4)" in longer.out, longer.out
+    assert longer.code == 0 and steps_of(other)[-1]["step"] == 5, longer.out
     with pytest.raises(AssertionError):
         assert_same_run(whole, other)
     anew = tmp_path / "anew"
@@ -669,34 +662,29 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ran
     assert json.loads((anew / "config.json").read_text())["settings"]["seed"] == 1
 
 
-def test_a_run_that_was_killed_as_it_began_is_said_to_be_forgotten(tmp_path, world, capsys):
-    """With --out alone. Other flags say themselves what begins."""
-    (tmp_path / "checkpoints").mkdir()
-    for flags, said in (([], True), (["--steps", "5"], False)):
-        command = train_gpt2.parse_args(["--out", str(tmp_path), *flags])
-        cli.run.find_run(model.GPT2, command, world, vars(train_gpt2))
-        assert ("does not say how its run was begun" in capsys.readouterr().out) == said
+def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, shards, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base, branch, out = tmp_path / "base", tmp_path / "branch", tmp_path / "run"
+    assert GPT2.fork(0, shards, base, steps=4).code == 0
+    assert GPT2.fork(0, shards, branch, steps=6, resume=base).code == 0
+    killed_before_a_checkpoint(branch, out)
+    again = fork(0, GPT2.script, "--out", out)
+    assert again.code == 0 and "resuming after step 4" in again.out, again.out
+    assert_same_run(branch, out)
 
 
 def test_what_is_no_record_of_a_run_is_none(tmp_path):
     """A damaged config.json names no run; an export or a best.pt that is left has to stay."""
     args = Namespace(resume="auto")
-    (tmp_path / "checkpoints").mkdir()
-    config = {"family": "GPT2", "model_config": {}, "seq_len": 8, "tokenizer": "bytes",
-              "settings": {"size": "tiny", "data": "d", "global_batch": 1, "batch": 1}}
-    lacking = config | {"settings": {"size": "tiny"}}
-    for text in ("", "{}", "[1]", json.dumps(lacking), json.dumps(config)):
+    config = {"settings": {"trainer": "train_gpt2.py"}, "given": {"lr": 0.5}}
+    for text in ("", "{}", "[1]", json.dumps(config)):
         (tmp_path / "config.json").write_text(text)
-        found = cli.run.run_without_checkpoint(tmp_path, args)
-        assert bool(found) == (text == json.dumps(config)), text
-    assert cli.run.run_without_checkpoint(tmp_path, Namespace(resume="none")) is None
-    branch = config | {"settings": config["settings"] | {"resume": "runs/base"}}
-    (tmp_path / "config.json").write_text(json.dumps(branch))
-    with pytest.raises(UserError, match="branches off from runs/base, and has no checkpoint yet: give"):
-        cli.run.run_without_checkpoint(tmp_path, args)
+        found = cli.run.begun_with(tmp_path, args, "train_gpt2.py")
+        assert found == ({"lr": 0.5} if text == json.dumps(config) else {}), text
+    assert cli.run.begun_with(tmp_path, Namespace(resume="none"), "train_gpt2.py") == {}
     (tmp_path / "hf").mkdir()
     with pytest.raises(UserError, match="to go on from, but hf, which should stay: give another --out"):
-        cli.run.run_without_checkpoint(tmp_path, args)
+        cli.run.begun_with(tmp_path, args, "train_gpt2.py")
 
 
 # ---------------------------------------------------------------------------------------- the table of flags
@@ -711,17 +699,12 @@ def test_the_table_says_of_each_flag_what_it_is_to_a_run(module):
     assert {action.dest for action in command.parser._actions} - FLAGS.keys() == {"help", "smooth"}
 
 
-def test_what_wins():
-    layers = [dict.fromkeys("abcde"[:n], n) for n in (5, 4, 3, 2, 1)]
-    assert cli.run.settled(*reversed(layers)) == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
-
-
 def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     """A copy of GPT-2 may have a --window that is no shape, and a model a top_k that is one."""
-    said, now = [], {"model_config": {}, "tokenizer": "bytes",
+    said, now = [], {"model_config": {}, "tokenizer": "bytes", "data": "d", "loss_on": "all",
                      "settings": {"window": 5, "ema": 0.0, "init_from": None}}
     before = now | {"path": "run", "step": 1, "settings": now["settings"] | {"window": 3}}
-    ddp_utils.check_resumable(before, now, False, said.append)
+    cli.run.compare_with_saved(before, now, False, said.append)
     assert said == ["resuming with window 5 (was 3)"]
 
     @dataclass
@@ -741,22 +724,8 @@ def test_defaults_of_a_parser_are_not_given():
     parser.add_argument("--every", type=parse_count, default="2k")
     parser.set_defaults(lr=1.0)
     command = parse_flags(parser, GPT2Config, train_gpt2.SIZES, [])
-    args = cli.run.settle(command).args
+    args = cli.run.settle(command)
     assert command.given == {} and args.every == 2000 and args.lr == train_gpt2.SIZES["tiny"]["lr"]
-
-
-@pytest.mark.parametrize("flags, warmup", [([], 30), (["--warmup", "7"], 7)])
-def test_a_run_that_begins_again_plans_its_warm_up_anew(flags, warmup):
-    """Its first start had few steps, and so a short one."""
-    first = cli.run.settle(train_gpt2.parse_args(["--steps", "4"]))
-    settings = vars(first.args) | {"global_batch": 16, "batch": 8, "warmup": 0,
-                                   "usual_steps": first.usual_steps, "usual_warmup": first.usual_warmup}
-    begun = {"path": "run", "settings": settings, "model_config": {}, "seq_len": 256, "tokenizer_flag": None,
-             "begun": True}
-    again = cli.run.settle(train_gpt2.parse_args(["--steps", "60", *flags]), begun)
-    assert again.args.warmup == warmup and again.usual_steps == (None if flags else 300)
-    resumed = cli.run.settle(train_gpt2.parse_args(["--steps", "60"]), begun | {"begun": False})
-    assert resumed.args.warmup == 0
 
 
 @pytest.mark.full

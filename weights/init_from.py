@@ -209,7 +209,7 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
     """A model beside `model`, the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a
     checkpoint or a run directory: with averaged weights if there are any, frozen, in the modes and shards of
     the run. The weights of --init-from get the attention of the model in training; others keep theirs, and a
-    warning says if that is another. Its `loaded_from`, {path: step}, belongs into identity_of(…,
+    warning says if that is another. Its `loaded_from`, {path: step}, belongs into metadata(…,
     frozen=teacher.loaded_from): then config.json names it, and a resume says if it has changed. Every rank
     calls this. Raises UserError on all ranks.
     """
