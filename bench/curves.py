@@ -30,7 +30,7 @@ WARMUP, LOWEST = 0.1, 0.1  # of the steps, and of the rate
 POINTS = 10  # evaluations of a run
 LARGE = {"n_layer": 12, "n_head": 12, "d_model": 768, "seq_len": 1024, "batch": 64}
 SMALL = {"n_layer": 6, "n_head": 6, "d_model": 384, "seq_len": 256, "batch": 64}
-TINY = {"n_layer": 1, "n_head": 2, "d_model": 32, "seq_len": 32, "batch": 2}  # to try this out on a CPU
+TINY = {"n_layer": 1, "n_head": 2, "d_model": 32, "seq_len": 64, "batch": 32}  # to try this out on a CPU
 
 
 def nanogpt(args: argparse.Namespace) -> None:
@@ -129,9 +129,11 @@ def records_of(process, out: Path) -> tuple[list[dict], list[dict]]:
 def best_rates(recipes: list[str], args: argparse.Namespace, folder: Path) -> dict[str, dict[float, float]]:
     """For each recipe the rates with the validation losses of the small model; all train at the same time."""
     runs = {(who, lr): folder / f"{who}-small-{lr}" for who in recipes for lr in RATES}
-    steps = 4 if args.tiny else 400
+    steps = POINTS if args.tiny else 400
     processes = {run: start(run[0], args, TINY if args.tiny else SMALL, run[1], steps, out)
                  for run, out in runs.items()}
+    for process in processes.values():  # if one has failed, none goes on alone
+        process.wait()
     losses = {run: records_of(processes[run], out)[0][-1]["val_loss"] for run, out in runs.items()}
     return {who: {lr: losses[who, lr] for lr in RATES} for who in recipes}
 
@@ -144,7 +146,7 @@ def curve(who: str, lr: float, args: argparse.Namespace, folder: Path) -> dict:
     out = folder / f"{who}-short"
     _, steps = records_of(start(who, args, shape, lr, 40, out), out)
     step_seconds = tokens / float(np.median([r["tokens_per_sec"] for r in steps[1:]]))
-    count = max(round(args.seconds / step_seconds), POINTS)
+    count = POINTS * max(round(args.seconds / step_seconds / POINTS), 1)
     out = folder / who
     begun = time.perf_counter()
     evaluations, steps = records_of(start(who, args, shape, lr, count, out), out)
@@ -183,6 +185,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.shape:
         return nanogpt(args)
+    if not data.Dataset([args.data], (TINY if args.tiny else LARGE)["seq_len"]).val:
+        raise data.UserError(f"{args.data} has no validation set: prepare it with --val-split hash:0.02.")
     recipes = ["ours"] + ["nanogpt"] * bool(args.nanogpt)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
