@@ -8,7 +8,7 @@
 #                           then tests/test_cuda.py, with those of resuming first. Carries .ab/before.
 #   bench/gpu.sh C [OUT]    200 s: do runs on two GPUs that are killed resume bit for bit? Carries nothing.
 #   bench/gpu.sh D [OUT]    570 s: validation loss over 150 s of GPT-2 124M, by our recipe and by nanoGPT's.
-#                           Carries .ab/text.tar.xz (TEXTSIZE) and .ab/nanogpt.
+#                           Carries .ab/text.tar.xz (17 MiB) and .ab/nanogpt.
 #   bench/gpu.sh E [OUT]    570 s: each size that fits one GPU, with the micro-batch of its row and half of
 #                           it: tokens/s, whether the loss falls, memory beside --dry-run. Carries nothing.
 #
@@ -118,9 +118,12 @@ for command, run in runs.items():
         if "seconds" not in r:
             continue
         if part == "E":
-            given = dict(re.findall(r"--(size|batch|checkpoint-activations) (\S+)", f"{command} {who}"))
-            tried = f"{run['model']} {given['size']} {given['batch']} {given['checkpoint-activations']}"
-            speed = int(given["batch"]) * run["seq_len"] / r["seconds"]
+            words = [word for word in shlex.split(command) if not word.startswith("--also")]
+            words += shlex.split(who)  # which has the flags of this one; the last counts
+            given = dict(zip(words, words[1:]))
+            asked = [given[flag] for flag in ("--size", "--batch", "--checkpoint-activations")]
+            tried = " ".join([run["model"], *asked])
+            speed = int(given["--batch"]) * run["seq_len"] / r["seconds"]
             mfu = r["flops"] * speed / r["peak_flops"] if r["peak_flops"] else None
             first = firsts[command]["contestants"][who]["loss"]
             sizes.append([tried, f"{speed:,.0f}", f"{1000 * r['seconds']:,.1f}", f"{mfu:.1%}" if mfu else "",
