@@ -129,7 +129,7 @@ def records_of(process, out: Path) -> tuple[list[dict], list[dict]]:
 def best_rates(recipes: list[str], args: argparse.Namespace, folder: Path) -> dict[str, dict[float, float]]:
     """For each recipe the rates with the validation losses of the small model; all train at the same time."""
     runs = {(who, lr): folder / f"{who}-small-{lr}" for who in recipes for lr in RATES}
-    steps = POINTS if args.tiny else 400
+    steps = POINTS if args.tiny else 300
     processes = {run: start(run[0], args, TINY if args.tiny else SMALL, run[1], steps, out)
                  for run, out in runs.items()}
     for process in processes.values():  # if one has failed, none goes on alone
@@ -159,6 +159,12 @@ def curve(who: str, lr: float, args: argparse.Namespace, folder: Path) -> dict:
     return {"lr": lr, "steps": count, "step_ms": 1000 * seconds[-1] / count,
             "whole_s": time.perf_counter() - begun, "epochs": count * shape["batch"] / rows,
             "curve": [[took[r["step"]], r["step"], r["val_loss"]] for r in evaluations]}
+
+
+def append(args: argparse.Namespace, line: dict) -> None:
+    if args.json:
+        with open(args.json, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def report(found: dict) -> None:
@@ -194,9 +200,8 @@ def main() -> None:
         for who in recipes:
             best = min(rates[who], key=rates[who].get)
             found[who] = {"rates": rates[who]} | curve(who, best, args, Path(folder))
-    if args.json:
-        with open(args.json, "a") as file:
-            file.write(json.dumps({"kind": "curves", "found": found}) + "\n")
+            append(args, {"kind": "curve", "who": who} | found[who])  # so that it stays if the rest is cut
+    append(args, {"kind": "curves", "found": found})
     report(found)
 
 

@@ -315,7 +315,7 @@ else
         read -r model first others <<< "$group"
         also=()
         for one in $others; do also+=("--also=$(flags $one)"); done
-        train 90 $model $(flags $first) --steps 5 --pairs 2 --warmup 1 "${also[@]}"
+        train 120 $model $(flags $first) --steps 5 --pairs 2 --warmup 1 "${also[@]}"
     done
 fi
 tables
