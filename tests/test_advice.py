@@ -137,5 +137,5 @@ def test_the_flag_that_was_given_is_the_one_to_leave_out(given, flag):
 
 def test_modes_are_flags_of_a_trainer():
     known = {flag for module in ("gpt2", "mlm") for flag in re.findall(
-        r'"(--[\w-]+)"', (ROOT / f"train_{module}.py").read_text() + (ROOT / "ddp_utils.py").read_text())}
+        r'"(--[\w-]+)"', (ROOT / f"train_{module}.py").read_text() + (ROOT / "cli" / "flags.py").read_text())}
     assert {*MODES} <= known

@@ -286,6 +286,8 @@ def test_control_what_strict_mode_refuses_is_noticed():
 def test_blocks_stay_compiled_after_many_recompilations(world, raised):
     """An MLM with two kinds of layers needs 6 of the 8 that torch allows; then it warns, and is slow."""
     class Times(Block):
+        config = None
+
         def block(self, x, factor: str):  # compiled once for each text
             return x * len(factor)
 

@@ -494,7 +494,7 @@ def test_a_model_that_does_not_fit_is_one_sentence(tmp_path, shards):
     # what a GPU's allocator and NumPy say
     for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
                   RuntimeError("CUDA error: out of memory"), MemoryError()):
-        code, text, reason = ddp_utils.ending_of(error, diagnosis.explain)
+        code, text, reason = ddp_utils.ending_of(error)
         assert code == 1 and text == f"error: {reason}"
         asked = " (asked for 2.00 GiB more)" if "2.00" in str(error) else ""
         assert reason.startswith(f"out of memory{asked}: the same command with --dry-run")
@@ -506,9 +506,9 @@ def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
     lost = SimpleNamespace(ask=lambda: "rank 1 stopped responding.")
     monkeypatch.setattr(ddp_utils, "heartbeat", lost)
     error = RuntimeError("NCCL operation timed out")
-    assert ddp_utils.ending_of(error, diagnosis.explain) == (1, "error: rank 1 stopped responding.", "")
+    assert ddp_utils.ending_of(error) == (1, "error: rank 1 stopped responding.", "")
     monkeypatch.setattr(ddp_utils, "heartbeat", None)
-    assert ddp_utils.ending_of(error, diagnosis.explain) == (1, "", "RuntimeError: NCCL operation timed out")
+    assert ddp_utils.ending_of(error) == (1, "", "RuntimeError: NCCL operation timed out")
 
 
 def test_a_time_in_which_all_processes_stood_still_is_named(monkeypatch, capsys):

@@ -69,33 +69,6 @@ def forked_machines(script, cwd, each, **env) -> list[Finished]:
     return [group.finish(60) for group in groups]
 
 
-@pytest.mark.parametrize("card", ["", pytest.param("lo", marks=pytest.mark.full)])
-def test_without_the_folder_cluster_one_sentence_says_what_is_missing(tmp_path, shards, card):
-    """Where the trainers alone were copied. Several machines need it, unless GLOO_SOCKET_IFNAME is set."""
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    flags = GPT2.flags(shards, tmp_path / "run", steps=1, global_batch=2)
-    missing = "WARNING: there is no folder cluster/ beside ddp_utils.py"
-    if card:
-        done = two_machines(tmp_path, *flags, GLOO_SOCKET_IFNAME=card)
-        assert done.code == 0 and missing not in done.out and "training complete" in done.out, done.out
-        return
-    for done in forked_machines(tmp_path / "train_gpt2.py", tmp_path, [flags, flags], LOCAL_WORLD_SIZE=1,
-                                LOCAL_RANK=0, GROUP_WORLD_SIZE=2):
-        assert done.code == 0 and done.out.count(missing) == 1, done.out
-
-
-@pytest.mark.full
-def test_an_import_that_fails_in_the_folder_cluster_is_no_missing_folder(tmp_path, shards):
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "__init__.py").write_text("import no_such_package\n")
-    flags = GPT2.flags(shards, tmp_path / "run", steps=1, global_batch=2, timeout=10)
-    done = two_machines(tmp_path, *flags)
-    assert done.code and "No module named 'no_such_package'" in done.out, done.out
-
-
 @pytest.mark.full
 def test_the_folder_cluster_comes_before_a_package_of_that_name(tmp_path, shards):
     """PyPI has one."""

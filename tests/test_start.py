@@ -82,6 +82,7 @@ SCRIPT = """
 import sys
 import torch
 import train_gpt2
+from cli.errors import UserError
 *flags, first, second = sys.argv[1:]
 for out in (first, second, first):
     try:

@@ -304,7 +304,7 @@ def test_a_trainer_asks_before_it_prepares(name, monkeypatch, tmp_path, corpus):
         inputs = memory.empty_model(run.model_class, run.args).example(2, "meta", **example)
         raise UserError(f"asked of {len(inputs)} inputs")
 
-    monkeypatch.setattr(memory, "before_data", refuse)
+    monkeypatch.setattr(cli.run, "before_data", refuse)
     monkeypatch.chdir(tmp_path)
     done = TRAINERS[name].train(0, f"text:{corpus}", "run", tokenizer="bytes")
     assert done.code == 2 and "error: asked of" in done.out and not [*tmp_path.iterdir()], done.out
