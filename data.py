@@ -15,12 +15,9 @@ of samples consumed. Only the reader imports torch, so `prepare` starts five tim
 
 In this file, and who calls it:
 
-    what all commands share   UserError, NotNow and RunError end a command with one sentence; ArgumentParser,
-                              flag_group, say: all files
-    tokenizers                Vocabulary, the ids of a tokenizer; what encodes is in prepare/: Dataset, Masker
-    shards                    write_atomically, open_shard, read_manifest: prepare/ and what reads
-    order                     shuffled, Masker: the Loader, train_mlm
-    reading                   Dataset, Loader, validation_batches: the trainers and ddp_utils
+    shards    write_atomically, open_shard, read_manifest: prepare/ and what reads
+    order     shuffled, Masker: the Loader, train_mlm
+    reading   Dataset, Loader, validation_batches: the trainers and ddp_utils
 """
 
 import contextlib
@@ -43,24 +40,6 @@ import numpy as np
 from cli.errors import NotNow, UserError, access, run_command
 from prepare.tokenizer import is_tokenizer, parse_tokenizer_json
 from prepare.vocabulary import Vocabulary
-
-# -----------------------------------------------------------------------------------------------------------
-# What all commands share
-
-
-def cpu_count() -> int:
-    """Cores that this process may use (on macOS, which cannot tell, all cores)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Tokenizers, as a run on shards needs them: their ids. On disk each is a Hugging Face tokenizer.json.
-
-
-def tokenizer_of(name: str, text: str) -> Vocabulary:
-    """The tokenizer of a tokenizer.json that `prepare` wrote."""
-    return parse_tokenizer_json(name, text)
-
 
 # -----------------------------------------------------------------------------------------------------------
 # Shards: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens; as in llm.c.
@@ -238,6 +217,11 @@ def row_of(directory: str | Path) -> int | None:
     """The row length of prepared pairs; otherwise None."""
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(directory)) or {}).get("row")
+
+
+def cpu_count() -> int:
+    """Cores that this process may use (on macOS, which cannot tell, all cores)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(batches, workers: int, function, *arguments):
@@ -551,7 +535,7 @@ def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = N
         if not manifest["complete"]:
             raise UserError(f"{directory} is not complete: run its prepare command again.")
         text = read_tokenizer_json(directory, manifest, tokenizer_name)
-        tokenizer = tokenizer_of(manifest["tokenizer"]["name"], text)
+        tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"], text)
     elif plain:
         manifest, tokenizer = plain(directory, tokenizer_name)
     else:

@@ -1,8 +1,9 @@
 """Distributed training: how processes start, agree, train, save, resume and end. In the order of a run:
 
-    start and end       launch(main), init: join the process group, end without hanging; devices
+    start and end       launch(main), init: join the process group, end without hanging
+    devices             choose_device: a GPU for each process, and the backend
     agreement           with_barrier, on_rank0, sums over ranks, comparisons of ranks
-    record of a run     Run, which cli/run.py fills
+    the record of a run Run, which cli/run.py fills
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
     checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
@@ -95,9 +96,8 @@ from loggers.machine import machine_curves
 from loggers.mfu import MFU
 from loggers.source import commits_and_counts, files_to_keep, last_commit, say_changes
 from loggers.start import say_plan, sinks_of
-from model import blocks_of, copied_buffers
+from model import blocks_of, compute_dtype, copied_buffers, use_device
 from monitor import GB, MB
-from ops.attention import cpu_attention
 from ops.device import keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA
 from ops.flash_attention_4 import take
@@ -316,6 +316,10 @@ def connect(backend: str, function):
                        f"{when_cut_off(backend, heartbeat)}") from None
 
 
+# -----------------------------------------------------------------------------------------------------------
+# Devices
+
+
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
     """This process's device and the backend. UserError if the machine lacks either."""
     gpus = torch.cuda.device_count()
@@ -361,16 +365,6 @@ def memory_gb(device) -> float:
         return torch.cuda.max_memory_allocated(device) / GB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
     return peak / (GB if sys.platform == "darwin" else MB)
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
-    if precision == "auto":
-        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
-                else torch.cpu.get_capabilities().get("avx512_bf16", False))
-        precision = "bf16" if fast else "fp32"
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
 
 
 def compiles(choice: bool | None, device: torch.device) -> bool:
@@ -679,20 +673,6 @@ def apply_modes(model: nn.Module, args: Namespace, world: World):
                                 "deterministic": torch.are_deterministic_algorithms_enabled()}
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
-
-
-def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
-               **compiling):
-    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
-    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
-    """
-    model.compute_dtype = dtype
-    model.compile_loss = bool(compiling) and device.type == "cuda"
-    for block in blocks_of(model):
-        block.cpu_attention = cpu_attention if device.type == "cpu" else None
-        block.checkpointing = checkpointing
-        if compiling:
-            block.compile(**compiling)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1128,11 +1108,8 @@ class TrainState:
 # -----------------------------------------------------------------------------------------------------------
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
 
-
 # The names that a run gives its checkpoints. It deletes no others, such as a copy that somebody made.
 CHECKPOINT = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
-
-
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "kept", "late", "optimizer")  # of tensors in a checkpoint, each a dict by name
 FORMAT = 2  # of the checkpoints that are written and read here

@@ -13,7 +13,7 @@ In this file, and who calls it:
     layers                     Linear, rotary positions, Block: the models
     how a model computes       compute_dtype, use_device: ddp_utils.set_modes, weights/use.py
     the loss                   linear_cross_entropy: forward of the models
-    what a model must provide  LanguageModel, CausalLM, flag: the models; flags also ddp_utils
+    what a model must provide  LanguageModel, CausalLM: the models
     HRM, GPT-2, MLM            a trainer each
     optimizers and schedules   make_optimizers, learning_rate: the trainers
 
@@ -39,6 +39,7 @@ from cli.errors import UserError
 from cli.flags import flag
 from data import documents
 from ops.adam_atan2 import AdamAtan2
+from ops.attention import cpu_attention
 from ops.cross_entropy import LinearCrossEntropy
 
 # -----------------------------------------------------------------------------------------------------------
@@ -204,7 +205,31 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# How a model computes on a device
+# How a model computes
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
+    if precision == "auto":
+        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
+                else torch.cpu.get_capabilities().get("avx512_bf16", False))
+        precision = "bf16" if fast else "fp32"
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
+
+
+def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
+               **compiling):
+    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
+    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
+    """
+    model.compute_dtype = dtype
+    model.compile_loss = bool(compiling) and device.type == "cuda"
+    for block in blocks_of(model):
+        block.cpu_attention = cpu_attention if device.type == "cpu" else None
+        block.checkpointing = checkpointing
+        if compiling:
+            block.compile(**compiling)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -977,3 +1002,5 @@ def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str
     done = (step - warmup) / (steps - 1 - warmup)
     fraction = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else min((1 - done) / decay, 1.0)
     return lr * (min_ratio + (1 - min_ratio) * fraction)
+
+

@@ -1,15 +1,14 @@
 """The log of a run. What watches a machine and draws a run, `python monitor.py`, is in loggers/.
 
 A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
-for each logged step and each evaluation (metrics.jsonl), and with the folder loggers/ the same data as lists
+for each logged step and each evaluation (metrics.jsonl), and through loggers/ the same data as lists
 (history.json) and, if matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard.
 A logged step has one line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes,
-as in nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start
-at once. In this file, and who calls it:
+as in nvidia-smi, htop and torch's messages. The commands start at once, because nothing here imports torch.
+In this file, and who calls it:
 
-    a run's directory and its end   RunLock, at_end: ddp_utils
-    what a trainer reports          read_metrics and the names of numbers: ddp_utils, the log and loggers/
-    the log                         RunLog: the trainers, through ddp_utils
+    what a trainer reports   read_metrics and the names of numbers: ddp_utils, the log and loggers/
+    the log                  RunLog: the trainers, through ddp_utils
 """
 
 import json
@@ -29,9 +28,6 @@ from data import read_json, write_atomically
 
 GB = 2**30
 MB = 2**20
-
-# -----------------------------------------------------------------------------------------------------------
-# A run's directory and its end
 
 
 def format_known(values: dict, formats: dict[str, str]) -> list[str]:

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
+from cli.errors import RunError, UserError, run_command  # noqa: E402
+from cli.parser import ArgumentParser, local_path  # noqa: E402
 
 RATES = 6e-4, 2e-3, 6e-3
 WARMUP, LOWEST = 0.1, 0.1  # of the steps, and of the rate
@@ -37,8 +39,7 @@ def nanogpt(args: argparse.Namespace) -> None:
     """A run of nanoGPT's recipe, which leaves the lines of metrics.jsonl that ours leaves."""
     import torch
 
-    from ddp_utils import compute_dtype
-    from model import learning_rate, pad_vocab
+    from model import compute_dtype, learning_rate, pad_vocab
     spec = importlib.util.spec_from_file_location("nanogpt", args.nanogpt / "model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt"] = module
@@ -120,7 +121,7 @@ def start(who: str, args: argparse.Namespace, shape: dict, lr: float, steps: int
 def records_of(process, out: Path) -> tuple[list[dict], list[dict]]:
     """The evaluations and the logged steps of a run, once it has ended. Raises RunError if it failed."""
     if process.wait():
-        raise data.RunError(f"the run {out.name} has failed with exit code {process.returncode}; "
+        raise RunError(f"the run {out.name} has failed with exit code {process.returncode}; "
                             "what it said is above.")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [r for r in records if "val_loss" in r], [r for r in records if "tokens_per_sec" in r]
@@ -179,20 +180,20 @@ def report(found: dict) -> None:
 
 
 def main() -> None:
-    parser = data.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=data.local_path, help="a directory that `data.py prepare` made")
-    parser.add_argument("--nanogpt", type=data.local_path, help="where nanoGPT's model.py lies (left out)")
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=local_path, help="a directory that `data.py prepare` made")
+    parser.add_argument("--nanogpt", type=local_path, help="where nanoGPT's model.py lies (left out)")
     parser.add_argument("--seconds", type=float, default=150, help="of training, for each (150)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, to try this out")
-    parser.add_argument("--json", type=data.local_path, help="append the numbers to this file, a line")
+    parser.add_argument("--json", type=local_path, help="append the numbers to this file, a line")
     for name, kind in {"shape": str, "lr": float, "steps": int, "eval-every": int, "out": Path}.items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)  # of one run of nanoGPT's recipe
     args = parser.parse_args()
     if args.shape:
         return nanogpt(args)
     if not data.Dataset([args.data], (TINY if args.tiny else LARGE)["seq_len"]).val:
-        raise data.UserError(f"{args.data} has no validation set: prepare it with --val-split hash:0.02.")
+        raise UserError(f"{args.data} has no validation set: prepare it with --val-split hash:0.02.")
     recipes = ["ours"] + ["nanogpt"] * bool(args.nanogpt)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -206,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    data.run_command(main)
+    run_command(main)

@@ -10,15 +10,14 @@ The levels are the validation sets of --data. Training has those whose name begi
 import sys
 from pathlib import Path
 
-from cli.errors import UserError
-from cli.parser import ArgumentParser, local_path, positive_int
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
 import ddp_utils
+from cli.errors import UserError
+from cli.parser import ArgumentParser, local_path, positive_int
 from loggers.levels import by_cycles, draw, means
-from model import HRM
+from model import HRM, compute_dtype, use_device
 from weights.use import load_model
 
 
@@ -44,7 +43,7 @@ def main() -> None:
         model = load_model(HRM, ddp_utils.load_checkpoint(run, lambda text: None), world)
         if model.config.response < 0 or model.config.halt:
             raise UserError(f"{run} was trained on text or with --halt: name a run on a task.")
-        ddp_utils.use_device(model, world.device, ddp_utils.compute_dtype("auto", world.device))
+        use_device(model, world.device, compute_dtype("auto", world.device))
         model.eval()
         dataset = data.Dataset([args.data], model.config.seq_len)
         levels = {name: by_cycles(model, shards, max(columns), world, 16)[0]

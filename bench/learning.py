@@ -20,16 +20,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import ddp_utils
-from cli.errors import UserError
-from cli.flags import flags_of_model
-from cli.parser import ArgumentParser, expanded, local_path
-from cli.run import settle
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
+import ddp_utils  # noqa: E402
+from cli.errors import UserError  # noqa: E402
+from cli.flags import flags_of_model  # noqa: E402
+from cli.parser import ArgumentParser, expanded, local_path  # noqa: E402
+from cli.run import settle  # noqa: E402
 from cluster import memory  # noqa: E402
 
 SETTINGS = {

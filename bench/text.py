@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import data  # noqa: E402
+from cli.parser import ArgumentParser, local_path  # noqa: E402
 
 PACKAGES = """
     ansible astropy awscli azure-cli biopython botocore diffusers django google-ads google-api-python-client
@@ -72,8 +72,8 @@ def documents(wheel: Path, seen: set[str]):
 
 
 def main() -> None:
-    parser = data.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=data.local_path, help="the file to write, .tar.xz")
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=local_path, help="the file to write, .tar.xz")
     parser.add_argument("--packages", nargs="+", default=PACKAGES, help=f"for pip ({len(PACKAGES)} of them)")
     parser.add_argument("--tokenizer", default="gpt2")
     args = parser.parse_args()

@@ -50,8 +50,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from cli.run import settle
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -133,6 +131,7 @@ def ours(args, row, device):
 
     import ddp_utils
     import train_gpt2
+    from cli.run import settle
     from loggers.mfu import flops_per_token
     from model import make_optimizers
     world = ddp_utils.init(device=device.type, fast=args.fast)
@@ -168,7 +167,7 @@ def ours(args, row, device):
 
     example = {"gpt2": {}, "hrm": {"bp_steps": BP_STEPS}, "mlm": {"mask_rate": MASK_RATE}}[args.model]
     flops = flops_per_token(model_class, model.config, **example)
-    return step, {"precision": str(ddp_utils.compute_dtype).removeprefix("torch."), "flops": flops,
+    return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops,
                   "wrapped": args.wrap_fa4}
 
 
@@ -648,8 +647,8 @@ def parse_args() -> argparse.Namespace:
     if args.compile is None:
         args.compile = args.device == "cuda"
     if args.peer_precision is None:
-        import ddp_utils
-        dtype = ddp_utils.compute_dtype(args.precision, torch.device(args.device))
+        from model import compute_dtype
+        dtype = compute_dtype(args.precision, torch.device(args.device))
         fp32 = dtype == torch.float32 or args.peer == "nanogpt" and args.device == "cpu"
         args.peer_precision = "fp32" if fp32 else "bf16"
     if args.peer == "nanogpt" and (args.model != "gpt2" or not args.peer_source):

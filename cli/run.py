@@ -53,7 +53,6 @@ from ddp_utils import (
     bit_sum,
     build_model,
     code_trained_with,
-    compute_dtype,
     config_of,
     connect,
     copy_weights,
@@ -67,7 +66,7 @@ from ddp_utils import (
     step_of,
     with_barrier,
 )
-from model import num_params, pad_vocab
+from model import compute_dtype, num_params, pad_vocab
 from prepare.llm_c import manifest_of_plain_shards
 from prepare.pipeline import locate
 from prepare.vocabulary import tokenizer_id, without_surrogates
@@ -289,8 +288,8 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
 
 
 def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
-    """The flags with which a run began that was killed before its first checkpoint. Raises UserError if another
-    trainer began it, or if something of an earlier run should stay.
+    """The flags with which a run began that was killed before its first checkpoint. Raises UserError if
+    another trainer began it, or if something of an earlier run should stay.
     """
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
@@ -301,8 +300,8 @@ def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
     if args.resume != "auto" or "given" not in config:
         return {}
     if config["settings"]["trainer"] != trainer:
-        raise UserError(f"{config['settings']['trainer']} has begun a run in {out}: give another --out, or begin "
-                        "there with --resume none.")
+        raise UserError(f"{config['settings']['trainer']} has begun a run in {out}: give another --out, or "
+                        "begin there with --resume none.")
     say(f"{out} has no checkpoint yet: beginning again with the flags that it was begun with")
     return config["given"]
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cli.errors import UserError, first_line, from_launcher, say
 from cli.flags import SHARDED, STRATEGIES, flags_of_model
 from data import default_tokenizer, directory_of, plan_batch, read_manifest, sources_of
-from ddp_utils import compute_dtype, list_checkpoints, use_device
-from model import MLM, blocks_of, hidden_matrices, num_params, pad_vocab
+from ddp_utils import list_checkpoints
+from model import MLM, blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
 from ops import cross_entropy
 from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
 

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import data
-from ddp_utils import compute_dtype, use_device
-from model import GPT2, GPT2Config, learning_rate, make_optimizers, pad_vocab
+from model import GPT2, GPT2Config, compute_dtype, learning_rate, make_optimizers, pad_vocab, use_device
 
 SHARDS, CHECKPOINT = Path("shards/stdlib-bpe4096"), Path("runs/minimal.pt")
 SHAPE = dict(n_layer=4, n_head=2, d_model=128, seq_len=256)

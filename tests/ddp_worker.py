@@ -25,7 +25,7 @@ from cli.errors import NotNow, RunError, UserError, at_end
 from cli.flags import STRATEGIES
 from cluster import memory
 from ddp_utils import StopVote, World, free_gathered_params, local_shard
-from model import GPT2, HRM, GPT2Config, HRMConfig
+from model import GPT2, HRM, GPT2Config, HRMConfig, use_device
 from ops.flash_attention_4 import take
 from prepare.tokenizer import load_tokenizer, with_roles
 from weights import sampling
@@ -357,7 +357,7 @@ def check_bf16_shards(world: World) -> None:
             whole = make(**changes)
             model = ddp_utils.build_model(HRM, whole.config, world, strategy, comm)
             ddp_utils.copy_weights(model, whole.state_dict(), world)
-            ddp_utils.use_device(model, world.device, torch.bfloat16)
+            use_device(model, world.device, torch.bfloat16)
             with Sent() as sent:
                 objective = model(*batch(world.rank), bp_steps=5)[0]
                 objective.backward()

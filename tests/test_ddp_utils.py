@@ -32,7 +32,7 @@ from cli.errors import RunError, UserError
 from cluster import diagnosis, heartbeat, memory
 from ddp_utils import Checkpoints, World, list_checkpoints, load_checkpoint, read_checkpoint
 from loggers.start import say_plan
-from model import GPT2, HRM, MLM, GPT2Config, HRMConfig
+from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, compute_dtype, use_device
 from ops import attention, device
 from weights.use import load_model
 
@@ -416,7 +416,7 @@ def test_a_bit_sum_sees_every_single_bit():
 
 @pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_precision(precision, dtype):
-    assert ddp_utils.compute_dtype(precision, torch.device("cpu")) == dtype
+    assert compute_dtype(precision, torch.device("cpu")) == dtype
 
 
 def test_world_describes_a_single_process(world):
@@ -435,7 +435,7 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode, q
     cpu = torch.device("cpu")
     counted = memory.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
                                        compiled=False)
-    ddp_utils.use_device(model, cpu, torch.bfloat16, mode)
+    use_device(model, cpu, torch.bfloat16, mode)
     kept = memory.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
     assert counted == kept > 4 * 64 * 32 * 2
 
@@ -521,10 +521,10 @@ def test_a_time_in_which_all_processes_stood_still_is_named(monkeypatch, capsys)
     heartbeat.Heartbeat._beat_on(beat)
     assert beat.stood == 30
     monkeypatch.setattr(ddp_utils, "heartbeat", beat)
-    code, text, reason = ddp_utils.ending_of(RuntimeError("gloo: timed out"), diagnosis.explain)
+    code, text, reason = ddp_utils.ending_of(RuntimeError("gloo: timed out"))
     assert code == 1 and text == f"error: {reason}" and "all processes stood still for 30 s" in reason
     beat.stood = 0.5
-    text = ddp_utils.ending_of(RuntimeError("gloo: no"), diagnosis.explain)[1]
+    text = ddp_utils.ending_of(RuntimeError("gloo: no"))[1]
     assert "one was busy for longer than --timeout" in text
 
 

@@ -132,7 +132,8 @@ def resumed(state: TrainState, world, **changes) -> TrainState:
     for group, name, tensor, _ in state.tensors():
         tensors[group][name] = tensor.clone()
     new = state_of(world, **changes)
-    new.restore({"tensors": tensors, "scaler": {}, "step": changes["step"], "path": ""}, print)
+    new.restore({"tensors": tensors, "scaler": {}, "plain": {}, "step": changes["step"],
+                 "path": ""}, print)
     return new
 
 

@@ -33,7 +33,7 @@ import monitor
 from cli.errors import UserError
 from ddp_utils import TrainState, list_checkpoints, read_checkpoint
 from loggers.command import summarize
-from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
+from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, compute_dtype
 from prepare.pipeline import prepare
 from weights.init_from import load_frozen
 from weights.use import load_model, load_run
@@ -358,7 +358,7 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     x = torch.arange(64).view(2, 32)
     found = [m(x, x, per_token=True)[0] for m in (trained, reference, loaded)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert loaded.compute_dtype == reference.compute_dtype == ddp_utils.compute_dtype(precision, world.device)
+    assert loaded.compute_dtype == reference.compute_dtype == compute_dtype(precision, world.device)
     plain = GPT2(trained.config)  # control: as load_run was before, in fp32 and with torch's attention
     plain.load_state_dict(trained.state_dict())
     assert torch.equal(plain.eval()(x, x, per_token=True)[0], found[0]) == (precision == "fp32")

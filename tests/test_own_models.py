@@ -33,7 +33,7 @@ from ddp_utils import (
     read_checkpoint,
 )
 from loggers import source
-from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices
+from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices, use_device
 from prepare.pipeline import prepare
 from weights.sampling import KVCache, contradiction
 from weights.use import load_run
@@ -417,7 +417,7 @@ WRONG = [(model_class, TEXT | more) for model_class, more in [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_that_write_as_they_learn(model_class, config, dtype):
     model = built(model_class, **config)
-    ddp_utils.use_device(model, torch.device("cpu"), dtype)
+    use_device(model, torch.device("cpu"), dtype)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     torch.manual_seed(1)
     random, attributes = torch.get_rng_state(), dict(vars(model))
@@ -431,7 +431,7 @@ def test_models_that_write_as_they_learn(model_class, config, dtype):
 def test_models_that_write_otherwise_than_they_learn(model_class, config):
     for dtype in (torch.float32, torch.bfloat16):
         model = built(model_class, **config)
-        ddp_utils.use_device(model, torch.device("cpu"), dtype)
+        use_device(model, torch.device("cpu"), dtype)
         assert "read in two passes" in writes(model)
 
 

@@ -21,9 +21,9 @@ import prepare.vocabulary
 from cli.errors import UserError
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig
 from ops.attention import cpu_attention
-from prepare import packing, pipeline
+from prepare import packing, pipeline, vocabulary
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
-from prepare.vocabulary import EOT, HRM_TEXT_ROLES, MASK, RESPONSE
+from prepare.vocabulary import EOT, HRM_TEXT_ROLES, MASK
 from weights import sampling
 from weights.sampling import KVCache, first_pair, generate
 
@@ -443,7 +443,7 @@ def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monk
 
 def test_roles_are_no_conditions():
     tokenizer = with_roles(load_tokenizer("bytes"))
-    for name in (EOT, RESPONSE):
+    for name in (EOT, vocabulary.RESPONSE):
         with pytest.raises(UserError, match="has no condition"):
             prompt_ids(tokenizer, "a", name)
     assert prompt_ids(tokenizer, "a", MASK).tolist() == [START, 257, 97, RESPONSE]
@@ -780,7 +780,7 @@ def test_validation_sets_with_names(tmp_path):
         found = data.Dataset([sources[0]], 128).val[name]
         tokenizer = data.Dataset([sources[0]], 128).tokenizer
         texts = [tokenizer.decode(d) for _, grid, _ in found.grids for row in grid for d in documents_of(row)]
-        assert texts and {text.split(RESPONSE)[1] for text in texts} <= answers
+        assert texts and {text.split(vocabulary.RESPONSE)[1] for text in texts} <= answers
     trainer = Trainer("train_gpt2.py", seq_len=None, max_new_tokens=5, lr=1e-2, log_every=40)
     done = trainer.train(0, ",".join(map(str, sources)), tmp_path / "run", eval_batches=0)
     record = evaluations_of(tmp_path / "run")[-1]

@@ -21,6 +21,7 @@ from runs import (
 from states import flags_of
 from test_changes import FALSE_ALARMS
 
+import cli.run
 import train_gpt2
 from cli.errors import UserError
 from cli.run import refuse_gloo, settle

@@ -28,7 +28,6 @@ from states import flags_of
 import ddp_utils
 import model
 import train_hrm
-import weights.sampling
 from cli.errors import RunError
 from cli.flags import flags_of_model
 from cluster import memory
@@ -144,7 +143,7 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
-    ids = weights.sampling.generate(**tokenizer("def ", return_tensors="pt"), do_sample=False, max_new_tokens=20)[0]
+    ids = model.generate(**tokenizer("def ", return_tensors="pt"), do_sample=False, max_new_tokens=20)[0]
     assert ids[0] == tokenizer.bos_token_id  # as --prompt begins
     assert tokenizer.decode(ids, skip_special_tokens=True) in used.out
     # the export holds the moving average, and a new run starts from it

@@ -26,18 +26,16 @@ from ddp_utils import (
     apply_modes,
     assert_same_parameters,
     build_model,
-    compute_dtype,
     config_of,
     copy_weights,
     evaluate,
     list_checkpoints,
     read_checkpoint,
-    use_device,
     with_barrier,
 )
 from loggers.source import say_changes
 from loggers.start import too_short
-from model import GPT2, MLM, num_params
+from model import GPT2, MLM, compute_dtype, num_params, use_device
 from prepare.packages import needed
 from prepare.pipeline import would_split
 from prepare.tokenizer import load_tokenizer
@@ -265,8 +263,8 @@ def print_pieces(pieces):
 def evaluate_only(model: nn.Module, run: Run):
     """Evaluates the model of a checkpoint on the validation sets of `run.dataset`. Takes no lock and writes
     nothing into the run, so it can be called beside a training. Prints the results as a line, and as JSON for
-    a script. Every rank calls this. With the run's number of processes the losses are those of its log, up to rounding if blocks
-    were compiled or attention was FlashAttention 4.
+    a script. Every rank calls this. With the run's number of processes the losses are those of its log, up to
+    rounding if blocks were compiled or attention was FlashAttention 4.
     """
     args, world, saved, dataset = run.args, run.world, run.saved, run.dataset
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
