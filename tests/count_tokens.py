@@ -1,0 +1,59 @@
+"""How large the program is, in tokens without comments and docstrings, and whether that is within its bounds.
+
+    python tests/count_tokens.py          # exit code 1 if a bound is exceeded; CI runs this
+
+Lines can be packed; tokens cannot. An f-string counts as one. A change that adds a feature may raise a bound:
+say so in its commit.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BOUNDS = {"trainers": 4450, "model.py": 8000, "data.py": 6400, "ddp_utils.py": 11700, "monitor.py": 3400,
+          "test_ddp.py": 1550, "cli/": 6600, "prepare/": 13300, "weights/": 12300, "loggers/": 5900,
+          "cluster/": 6300, "ops/": 3250, "together": 81500}
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+          tokenize.ENDMARKER)
+
+
+def count(path: Path) -> int:
+    """Tokens of a Python file. On Python 3.12 and later an f-string is several, of which the first counts."""
+    text = path.read_text(encoding="utf-8")
+    docstrings = {line for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)
+                  and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+                  for line in range(node.lineno, node.end_lineno + 1)}
+    begin, end = (getattr(tokenize, f"FSTRING_{name}", None) for name in ("START", "END"))
+    tokens = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == begin:
+            tokens += not depth
+            depth += 1
+        elif token.type == end:
+            depth -= 1
+        elif not depth and token.type not in LAYOUT and token.start[0] not in docstrings:
+            tokens += 1
+    return tokens
+
+
+def sizes() -> dict[str, int]:
+    """Tokens by the names of BOUNDS."""
+    found = dict.fromkeys(BOUNDS, 0)
+    packages = [path.parent for path in ROOT.glob("*/__init__.py")]
+    for path in [*ROOT.glob("*.py"), *(path for folder in packages for path in folder.rglob("*.py"))]:
+        name = f"{path.relative_to(ROOT).parts[0]}/" if path.parent != ROOT else path.name
+        tokens = count(path)
+        found["trainers" if name.startswith("train_") else name] += tokens
+        found["together"] += tokens
+    return found
+
+
+if __name__ == "__main__":
+    exceeded = False
+    for name, tokens in sizes().items():
+        exceeded |= tokens > BOUNDS[name]
+        print(f"{name:14} {tokens:7,} of {BOUNDS[name]:7,}" + "  EXCEEDED" * (tokens > BOUNDS[name]))
+    sys.exit(exceeded)
