@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from cli.errors import UserError, run_command  # noqa: E402
 from cli.parser import ArgumentParser, local_path  # noqa: E402
 
 PACKAGES = """
@@ -80,8 +81,10 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         wheels, source, shards = (Path(folder) / name for name in ("wheels", "docs.jsonl", "text"))
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                        "--only-binary=:all:", "--dest", wheels, *args.packages], check=True)
+        done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                               "--only-binary=:all:", "--dest", wheels, *args.packages])
+        if done.returncode:
+            raise UserError("pip could not download these packages, see above: name others with --packages.")
         seen = set()
         with open(source, "w") as file:
             for wheel in sorted(wheels.iterdir()):
@@ -97,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

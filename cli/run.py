@@ -475,7 +475,8 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
     what else has. A `branch` goes on in another directory, where it may have another trainer.
     """
     path = saved["path"]
-    before, after = ({"loss_on": run["loss_on"]} | run["settings"] for run in (saved, now))
+    before, after = (run["settings"] | {name: run[name] for name in ("seq_len", "loss_on")}
+                     for run in (saved, now))
     if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # the digests, whatever the names
         raise UserError(f"{path} cannot be resumed: tokenizer was {saved['tokenizer']}, now "
                         f"{now['tokenizer']}. Leave it as it was, or start a new run with another --out.")

@@ -106,7 +106,7 @@ def test_a_source_that_is_elsewhere(folder):
 
 def record(data: str, digest: str, tokenizer: str = "bytes (e74c5e34ccc0)") -> dict:
     settings = {"data": data, "init_from": None, "trainer": "train_gpt2.py"}
-    return {"path": "run/step.pt", "settings": settings, "data": digest * 64, "loss_on": "all",
+    return {"path": "run/step.pt", "settings": settings, "data": digest * 64, "loss_on": "all", "seq_len": 8,
             "tokenizer": tokenizer}
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -426,6 +427,33 @@ def test_steps():
     done = run(0, "bench/steps.py", ROOT, ROOT, "--trainer=gpt2", "--ranks=1", "--rounds=2",
                "--", "--batch=1", "--global-batch=1", "--seq-len=32", "--d-model=32", "--n-head=2")
     assert done.code == 0 and re.search(r"^gpt2: .* ratio [\d.]+, 95 % interval", done.out, re.M), done.out
+
+
+@pytest.mark.full
+def test_curves(tmp_path, corpus):
+    """A row for each of ten evaluations, and the rates of a small model; nanoGPT's recipe needs its code."""
+    data, numbers = tmp_path / "data", tmp_path / "curves.jsonl"
+    prepare(f"text:{corpus}", data, "bytes", max_tokens=20_000, workers=1)
+    done = run(0, "bench/curves.py", data, "--device=cpu", "--tiny", "--seconds=0.01", "--json", numbers)
+    assert done.code == 0, done.out
+    *_, last = map(json.loads, numbers.read_text().splitlines())
+    assert last["kind"] == "curves" and len(last["found"]["ours"]["curve"]) == 10
+    assert len(last["found"]["ours"]["rates"]) == 3
+
+
+def test_text_of_packages(tmp_path):
+    """Prose alone, each paragraph once; without a network one sentence."""
+    spec = importlib.util.spec_from_file_location("text_of_packages", ROOT / "bench" / "text.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    prose = "This package reads the files of a run and tells what is in each of them, one by one. " * 6
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.writestr("a/README.md", f"{prose}\n\nx = 1; y = 2\n\n{prose}\n")
+        wheel.writestr("a/code.py", f'"""{prose}"""\nx = 1\n')
+    assert [*module.documents(tmp_path / "a.whl", set())] == [prose.strip()]
+    done = finish(start([sys.executable, ROOT / "bench" / "text.py", tmp_path / "out.tar.xz", "--packages",
+                         "no-such-package"], PIP_NO_INDEX=1))
+    assert done.code == 2 and "error: pip could not download these packages" in done.out, done.out
 
 
 def test_no_program_is_forgotten():

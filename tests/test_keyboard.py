@@ -225,7 +225,7 @@ def test_a_metric_that_is_no_sum(found):
 
 
 def test_a_metric_that_returns_nothing(shards, tmp_path):
-    nothing = "def metric(model, x, y):\n    pass\nasked.metric = metric"
+    nothing = "def metric(model, x, y):\n    pass\nrun.metric = metric"
     trainer = changed(tmp_path / "train_without_return.py", (nothing, USE))
     done = trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2, save_every=2)
     assert done.code == 2 and "error: the metric metric is no sum" in done.out, done.out

@@ -286,7 +286,7 @@ def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     """As the guide has it, with what `more` changes."""
     load, loss = guide_blocks("A teacher")
     return changed(path, (HEAD, "import data"), (f"TEACHER = {str(teacher)!r}", "BETAS = "),
-                   ("=" + load, "identity = "), ("=" + loss, "objective, sums = "), *more)
+                   ("=" + load, "meta = "), ("=" + loss, "objective, sums = "), *more)
 
 
 @pytest.mark.parametrize("ranks, strategy", [
@@ -333,7 +333,7 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     load, _ = guide_blocks("A teacher")
     load = load.replace("TEACHER", repr(str(own)))
     teacher, _, identity = load.splitlines()
-    late = changed(tmp_path / "train_late.py", (HEAD, "import data"), ("=" + identity, "identity = "),
+    late = changed(tmp_path / "train_late.py", (HEAD, "import data"), ("=" + identity, "meta = "),
                    (teacher, "step, samples = check"))
     with pytest.raises(UnboundLocalError, match="local variable 'teacher'"):
         late.train(0, shards, tmp_path / "late")
@@ -376,7 +376,7 @@ def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shard
     """DPO as the guide has it, on random pairs, in bf16; the loss of the first step is ln 2 exactly."""
     loss, _ = guide_blocks("Preferences")
     reference = "reference = load_frozen(model, run, GPT2, args.init_from)"
-    trainer = changed(tmp_path / "train_dpo.py", (HEAD, "import data"), (reference, "identity = "),
+    trainer = changed(tmp_path / "train_dpo.py", (HEAD, "import data"), (reference, "meta = "),
                       (f"={PAIRS}\n{loss}", "objective, sums = "))
     flags = {"precision": "bf16", "lr": 1e-3, "warmup": 1, "steps": 3, "n_layer": None}
     done = ranks_of(trainer, ranks)(shards, tmp_path / "run", init_from=teacher, strategy=strategy, **flags)
@@ -476,7 +476,7 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(
     same = "run.say(f'the same: {torch.equal(model.eval()(z), reference(z))}')"
     draw = "z = torch.randint(0, 257, (2, 32), generator=ddp.generator(0, 0))\nz[:, 9] = 256"
     path = tmp_path / f"train_reads_{source}_{attention}.py"
-    trainer = changed(path, (HEAD, "import data"), (f"{load}\n{draw}\n{same}\nmodel.train()", "identity = "))
+    trainer = changed(path, (HEAD, "import data"), (f"{load}\n{draw}\n{same}\nmodel.train()", "meta = "))
     flags = {"n_layer": None, "attention": attention, "init_from": teacher, "steps": 1}
     done = trainer.train(0, shards, tmp_path / "run", **flags)
     assert done.code == 0 and f"the same: {not warned}" in done.out, done.out
@@ -487,7 +487,7 @@ def test_a_reference_without_the_ids_of_pairs_is_named(pairs, shards, tmp_path):
     base = tmp_path / "base"
     assert Trainer("train_gpt2.py", **FLAGS | {"steps": 1}).train(0, shards, base, seq_len=128).code == 0
     load = "reference = load_frozen(model, run, GPT2, args.init_from)"
-    trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (load, "identity = "))
+    trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (load, "meta = "))
     done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
     assert done.code == 2 and "pairs add ids to that, so train it on them first." in done.out, done.out
 

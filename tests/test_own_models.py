@@ -1083,7 +1083,7 @@ def test_a_config_that_is_damaged_is_written_anew(tmp_path):
     trainer = tmp_path / "train_mine.py"
     trainer.write_text("")
     dataset = SimpleNamespace(tokenizer=SimpleNamespace(to_json=str), train=SimpleNamespace(num_tokens=9))
-    run = SimpleNamespace(out=tmp_path, saved=None, command="python", begun=None, trainer=trainer, say=print,
+    run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, trainer=trainer, say=print,
                           dataset=dataset)
     mfu = SimpleNamespace(model=torch.nn.Linear(2, 3), of_last_steps=lambda: None)
     for text, commands in (("[]", 1), ('{"commands": null}', 1), ('{"commits": null}', 1), ("{", 1),
@@ -1131,7 +1131,7 @@ def test_the_commit_of_a_start(tmp_path, monkeypatch):
 def test_a_trainer_without_a_file_has_no_text(tmp_path):
     """As one that was typed into a notebook, or one whose file has been removed since."""
     tokenizer = SimpleNamespace(to_json=str)
-    run = SimpleNamespace(out=tmp_path, saved=None, command="python", model_class=GPT2,
+    run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, model_class=GPT2,
                           trainer=tmp_path / "gone.py", dataset=SimpleNamespace(tokenizer=tokenizer))
     assert ddp_utils.run_files(run, {}).keys() == {"config.json", "tokenizer.json"}
     assert "trainer.py" not in source.files_to_keep(run)
