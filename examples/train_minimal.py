@@ -44,9 +44,8 @@ def over_all(value: torch.Tensor) -> torch.Tensor:
 # Data, model, optimizer, and where a killed run stopped
 dataset = data.Dataset([SHARDS], SHAPE["seq_len"])  # memory-mapped files as rows of tokens
 torch.manual_seed(SEED)  # all processes begin with the same weights
-ids = dataset.tokenizer.vocab_size
-config = GPT2Config(vocab_size=ids, padded_vocab=pad_vocab(ids), **SHAPE, **dataset.marker_ids)
-model = GPT2(config).to(device)
+n = dataset.tokenizer.vocab_size
+model = GPT2(GPT2Config(vocab_size=n, padded_vocab=pad_vocab(n), **SHAPE, **dataset.marker_ids)).to(device)
 use_device(model, device, compute_dtype("auto", device))  # bfloat16 where that is fast, of float32 weights
 optimizer, = make_optimizers(model, "adamw", LR, BETAS, WEIGHT_DECAY)
 step = 0

@@ -424,8 +424,8 @@ def read_hub(source, progress):
     with readable(name):
         if not Path(name).exists() and not reachable(hub):
             raise RetryableError(f"no network, so {name} cannot be read: use local files (text:, csv:, tsv:, "
-                                 "jsonl:, parquet:) or the source stdlib, which every machine has, or copy the "
-                                 "directory in shards/ from a machine that has prepared it.")
+                                 "jsonl:, parquet:) or the source stdlib, which every machine has, or copy "
+                                 "the directory in shards/ from a machine that has prepared it.")
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
         columns = source.check_fields(name, rows.column_names or next(iter(rows), source.fields))
