@@ -17,6 +17,7 @@ import numpy as np
 
 from cli.errors import NotNow, UserError, say
 from data import (
+    SHORT_NAMES,
     cpu_count,
     default_directory,
     default_tokenizer,
@@ -35,7 +36,6 @@ from prepare.sources import (
     BLOCK,
     LARGEST_READ,
     LARGEST_ROW,
-    SHORT_NAMES,
     TASK_ROW,
     TASK_TOKENS,
     UNTRAINED,
