@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import NotNow, UserError, access, names_in, run_command
-from prepare.tokenizer import is_tokenizer, load_tokenizer, parse_tokenizer_json
+from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, with_roles
 from prepare.vocabulary import Vocabulary
 
 # -----------------------------------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def sample_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None) -> str:
-    """The tokenizer.json beside a manifest. Raises UserError if it has changed or is not that of `name`."""
+def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> Vocabulary:
+    """The tokenizer beside a manifest. UserError if its file has changed or it is not that of `name`."""
     path = directory / "tokenizer.json"
     recorded = manifest["tokenizer"]
     digest = None
@@ -215,13 +215,16 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
         digest = sha256_of(path)
     if digest != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: {WAY_BACK}")
-    text = path.read_text(encoding="utf-8")
+    tokenizer = parse_tokenizer_json(recorded["name"], path.read_text(encoding="utf-8"))
     if name is None or name == recorded["name"] and not Path(name).exists():
-        return text
-    if not is_tokenizer(name, text, "roles" in manifest):
+        return tokenizer
+    named = None if name.startswith("bpe:") else load_tokenizer(name)  # bpe:N depends on its text
+    if named and "roles" in manifest:
+        named = with_roles(named)
+    if not named or named.to_json() != tokenizer.to_json():
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
                         "is now: name that directory without --tokenizer, or prepare the data in another.")
-    return text
+    return tokenizer
 
 
 def row_of(directory: str | Path) -> int | None:
@@ -576,8 +579,7 @@ def read_directory(directory: Path, seq_len: int,
                             f"--row {seq_len}.")
         if not manifest["complete"]:
             raise UserError(f"{directory} is not complete: run its prepare command again.")
-        text = read_tokenizer_json(directory, manifest, tokenizer_name)
-        tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"], text)
+        tokenizer = read_tokenizer(directory, manifest, tokenizer_name)
     else:
         manifest, tokenizer = manifest_of_plain_shards(directory, tokenizer_name)
     for i, shard in enumerate(manifest["shards"]):

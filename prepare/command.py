@@ -18,7 +18,7 @@ from data import (
     open_shard,
     read_manifest,
     read_rows,
-    read_tokenizer_json,
+    read_tokenizer,
     row_of,
     sha256_of,
     shuffled,
@@ -40,7 +40,7 @@ def verify(directory: Path):
     manifest = read_manifest(directory)
     if not manifest:
         raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
-    read_tokenizer_json(directory, manifest)
+    read_tokenizer(directory, manifest)
     for shard in manifest["shards"]:
         path = directory / shard["file"]
         open_shard(path)  # which says what is wrong with a header or a length
