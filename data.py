@@ -569,8 +569,8 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
 
 def read_directory(directory: Path, seq_len: int,
                    tokenizer_name: str | None = None) -> tuple[dict, Vocabulary]:
-    """Manifest and tokenizer of a directory of shards, whose sizes are checked. Raises UserError if it
-    is damaged or unfinished, or its rows of pairs have another length.
+    """Manifest and tokenizer of a directory of shards, whose sizes are checked. Raises UserError if the
+    directory is damaged or unfinished, or its rows of pairs have another length.
     """
     if manifest := read_manifest(directory):
         row = manifest.get("row")
