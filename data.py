@@ -37,8 +37,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import RetryableError, UserError, access, run_command
-from prepare.tokenizer import is_tokenizer, parse_tokenizer_json
+from cli.errors import RetryableError, UserError, access, names_in, run_command
+from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
 from prepare.vocabulary import Vocabulary
 
 # -----------------------------------------------------------------------------------------------------------
@@ -195,8 +195,19 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None) -> str:
-    """The tokenizer.json beside a manifest. Raises UserError if it has changed or is not that of `name`."""
+def sample_digest(path: Path) -> str:
+    """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with access(path), open(path, "rb") as file:
+        for offset in (0, size // 2, max(size - 65536, 0)):
+            file.seek(offset)
+            digest.update(file.read(65536))
+    return digest.hexdigest()
+
+
+def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> Vocabulary:
+    """The tokenizer beside a manifest. UserError if its file has changed or it is not that of `name`."""
     path = directory / "tokenizer.json"
     recorded = manifest["tokenizer"]
     digest = None
@@ -204,13 +215,16 @@ def read_tokenizer_json(directory: Path, manifest: dict, name: str | None = None
         digest = sha256_of(path)
     if digest != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: {WAY_BACK}")
-    text = path.read_text(encoding="utf-8")
+    tokenizer = parse_tokenizer_json(recorded["name"], path.read_text(encoding="utf-8"))
     if name is None or name == recorded["name"] and not Path(name).exists():
-        return text
-    if not is_tokenizer(name, text, "roles" in manifest):
+        return tokenizer
+    named = None if name.startswith("bpe:") else load_tokenizer(name)  # bpe:N depends on its text
+    if named and "roles" in manifest:
+        named = with_markers(named)
+    if not named or named.to_json() != tokenizer.to_json():
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
                         "is now: name that directory without --tokenizer, or prepare the data in another.")
-    return text
+    return tokenizer
 
 
 def row_of(directory: str | Path) -> int | None:
@@ -462,14 +476,13 @@ class Dataset:
     Has `train` (Shards), `val` (Shards by the name of the validation set), `masker_class`, `tokenizer`,
     `roles`, `name`, and `fingerprint`, which is the same on two machines with the same data. Raises UserError
     for a directory that is damaged, unfinished or too small, or whose tokenizer is not that of the first.
-    `plain` reads directories without a manifest, see read_directory.
     """
 
     masker_class = Masker
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
-                 loss: str | None = None, plain=None):
-        found = {directory: read_directory(directory, seq_len, tokenizer_name, plain)
+                 loss: str | None = None):
+        found = {directory: read_directory(directory, seq_len, tokenizer_name)
                  for directory in dict.fromkeys(directories)}
         refuse_unlike(found)
         manifests = {directory: manifest for directory, (manifest, _) in found.items()}
@@ -521,10 +534,42 @@ class Dataset:
                             "some, or take that set out of dataset.val.")
 
 
-def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = None,
-                   plain=None) -> tuple[dict, Vocabulary]:
-    """Manifest and tokenizer of a directory of shards, whose sizes are checked. `plain(directory,
-    tokenizer_name)` is called for one without a manifest, see prepare/llm_c.py. Raises UserError if the
+def refuse_saved(where: str):
+    """Raises UserError for a folder that save_to_disk of datasets has written, or files in it."""
+    path = Path(os.path.expanduser(where))
+    for folder in (path, path.parent):
+        if (several := folder / "dataset_dict.json").is_file():
+            names = re.findall(r'"([^"]+)"', several.read_text(encoding="utf-8").partition("[")[2])
+            part = f"[{'train' if 'train' in names else names[0]!r}]" if names else ""
+        elif (folder / "state.json").is_file() and [*folder.glob("*.arrow")]:
+            part = ""
+        else:
+            continue
+        raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
+                        f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
+                        "file for parquet:x.parquet.")
+
+
+def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:
+    """A substitute for the manifest of shards that llm.c wrote, and their tokenizer."""
+    paths = [directory / name for name in names_in(directory) if name.endswith(".bin")]
+    if not paths:
+        refuse_saved(str(directory))
+        raise UserError(f"{directory} holds no data: prepare it first, copy it from where it is, name texts "
+                        f"as 'text:{directory}' or 'text:{directory}/*', or use one of {SOURCES}.")
+    if not tokenizer_name:
+        raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
+    tokenizer = load_tokenizer(tokenizer_name)
+    val = r"(?<![a-z])(e?val|valid|validation)(?![a-z])"  # not of "retrieval"
+    shards = [{"split": "val" if re.search(val, path.name) else "train", "file": path.name, "documents": 0,
+               "tokens": len(open_shard(path)), "sha256": sample_digest(path)} for path in paths]
+    return {"dataset": str(directory), "settings": {}, "shards": shards,
+            "tokenizer": {"name": tokenizer_name, "sha256": tokenizer_name}}, tokenizer
+
+
+def read_directory(directory: Path, seq_len: int,
+                   tokenizer_name: str | None = None) -> tuple[dict, Vocabulary]:
+    """Manifest and tokenizer of a directory of shards, whose sizes are checked. Raises UserError if the
     directory is damaged or unfinished, or its rows of pairs have another length.
     """
     if manifest := read_manifest(directory):
@@ -534,13 +579,9 @@ def read_directory(directory: Path, seq_len: int, tokenizer_name: str | None = N
                             f"--row {seq_len}.")
         if not manifest["complete"]:
             raise UserError(f"{directory} is not complete: run its prepare command again.")
-        text = read_tokenizer_json(directory, manifest, tokenizer_name)
-        tokenizer = parse_tokenizer_json(manifest["tokenizer"]["name"], text)
-    elif plain:
-        manifest, tokenizer = plain(directory, tokenizer_name)
+        tokenizer = read_tokenizer(directory, manifest, tokenizer_name)
     else:
-        raise UserError(f"{directory} has no manifest.json: prepare it first, or give shards of llm.c with "
-                        "plain=manifest_of_plain_shards, which prepare.llm_c has.")
+        manifest, tokenizer = manifest_of_plain_shards(directory, tokenizer_name)
     for i, shard in enumerate(manifest["shards"]):
         tokens = open_shard(directory / shard["file"])
         if len(tokens) != shard["tokens"]:
@@ -711,6 +752,16 @@ def sources_of(data: str) -> list[str]:
     return [first, *others] if others and Path(first).is_dir() and not Path(data).is_dir() else [data]
 
 
+SHORT_NAMES = {  # for hf:REPO[:CONFIG]
+    "imdb": "stanfordnlp/imdb",
+    "wikipedia-en": "wikimedia/wikipedia:20231101.en",
+    "wikipedia-es": "wikimedia/wikipedia:20231101.es",
+    "c4": "allenai/c4:en",
+    "c4-es": "allenai/c4:es",
+    "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
+}
+SOURCES = ("stdlib, task:addition, text:GLOB, csv:GLOB, tsv:GLOB, jsonl:GLOB, parquet:GLOB, "
+           f"hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}")
 FILE_PREFIXES = ("text", "csv", "tsv", "jsonl", "parquet")  # each has a reader in prepare/sources.py
 
 

@@ -26,7 +26,6 @@ from cli.parser import ArgumentParser, expanded, flag_group, number
 from cluster.diagnosis import refuse_lone_tasks
 from data import Dataset
 from ddp_utils import World, all_gather, hardware, init, launch, run_and_wait
-from prepare.llm_c import manifest_of_plain_shards
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 
@@ -50,7 +49,7 @@ def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
             report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     try:
         if args.data:
-            dataset = Dataset([Path(args.data)], 1, args.tokenizer, plain=manifest_of_plain_shards)
+            dataset = Dataset([Path(args.data)], 1, args.tokenizer)
             report["data"] = dataset.fingerprint[:12]
     except UserError as error:
         report["wrong"] = str(error)

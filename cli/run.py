@@ -67,7 +67,6 @@ from ddp_utils import (
     step_of,
 )
 from model import compute_dtype, num_params, pad_vocab
-from prepare.llm_c import manifest_of_plain_shards
 from prepare.pipeline import locate
 from prepare.vocabulary import tokenizer_id, without_surrogates
 from weights.init_from import assert_context, gentler, nearest_size, reading_of, trained_model, weights_of
@@ -367,8 +366,7 @@ def load_data(run: Run, **more) -> Dataset:
     def read():
         directories = [located(source, args, useful, run.world.local_rank)
                        for source in sources_of(args.data)]
-        dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"),
-                          manifest_of_plain_shards)
+        dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
         if run.change_data:
             run.change_data(dataset)
             dataset.check_sets()

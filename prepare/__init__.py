@@ -1,5 +1,5 @@
 """Text becomes shards of tokens: sources.py (documents), tokenizer.py (text to ids and back), bpe.py (trains
 a tokenizer), packing.py (pairs in rows, shards), pipeline.py (all together), command.py (`python data.py`).
-tokenizer_json.py runs the tokenizers of other programs, llm_c.py reads the shards of llm.c. A trainer needs
-none of it for what was prepared, but for samples.
+tokenizer_json.py runs the tokenizers of other programs. A trainer needs none of it for what was prepared,
+but for samples.
 """

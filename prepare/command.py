@@ -11,21 +11,21 @@ import numpy as np
 from cli.errors import UserError, access
 from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count
 from data import (
+    SOURCES,
     WAY_BACK,
     Dataset,
     Shards,
     open_shard,
     read_manifest,
     read_rows,
-    read_tokenizer_json,
+    read_tokenizer,
     row_of,
     sha256_of,
     shuffled,
     unigram_entropy,
 )
-from prepare.llm_c import manifest_of_plain_shards
 from prepare.pipeline import describe, prepare
-from prepare.sources import LARGEST_ROW, SOURCES, TASK_ROW
+from prepare.sources import LARGEST_ROW, TASK_ROW
 from prepare.tokenizer import TOKENIZERS
 
 
@@ -40,7 +40,7 @@ def verify(directory: Path):
     manifest = read_manifest(directory)
     if not manifest:
         raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
-    read_tokenizer_json(directory, manifest)
+    read_tokenizer(directory, manifest)
     for shard in manifest["shards"]:
         path = directory / shard["file"]
         open_shard(path)  # which says what is wrong with a header or a length
@@ -57,7 +57,7 @@ def splits_of(dataset: Dataset) -> dict[str, Shards]:
 
 
 def info(directory: Path, tokenizer_name: str | None):
-    dataset = Dataset([directory], row_of(directory) or 1, tokenizer_name, plain=manifest_of_plain_shards)
+    dataset = Dataset([directory], row_of(directory) or 1, tokenizer_name)
     print(f"{dataset.manifest['dataset']}: {describe(dataset.manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in dataset.manifest["settings"].items() if v))
     for split, shards in splits_of(dataset).items():
@@ -75,7 +75,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
         seq_len = row_of(directory) or 128
     if min(rows, seq_len) < 1:
         raise UserError("--rows and --seq-len must be 1 or more.")
-    dataset = Dataset([directory], seq_len, tokenizer_name, plain=manifest_of_plain_shards)
+    dataset = Dataset([directory], seq_len, tokenizer_name)
     splits = splits_of(dataset)
     if split not in splits:
         raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")

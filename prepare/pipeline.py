@@ -17,6 +17,7 @@ import numpy as np
 
 from cli.errors import RetryableError, UserError, say
 from data import (
+    SHORT_NAMES,
     cpu_count,
     default_directory,
     default_tokenizer,
@@ -24,7 +25,7 @@ from data import (
     in_order,
     lock_file,
     read_manifest,
-    read_tokenizer_json,
+    read_tokenizer,
     sha256_of,
     why_not_made,
     write_atomically,
@@ -35,7 +36,6 @@ from prepare.sources import (
     BLOCK,
     LARGEST_READ,
     LARGEST_ROW,
-    SHORT_NAMES,
     TASK_ROW,
     TASK_TOKENS,
     UNTRAINED,
@@ -46,7 +46,7 @@ from prepare.sources import (
     pieces,
     stdlib_files,
 )
-from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, prompt_ids, with_markers
+from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from prepare.vocabulary import EOT
 
 LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
@@ -81,14 +81,13 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             if before != now:
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): delete "
                                 "it, or give data.py prepare another --out.")
-        tokenizer_json = read_tokenizer_json(out, manifest, tokenizer_name)
+        tokenizer = read_tokenizer(out, manifest, tokenizer_name)
         if manifest["complete"]:
             say(f"{out} is already prepared: {describe(manifest)}")
             return out
         if manifest["shards"]:
             say(f"{out} resumes after {len(manifest['shards'])} shards")
         writer = ShardWriter(out, manifest, thread)
-        tokenizer = parse_tokenizer_json(tokenizer_name, tokenizer_json)
         tokenize(writer, source, tokenizer, workers or cpu_count())
         if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
@@ -481,7 +480,7 @@ def current_identity(source: Source, out: Path) -> str:
     and something has changed.
     """
     begun = math.inf
-    with contextlib.suppress(OSError):  # read_tokenizer_json says what is wrong
+    with contextlib.suppress(OSError):  # read_tokenizer says what is wrong
         begun = (out / "tokenizer.json").stat().st_mtime
     if all(path.stat().st_mtime < begun for path in source.files):
         return source.identity

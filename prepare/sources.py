@@ -7,7 +7,6 @@ import csv
 import datetime
 import glob
 import gzip
-import hashlib
 import itertools
 import json
 import lzma
@@ -27,19 +26,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.errors import RetryableError, UserError, access, first_line, names_in
-from data import FILE_PREFIXES, digest_json, sha256_of
+from data import (
+    FILE_PREFIXES,
+    SHORT_NAMES,
+    SOURCES,
+    digest_json,
+    refuse_saved,
+    sample_digest,
+    sha256_of,
+)
 from prepare.packages import needed
 
-SHORT_NAMES = {  # for hf:REPO[:CONFIG]
-    "imdb": "stanfordnlp/imdb",
-    "wikipedia-en": "wikimedia/wikipedia:20231101.en",
-    "wikipedia-es": "wikimedia/wikipedia:20231101.es",
-    "c4": "allenai/c4:en",
-    "c4-es": "allenai/c4:es",
-    "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
-}
-SOURCES = ("stdlib, task:addition, text:GLOB, csv:GLOB, tsv:GLOB, jsonl:GLOB, parquet:GLOB, "
-           f"hf:REPO[:CONFIG], {', '.join(SHORT_NAMES)}")
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LONGEST = 64 * BLOCK  # characters of a field of a table, or of an object in an array
 ASKS = "system developer user human tool function observation".split()  # roles of messages
@@ -511,22 +508,6 @@ def find_files(where: str, say=lambda text: None) -> list[Path]:
     return sorted(files.values())
 
 
-def refuse_saved(where: str):
-    """Raises UserError for a folder that save_to_disk of datasets has written, or files in it."""
-    path = Path(os.path.expanduser(where))
-    for folder in (path, path.parent):
-        if (several := folder / "dataset_dict.json").is_file():
-            names = re.findall(r'"([^"]+)"', several.read_text(encoding="utf-8").partition("[")[2])
-            part = f"[{'train' if 'train' in names else names[0]!r}]" if names else ""
-        elif (folder / "state.json").is_file() and [*folder.glob("*.arrow")]:
-            part = ""
-        else:
-            continue
-        raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
-                        f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
-                        "file for parquet:x.parquet.")
-
-
 def refuse_zero(raw: bytes):
     """Raises UnicodeDecodeError for a zero byte, as in UTF-16."""
     if (zero := raw.find(0)) >= 0:
@@ -612,14 +593,3 @@ def pieces(blocks):
                 rest = rest[cut:]
     if rest:
         yield rest
-
-
-def sample_digest(path: Path) -> str:
-    """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with access(path), open(path, "rb") as file:
-        for offset in (0, size // 2, max(size - 65536, 0)):
-            file.seek(offset)
-            digest.update(file.read(65536))
-    return digest.hexdigest()

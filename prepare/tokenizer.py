@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError, access
+from prepare.tokenizer_json import HuggingFaceTokenizer, text_of_merges
 from prepare.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id, without_surrogates
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
@@ -148,7 +149,6 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         if found := byte_level_bpe(name, json.loads(text)):
             return found
-    from prepare.tokenizer_json import HuggingFaceTokenizer
     try:
         return HuggingFaceTokenizer(name, text)
     except UserError:
@@ -177,23 +177,10 @@ def load_tokenizer(name: str) -> Vocabulary:
             if path.is_file():
                 return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
-        from prepare.tokenizer_json import text_of_merges
         return parse_tokenizer_json(name, text_of_merges(name))
     if re.fullmatch(r"bpe:\d+", name):
         raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
     raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
-
-
-def is_tokenizer(name: str, text: str, pairs: bool) -> bool:
-    """Whether the name of a tokenizer is that of a tokenizer.json, with ids that mark a response if it is of
-    pairs.
-    """
-    if name.startswith("bpe:"):
-        return False
-    named = load_tokenizer(name)
-    if pairs:
-        named = with_markers(named)
-    return named.to_json() == parse_tokenizer_json(name, text).to_json()
 
 
 def with_markers(tokenizer: Vocabulary) -> Vocabulary:

@@ -38,7 +38,6 @@ from cli.errors import RetryableError, UserError
 from cli.parser import ArgumentParser, parse_count
 from prepare import bpe, packing, pipeline, sources, tokenizer_json
 from prepare import command as data_py
-from prepare.llm_c import manifest_of_plain_shards
 from prepare.tokenizer import PATTERNS, Tokenizer, load_tokenizer, parse_tokenizer_json
 from prepare.vocabulary import EOT, MASK
 from weights import huggingface, sampling
@@ -476,14 +475,14 @@ def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
     for path in shards.glob("*.bin"):
         shutil.copy(path, tmp_path)
     with pytest.raises(UserError, match="--tokenizer"):
-        data.Dataset([tmp_path], 64, plain=manifest_of_plain_shards)
-    bare = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+        data.Dataset([tmp_path], 64)
+    bare = data.Dataset([tmp_path], 64, "bytes")
     for mine, theirs in (bare.train, dataset.train), (bare.val[""], dataset.val[""]):
         assert [a.tolist() for a in mine.tokens] == [a.tolist() for a in theirs.tokens]
-    again = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+    again = data.Dataset([tmp_path], 64, "bytes")
     assert bare.fingerprint == again.fingerprint
     flip(tmp_path / "train_000000.bin", 5000)
-    changed = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+    changed = data.Dataset([tmp_path], 64, "bytes")
     assert bare.fingerprint != changed.fingerprint
 
 
@@ -491,7 +490,7 @@ def test_shards_of_two_widths_do_not_mix(shards, words, tmp_path):
     shutil.copy(shards / "train_000000.bin", tmp_path)
     shutil.copy(words / "train_000000.bin", tmp_path / "train_000001.bin")
     with pytest.raises(UserError, match="mixes"):
-        data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+        data.Dataset([tmp_path], 64, "bytes")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1260,7 +1259,7 @@ def test_a_host_that_never_answers_counts_as_unreachable():
 def test_ids_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
     shutil.copy(undisturbed / "train_000000.bin", tmp_path)
     with pytest.raises(UserError, match="train_000000.bin holds the id 5[0-9][0-9], but bytes has 257"):
-        data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+        data.Dataset([tmp_path], 64, "bytes")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -1274,7 +1273,7 @@ def test_an_id_beyond_the_vocabulary_in_a_later_shard_is_refused_as_it_is_read(t
         packing.write_shard(tmp_path / f"{name}.bin", [tokens], "uint16")
     tokens[at] = wrong
     packing.write_shard(tmp_path / f"x_{split}_1.bin", [tokens], "uint16")
-    dataset = data.Dataset([tmp_path], 64, "bytes", plain=manifest_of_plain_shards)
+    dataset = data.Dataset([tmp_path], 64, "bytes")
     masker = data.Masker(dataset.tokenizer, 64, 0.3, 0) if masked else None
     epochs = np.zeros(4, np.int64)
     sets = {"train": dataset.train, "val": dataset.val[""]}

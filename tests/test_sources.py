@@ -28,7 +28,6 @@ import prepare.vocabulary
 from cli.errors import UserError
 from prepare import bpe, packing, pipeline, sources
 from prepare import command as data_py
-from prepare import llm_c as prepare_llm_c
 from prepare.pipeline import prepare
 from prepare.vocabulary import EOT
 
@@ -285,7 +284,7 @@ def test_long_runs_are_cut_for_training(unit):
     ("val.bin", "val"), ("fineweb-val1.bin", "val"), ("validation_0.bin", "val"), ("eval_0.bin", "val")])
 def test_val_is_a_whole_part_of_a_name(here, name, split):
     packing.write_shard(here / name, [data.np.arange(9)], "uint16")
-    manifest, _ = prepare_llm_c.manifest_of_plain_shards(here, "bytes")
+    manifest, _ = data.manifest_of_plain_shards(here, "bytes")
     assert manifest["shards"][0]["split"] == split
 
 
@@ -605,7 +604,7 @@ def test_folders_of_save_to_disk_are_named_with_the_way_out(here):
     answers = [refused(name, "out") for name in names]
     for name in ("saved", "several"):
         with pytest.raises(UserError) as error:
-            prepare_llm_c.manifest_of_plain_shards(here / name, "bytes")
+            data.manifest_of_plain_shards(here / name, "bytes")
         answers.append(str(error.value))
     for found in answers:
         line = re.search(r"datasets.load_from_disk\(.*\)\S*.to_parquet\('x.parquet'\)", found)[0]

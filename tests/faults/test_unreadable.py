@@ -22,7 +22,6 @@ import monitor
 from cli.errors import RetryableError, UserError
 from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2
-from prepare import llm_c as prepare_llm_c
 from prepare import sources
 from prepare.command import verify
 from prepare.pipeline import prepare
@@ -148,7 +147,7 @@ def test_a_folder_of_texts_that_cannot_be_listed_is_not_left_out(tmp_path, monke
 def test_plain_shards_that_cannot_be_listed_are_not_gone(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(RetryableError, match="cannot be accessed"):
-        prepare_llm_c.manifest_of_plain_shards(tmp_path / "loop", "bytes")
+        data.manifest_of_plain_shards(tmp_path / "loop", "bytes")
 
 
 def test_other_files_that_cannot_be_read(trained, tmp_path, capsys):
