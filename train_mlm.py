@@ -20,7 +20,7 @@ from cli.errors import local_rank
 from cli.flags import Command, make_parser, parse_flags, uses_model
 from cli.parser import flag_group, number
 from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.memory import dry_run
+from cluster.dry_run import dry_run
 from cluster.presets import list_presets
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 from prepare.vocabulary import without_surrogates

@@ -40,7 +40,7 @@ import monitor
 from cli.errors import HOST, UserError, say
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
-from cluster.memory import before_data
+from cluster.dry_run import before_data
 from data import Dataset, directory_of, plan_batch, row_of, sources_of
 from ddp_utils import (
     Checkpoints,
