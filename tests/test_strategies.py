@@ -24,7 +24,7 @@ from test_changes import FALSE_ALARMS
 import cli.run
 import train_gpt2
 from cli.errors import UserError
-from cli.run import refuse_gloo, settle
+from cli.run import refuse_together, settle
 from cluster import dry_run
 from ddp_utils import list_checkpoints
 from model import GPT2
@@ -45,12 +45,12 @@ def test_gloo_refuses_to_send_shards_of_gpus(strategy):
     world = SimpleNamespace(device=SimpleNamespace(type="cuda"), backend="gloo")
     for use in ([], ["--eval-only"]):
         with pytest.raises(UserError, match=f"{strategy} on GPUs needs NCCL.*zero1"):
-            refuse_gloo(flags_of(train_gpt2, [*flags, *use]), world)
-    refuse_gloo(flags_of(train_gpt2, [*flags, "--prompt", "a"]), world)  # which takes ddp
+            refuse_together(flags_of(train_gpt2, [*flags, *use]), world)
+    refuse_together(flags_of(train_gpt2, [*flags, "--prompt", "a"]), world)  # which takes ddp
     for whole in ("ddp", "zero1"):
-        refuse_gloo(flags_of(train_gpt2, ["--strategy", whole]), world)
+        refuse_together(flags_of(train_gpt2, ["--strategy", whole]), world)
     for change in ({"backend": "nccl"}, {"device": SimpleNamespace(type="cpu")}):
-        refuse_gloo(flags_of(train_gpt2, flags), SimpleNamespace(**vars(world) | change))
+        refuse_together(flags_of(train_gpt2, flags), SimpleNamespace(**vars(world) | change))
 
 
 def run_all(ranks, shards, base, wanted, timeout=90):
