@@ -312,9 +312,8 @@ def connect(backend: str, function):
     except RuntimeError as error:
         if heartbeat and heartbeat.ask():  # a rank was lost, see cluster/diagnosis.py
             raise
-        where = "alone" if backend == "gloo" and not heartbeat else backend  # which needs no other node
-        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): "
-                       f"{WHEN_CUT_OFF[where]}") from None
+        way = WHEN_CUT_OFF["alone" if backend == "gloo" and not heartbeat else backend]
+        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {way}") from None
 
 
 # -----------------------------------------------------------------------------------------------------------

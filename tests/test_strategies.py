@@ -41,14 +41,14 @@ RESUMED = re.compile(r"resuming after step (\d+)")
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "zero3-offload"])
 def test_gloo_refuses_to_send_shards_of_gpus(strategy):
     """On an H200, zero3 with gloo ended in a segmentation fault of torch."""
-    flags = ["--strategy", strategy]
+    flags = ["--precision", "fp32", "--strategy", strategy]  # so that no GPU is asked
     world = SimpleNamespace(device=SimpleNamespace(type="cuda"), backend="gloo")
     for use in ([], ["--eval-only"]):
         with pytest.raises(UserError, match=f"{strategy} on GPUs needs NCCL.*zero1"):
             refuse_together(flags_of(train_gpt2, [*flags, *use]), world)
     refuse_together(flags_of(train_gpt2, [*flags, "--prompt", "a"]), world)  # which takes ddp
     for whole in ("ddp", "zero1"):
-        refuse_together(flags_of(train_gpt2, ["--strategy", whole]), world)
+        refuse_together(flags_of(train_gpt2, [*flags, "--strategy", whole]), world)
     for change in ({"backend": "nccl"}, {"device": SimpleNamespace(type="cpu")}):
         refuse_together(flags_of(train_gpt2, flags), SimpleNamespace(**vars(world) | change))
 
