@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from cli.errors import NotNow, access
+from cli.errors import RetryableError, access
 from model import num_params
 from monitor import read_config
 
@@ -50,7 +50,7 @@ def say_changes(run, log=lambda text: None):
         if others or not kept.is_file():
             continue
         changed = True
-        with suppress(NotNow):  # it is only a note, and diff says why
+        with suppress(RetryableError):  # it is only a note, and diff says why
             changed = text_of(kept) != text_of(path)
         if changed:
             now = os.path.relpath(path)
