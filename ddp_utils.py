@@ -79,7 +79,7 @@ from cli.errors import (
     say,
 )
 from cli.flags import SHARDED
-from cluster.diagnosis import explain, when_cut_off
+from cluster.diagnosis import WHEN_CUT_OFF, explain
 from cluster.heartbeat import join
 from cluster.late import Late
 from data import (
@@ -312,8 +312,8 @@ def connect(backend: str, function):
     except RuntimeError as error:
         if heartbeat and heartbeat.ask():  # a rank was lost, see cluster/diagnosis.py
             raise
-        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): "
-                       f"{when_cut_off(backend, heartbeat)}") from None
+        way = WHEN_CUT_OFF["alone" if backend == "gloo" and not heartbeat else backend]
+        raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {way}") from None
 
 
 # -----------------------------------------------------------------------------------------------------------

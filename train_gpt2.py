@@ -19,7 +19,7 @@ import data
 import ddp_utils as ddp
 from cli.flags import Command, make_parser, parse_flags, uses_model
 from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.memory import dry_run
+from cluster.dry_run import dry_run
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
 # Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about

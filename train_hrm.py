@@ -19,7 +19,7 @@ from cli.errors import UserError
 from cli.flags import Command, flags_of_model, make_parser, parse_flags, uses_model
 from cli.parser import flag_group
 from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.memory import dry_run
+from cluster.dry_run import dry_run
 from loggers.levels import show_levels
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
 

@@ -20,8 +20,7 @@ from cli.errors import local_rank
 from cli.flags import Command, make_parser, parse_flags, uses_model
 from cli.parser import bounded, flag_group
 from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.memory import dry_run
-from cluster.presets import list_presets
+from cluster.dry_run import dry_run
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 from prepare.vocabulary import without_surrogates
 
@@ -66,13 +65,30 @@ def parse_args(argv: list[str] | None = None) -> Command:
     return parse_flags(parser, MLMConfig, RECIPES, argv)
 
 
+def list_presets():
+    """--list-presets: prints all recipes and the command for each, once per node."""
+    if local_rank() > 0:
+        return
+    print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
+          "use case")
+    commands = []
+    for name, (gpus, use, size, _) in PRESETS.items():
+        row = RECIPES[name]
+        length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
+        print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
+              f"{length:>9} {row['lr']:6g}  {use}")
+        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: FineWeb-Edu
+        commands.append(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
+    print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
+          "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
+    print(*commands, sep="\n")
+
+
 @ddp.cleanup_on_exit
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
-    if "list_presets" in command.given and local_rank() > 0:
-        return
     if "list_presets" in command.given:
-        return list_presets(PRESETS, RECIPES)
+        return list_presets()
     if "dry_run" in command.given:
         args = settle(command)
         return dry_run(MLM, args, mask_rate=args.mask_rate)

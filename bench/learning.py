@@ -29,7 +29,7 @@ from cli.errors import UserError  # noqa: E402
 from cli.flags import flags_of_model  # noqa: E402
 from cli.parser import ArgumentParser, expanded, local_path  # noqa: E402
 from cli.run import settle  # noqa: E402
-from cluster import memory  # noqa: E402
+from cluster import dry_run  # noqa: E402
 
 SETTINGS = {
     "hrm": "train_hrm.py",
@@ -65,7 +65,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
                              "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
     parsed = settle(trainer.parse_args([*flags, *args.flags, "--data", args.data]))
-    ids = memory.expected_ids(parsed.data, parsed.tokenizer)
+    ids = dry_run.expected_ids(parsed.data, parsed.tokenizer)
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),
                                  **flags_of_model(kind.Config, parsed)))

@@ -28,14 +28,10 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         found, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
-            if near := self.nearest_flag(word):
+            if near := nearest_flag(word, self._option_string_actions):
                 self.error(f"unrecognized arguments: {' '.join(unknown)}; the nearest flag to "
                            f"{word.partition('=')[0]} is {near}")
         return found, unknown
-
-    def nearest_flag(self, word: str) -> str:
-        """The flag that somebody may have meant who typed `word`, or ""."""
-        return nearest_flag(word, self._option_string_actions)
 
     def check_row(self, name: str, row: dict):
         """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag
@@ -46,7 +42,7 @@ class ArgumentParser(argparse.ArgumentParser):
             sets = f"the row {name!r} of the sizes sets {key}={value!r}"
             action = self._option_string_actions.get(flag)
             if not action:
-                near = self.nearest_flag(flag)
+                near = nearest_flag(flag, self._option_string_actions)
                 raise UserError(f"{sets}: unrecognized{near and f', the nearest flag is {near}'}; --help "
                                 "lists all flags.")
             switch = action.nargs == 0
@@ -85,11 +81,9 @@ def flag_group(parser: ArgumentParser, title: str):
 
     def flag(name: str, flag_type, text: str, default=None):
         text += "" if default in (None, "") else f" ({default})"
-        kind = {"type": flag_type, "default": default}
+        kind = {"choices" if isinstance(flag_type, tuple) else "type": flag_type, "default": default}
         if flag_type in (bool, argparse.BooleanOptionalAction):
             kind = {"action": "store_true" if flag_type is bool else flag_type}
-        elif isinstance(flag_type, tuple):
-            kind = {"choices": flag_type, "default": default}
         group.add_argument(name, help=text, **kind)
 
     return flag

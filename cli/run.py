@@ -40,7 +40,7 @@ import monitor
 from cli.errors import HOST, UserError, say
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
-from cluster.memory import before_data
+from cluster.dry_run import before_data
 from data import Dataset, directory_of, plan_batch, row_of, sources_of
 from ddp_utils import (
     Checkpoints,
@@ -118,27 +118,34 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     a micro-batch at most, `eval_batch` in one of --eval-batches.
     """
     given, rows = command.given, command.rows
-    record = saved or weights or {"model_config": {}, "settings": {}}
-    size = saved["settings"]["size"] if saved else given.get("size") or record.get("size") or next(iter(rows))
+    record = saved or weights or {}
+    settings = saved["settings"] if saved else {}
+    size = settings.get("size") or given.get("size") or record.get("size") or next(iter(rows))
     row = rows.get(size, {})  # a run goes on where its size is gone
     command.parser.check_row(size, row)
-    shape = shape_of(command, record, bool(saved)) if record["model_config"] else {}
-    kept = flags_of_run(saved, command) | shape if saved else {}
-    wants = gentler(row) | shape if "init_from" in given and not saved else {}
-    flags = command.defaults | row | {"size": size} | wants | kept | given
+    if saved:
+        names = {name for name in command.defaults if FLAGS.get(name) != NEW}
+        names |= {"largest_batch", "eval_batch"}
+        recipe = row | {name: value for name, value in settings.items() if name in names}
+        if uses_model(Namespace(**given)) and not given.get("eval_only"):
+            recipe["precision"] = "auto"  # whatever this machine computes fast
+    else:
+        recipe = row | {"largest_batch": row["batch"], "eval_batch": row["global_batch"]}
+        recipe |= gentler(row) if "init_from" in given else {}
+    if record:
+        recipe |= shape_of(command, record, bool(saved))
+    flags = command.defaults | {"size": size} | recipe | given
+    own_data = saved and flags["data"] == settings["data"]  # what the run was trained on
+    flags |= {name: given.get(name) for name, kind in FLAGS.items()
+              if kind == PLANNED or kind == OF_DATA and saved and not own_data}
+    flags["wanted_batch"] = recipe["global_batch"]
     for action in command.parser._actions:
-        value = (kept | given).get(action.dest)
+        value = (recipe | given).get(action.dest)
         named = action.choices and action.dest not in ("size", "precision")  # which have names beside these
         if named and value not in (None, *action.choices):
-            raise UserError(f"{saved['path']} says {action.dest} {value}, which is gone: use "
-                            f"{code_trained_with(saved['path'])}, or train again in another --out.")
-    recipe = row | wants | kept
-    flags["wanted_batch"] = recipe["global_batch"]
-    flags["largest_batch"] = recipe.get("largest_batch", recipe["batch"])
-    flags["eval_batch"] = recipe.get("eval_batch", (kept or row)["global_batch"])
-    flags |= {name: given.get(name) for name, kind in FLAGS.items() if kind == PLANNED}
+            raise UserError(f"{record['path']} says {action.dest} {value}, which is gone: use "
+                            f"{code_trained_with(record['path'])}, or train again in another --out.")
     sources = sources_of(flags["data"])
-    own_data = saved and flags["data"] == saved["settings"]["data"]  # what the run was trained on
     length = None if own_data else row_of(directory_of(sources[0], flags["tokenizer"]))
     flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
     if own_data:
@@ -149,38 +156,24 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     return Namespace(**flags)
 
 
-def flags_of_run(saved: dict, command: Command) -> dict:
-    """What a resumed run keeps of its settings."""
-    given, settings = command.given, saved["settings"]
-    names = command.defaults.keys() | {"largest_batch", "eval_batch"}
-    kept = {name: value for name, value in settings.items()
-            if name in names and (name == "largest_batch" or FLAGS.get(name) != NEW)}
-    if given.get("data", settings["data"]) != settings["data"]:
-        kept |= {name: None for name, kind in FLAGS.items() if kind == OF_DATA}
-    if uses_model(Namespace(**given)) and not given.get("eval_only"):
-        kept["precision"] = "auto"  # whatever this machine computes fast
-    return kept
-
-
 def shape_of(command: Command, record: dict, resumed: bool) -> dict:
     """The model's flags as in a record of a run, or of weights to start from, but for those that may change.
     Raises UserError for a flag that is given and contradicts.
     """
     known = config_of(command.config_class, record["model_config"], record["path"])
+    free = {OF_USE, FIXED}  # rows may be shorter, see compare_with_saved and find_run
     names = [option.name for option in flag_fields(command.config_class)]
-    free = {name for name in names if FLAGS.get(name) == OF_USE}
-    free.add("seq_len")  # rows may be shorter, see compare_with_saved and find_run
     if not resumed:
-        free |= {name for name in names if FLAGS.get(name) == CHOSEN or name not in record["model_config"]}
-    shape = {name: getattr(known, name) for name in names if name not in free}
+        free.add(CHOSEN)
+        names = [name for name in names if name in record["model_config"]]
+    shape = {name: getattr(known, name) for name in names if FLAGS.get(name) not in free}
     for name, value in shape.items():
-        asked = command.given.get(name)
-        if asked is None or replace(known, **{name: asked}) == known:
-            continue
-        flag = f"--{'no-' * (asked is False)}{name.replace('_', '-')}"
-        raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
-                        f"{asked}: leave out {flag}, or start a new run with another --out and without "
-                        "--init-from.")
+        asked = command.given.get(name, value)
+        if replace(known, **{name: asked}) != known:
+            flag = f"--{'no-' * (asked is False)}{name.replace('_', '-')}"
+            raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
+                            f"{asked}: leave out {flag}, or start a new run with another --out and without "
+                            "--init-from.")
     return shape
 
 
@@ -241,26 +234,24 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     """
     trainer = Path(constants.get("__file__", "notebook"))
 
-    def weights_for(args: dict) -> dict | None:
-        if "init_from" not in args:
-            return None
-        weights = weights_of(model_class, args["init_from"], complete=False)
-        return weights | {"size": nearest_size(command.rows, weights)}
+    def look() -> tuple:
+        """The weights of --init-from, or why there are none, the flags, and the checkpoint."""
+        weights = missing = None
+        try:
+            if "init_from" in command.given:
+                weights = weights_of(model_class, command.given["init_from"], complete=False)
+                weights["size"] = nearest_size(command.rows, weights)
+        except UserError as error:  # does not matter to a run that has begun
+            missing = error
+        args = settle(command, weights=weights)
+        out = run_directory(args, trainer.stem)
+        return weights, missing, args, out, find_checkpoint(out, args, world, model_class.__name__)
 
-    weights = missing = None
-    try:
-        weights = weights_for(command.given)
-    except UserError as error:  # does not matter to a run that has begun
-        missing = error
-    args = settle(command, weights=weights)
-    out = run_directory(args, trainer.stem)
-    saved = find_checkpoint(out, args, world, model_class.__name__)
+    weights, missing, args, out, saved = look()
     if not saved and (begun := on_rank0(begun_with, out, args, trainer.name)):
         command = replace(command, given=begun | command.given)
-        weights = weights_for(command.given)
-        args = settle(command, weights=weights)
-        saved = find_checkpoint(out, args, world, model_class.__name__)  # which it may branch off from
-    elif missing and not saved:
+        weights, missing, args, out, saved = look()  # it may branch off from a checkpoint
+    if missing and not saved:
         raise missing
     if saved:
         assert_family(saved, model_class)
@@ -272,9 +263,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
             args = settle(command, saved)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
-    refuse_gloo(args, world)
-    if not uses_model(args):
-        refuse_together(args, world)
+    refuse_together(args, world)
     if weights and not saved:
         assert_context(model_class, weights, args.seq_len)
     constants = {name: value for name, value in constants.items()
@@ -305,14 +294,6 @@ def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
     return config["given"]
 
 
-def refuse_gloo(args: Namespace, world: World):
-    """Raises UserError where the process would crash: gloo cannot exchange shards that are on GPUs."""
-    shards = args.strategy in SHARDED and (args.eval_only or not uses_model(args))
-    if shards and world.backend == "gloo" and world.device.type == "cuda":
-        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL, and the backend is gloo: give "
-                        "--strategy ddp or zero1, or --backend nccl.")
-
-
 def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
     """The checkpoint to go on with where --resume branches off from `saved` into a directory that holds later
     ones of that branch: the same command resumes. Raises UserError if they are of another run.
@@ -328,8 +309,17 @@ def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
 
 
 def refuse_together(args: Namespace, world: World):
-    """Raises UserError for flags that cannot train together."""
-    if args.strategy in SHARDED and args.optimizer == "muon":
+    """Raises UserError for flags that cannot train together, or with which the process would crash: gloo
+    cannot exchange shards that are on GPUs.
+    """
+    sharded = args.strategy in SHARDED
+    trains = not uses_model(args)
+    if sharded and (trains or args.eval_only) and world.backend == "gloo" and world.device.type == "cuda":
+        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL, and the backend is gloo: give "
+                        "--strategy ddp or zero1, or --backend nccl.")
+    if not trains:
+        return
+    if sharded and args.optimizer == "muon":
         raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
                         "run with --optimizer adamw.")
     dtype = compute_dtype(args.precision, world.device)
@@ -344,16 +334,6 @@ def refuse_together(args: Namespace, world: World):
                         "--comm fp32.")
 
 
-def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
-    """The directory of a source of --data, prepared if necessary, see locate in prepare/pipeline.py."""
-    limits = {name: getattr(args, name) for name in ("max_tokens", "max_samples", "min_words")}
-    directory = directory_of(source, args.tokenizer)
-    if directory == Path(source) and not any(limits.values()):
-        return directory
-    watch = ddp_utils.heartbeat.raise_if_lost if ddp_utils.heartbeat else lambda: None
-    return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
-
-
 def load_data(run: Run, **more) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens. `run.change_data`, a trainer's own function, may then replace its `train`, `val` and
@@ -364,8 +344,10 @@ def load_data(run: Run, **more) -> Dataset:
     useful = run_and_wait(before_data, run, more)  # with the vocabulary that --tokenizer will have
 
     def read():
-        directories = [located(source, args, useful, run.world.local_rank)
-                       for source in sources_of(args.data)]
+        limits = {name: getattr(args, name) for name, kind in FLAGS.items() if kind == OF_DATA}
+        watch = ddp_utils.heartbeat.raise_if_lost if ddp_utils.heartbeat else lambda: None
+        directories = [locate(source, args.tokenizer, useful, run.world.local_rank, watch, args.seq_len,
+                              **limits) for source in sources_of(args.data)]
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
         if run.change_data:
             run.change_data(dataset)
@@ -435,11 +417,11 @@ def new_model(run: Run, **config) -> nn.Module:
                if name in reading_of(config) or FLAGS.get(name) == OF_USE}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
-        model = build_model(model_class, config, world, args.strategy, args.comm)
-    elif args.init_from:
+    if args.init_from and not saved:
         model = trained_model(run, asdict(config), changes)
     else:
         model = build_model(model_class, config, world, args.strategy, args.comm)
+    if not (args.init_from or saved):
         run.say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)

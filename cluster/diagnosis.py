@@ -20,41 +20,34 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
     """What ddp_utils.ending_of returns, where the cause of an unforeseen error is known, else None. Shows its
     traceback, too, where the cause is no more than a guess.
     """
+    code = 1
+    # whether a lost or late process caused it, rather than a mistake in this one
+    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     if (asked := memory_asked_for(error)) is not None:
         reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
                   "such as a smaller --batch or --checkpoint-activations block.")
-        return 1, f"error: {reason}", reason
-    if lacks_compiler(error):
+    elif lacks_compiler(error):
+        code = 2
         reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
                   "sudo apt install g++ python3-dev, or give --no-compile.")
-        return 2, f"error: {reason}", reason
-    if isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
+    elif isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
         show_traceback(error)
         reason = ("a gradient is None: optimizer_step clears them, so take their norms before it, and log "
                   "them as docs/changing.md shows.")
-        return 1, f"error: {reason}", reason
-    # whether a lost or late process caused it, rather than a mistake in this one
-    from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
-    if not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
+    elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
-    if cause := heartbeat.ask():
-        return 1, f"error: {cause}", ""
-    show_traceback(error)
-    reason = first_line(error)
-    if heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
+    elif cause := heartbeat.ask():
+        return code, f"error: {cause}", ""
+    elif heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
+        show_traceback(error)
         reason = (f"all processes stood still for {heartbeat.stood:.0f} s, as on a suspended machine: "
                   f"{WAY_BACK}.")
-        return 1, f"error: {reason}", reason
-    return 1, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, or "
-               "cannot reach another."), reason
-
-
-def when_cut_off(backend: str, heartbeat) -> str:
-    """What to do where the first collective of a backend fails."""
-    if backend == "gloo" and not heartbeat:  # one process, which needs no other node
-        return ("turn its network interface on (`sudo ip link set lo up`), and unset GLOO_SOCKET_IFNAME if "
-                "you have set it.")
-    return WHEN_CUT_OFF[backend]
+    else:
+        show_traceback(error)
+        reason = first_line(error)
+        return code, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, "
+                      "or cannot reach another."), reason
+    return code, f"error: {reason}", reason
 
 
 def lacks_compiler(error: BaseException) -> bool:
@@ -89,7 +82,10 @@ def refuse_lone_tasks():
 
 
 CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open the firewall between them"
+# what to do where the first collective of a backend fails
 WHEN_CUT_OFF = {
+    "alone": "turn its network interface on (`sudo ip link set lo up`), and unset GLOO_SOCKET_IFNAME if you "
+             "have set it.",
     "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
     "nccl": "NCCL_DEBUG=INFO says more; give each process a GPU of its own, set NCCL_SOCKET_IFNAME on each "
             f"node to {CARD}, or use --backend gloo, with --strategy ddp or zero1, which is slower but needs "

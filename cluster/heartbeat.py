@@ -26,9 +26,9 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *OF_NODES):
         value = env.get(name) or "1" * (name in OF_NODES)
         if not value or name != "MASTER_ADDR" and not value.isdecimal():
-            wrong = "not a number" if value else "not set"
-            raise UserError(f"{name} is {wrong}: start with torchrun, or give each process RANK, WORLD_SIZE, "
-                            "MASTER_ADDR and MASTER_PORT, or for a single one `unset RANK WORLD_SIZE`.")
+            raise UserError(f"{name} is not {'a number' if value else 'set'}: start with torchrun, or give "
+                            "each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or for a single one "
+                            "`unset RANK WORLD_SIZE`.")
     rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: count ranks from 0.")
@@ -44,8 +44,7 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
                        if "EADDRINUSE" in str(error) else
                        f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
                        "if nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
-    attempt = f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}"
-    store = dist.PrefixStore(attempt, store)
+    store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}", store)
     heartbeat = None
     if world_size > 1:
         if store.add(f"rank {rank}", 1) > 1:

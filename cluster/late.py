@@ -3,8 +3,7 @@ and applied one step late.
 
 Each update moves the parameters by 2 u(t) - u(t - 1), where u(t) is what the optimizers do with the gradients
 of step t - 1: the move that is still to come is taken to be like the last one, which makes up for the delay
-(arXiv 2606.30634). All ranks always have the same state. TrainState imports this module only when it is asked
-for.
+(arXiv 2606.30634). All ranks always have the same state.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +82,7 @@ class Late:
 
     def leave_out(self):
         """A gradient that the trainer has set to None since `exchange` is meant to be that of its own step.
-        Gradients of 0 become None as well, lest an optimizer decays what does not learn yet.
+        Gradients of 0 become None as well, so that no optimizer decays what does not learn yet.
         """
         for i, (p, part) in enumerate(zip(self.params, self._taken)):
             if self._under_way and p.grad is None:

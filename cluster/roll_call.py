@@ -80,8 +80,8 @@ def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds
     except OSError as error:
         way_out = (f"end what listens there (`ss -ltnp | grep {port}`), perhaps an earlier run, or choose "
                    "another on all nodes" if error.errno == errno.EADDRINUSE else "choose another one")
-        reason = os.strerror(error.errno)
-        raise Problem(f"MASTER_PORT {port} cannot be used on node 0 ({reason}): {way_out}.") from None
+        raise Problem(f"MASTER_PORT {port} cannot be used on node 0 ({os.strerror(error.errno)}): "
+                      f"{way_out}.") from None
     here = {0: (socket.gethostname(), gpus, None)}  # rank: host, GPUs, connection
     deadline = time.monotonic() + seconds
 

@@ -16,7 +16,7 @@ import data
 import ddp_utils as ddp
 from cli.flags import Command, flag, make_parser, parse_flags, uses_model
 from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.memory import dry_run
+from cluster.dry_run import dry_run
 from model import Block, CausalConfig, CausalLM, Linear, learning_rate, make_optimizers, rms_norm
 from weights.sampling import KVCache
 

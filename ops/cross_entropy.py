@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOSS_ROWS = {"cuda": 16384, "cpu": 2048}  # rows of logits per chunk, for fast matrix products
+FEW_ROWS = 4096  # of them, in uncompiled operations between the products on a GPU, to save memory
 LOSS_CACHE = 2**20  # logits that stay in a CPU's cache from one operation to the next
 
 
@@ -59,6 +60,14 @@ def _rows_loss(products: Tensor, of_target: Tensor | None, y: Tensor, bias: Tens
     return objective, loss, correct, None if bias is None else p.sum(0)
 
 
+def logits_bytes(rows: int, vocab_size: int, dtype: torch.dtype, compiled: bool) -> int:
+    """Bytes of logits that `LinearCrossEntropy` holds at a time on a GPU: a chunk of products and, in
+    uncompiled operations, three times FEW_ROWS in float32.
+    """
+    few = 0 if compiled else min(rows, FEW_ROWS)
+    return (min(rows, LOSS_ROWS["cuda"]) * dtype.itemsize + 12 * few) * vocab_size
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Σ cross-entropy of softmax(hidden · weightᵀ + bias), computed in chunks of the N rows, so that memory
     does not grow with N · V. The objective, which is differentiated, adds z_loss · Σ log² Z. With `hits`,
@@ -71,8 +80,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         chunk = LOSS_ROWS["cuda" if hidden.is_cuda else "cpu"]
         if compiled:  # even chunks, because each size compiles its own graph
             chunk = math.ceil(len(hidden) / math.ceil(len(hidden) / chunk))
-        # Uncompiled operations between the products take fewer rows at a time, on a GPU to save memory
-        few = chunk if compiled else 4096 if hidden.is_cuda else max(LOSS_CACHE // len(weight), 8)
+        # uncompiled operations between the products take fewer rows at a time
+        few = chunk if compiled else FEW_ROWS if hidden.is_cuda else max(LOSS_CACHE // len(weight), 8)
         rows_loss = compiled_once(_rows_loss) if compiled else _rows_loss
         needs_grad = grad_enabled and any(ctx.needs_input_grad)  # the latter ignores torch.no_grad
         w = weight.to(hidden.dtype)

@@ -23,7 +23,7 @@ import ddp_utils
 import train_hrm
 from cli.errors import RetryableError, RunError, UserError, at_end
 from cli.flags import STRATEGIES
-from cluster import memory
+from cluster import dry_run
 from ddp_utils import StopVote, World, local_shard, reshard
 from model import GPT2, HRM, GPT2Config, HRMConfig, use_device
 from ops.flash_attention_4 import take
@@ -296,7 +296,7 @@ def check_memory(world: World) -> None:
                                    for what, found in tensors.items()}
         held[strategy]["gradients"] = sum(gradients)
         # on a CPU nothing is offloaded
-        said = memory.memory_of(model, strategy.removesuffix("-offload"), flags_of(train_hrm, []),
+        said = dry_run.memory_of(model, strategy.removesuffix("-offload"), flags_of(train_hrm, []),
                                 world.world_size, 0)
         for what, n in held[strategy].items():
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out

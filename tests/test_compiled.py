@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_utils
 import model
 import train_hrm
-from cluster import diagnosis, memory
+from cluster import diagnosis, dry_run
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
-from ops.cross_entropy import LOSS_ROWS
+from ops.cross_entropy import LOSS_ROWS, logits_bytes
 from weights.sampling import sample_ids
 
 GPU = torch.device("cuda")  # is not touched
@@ -346,7 +346,7 @@ def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
         loss = state.model(**inputs)[0]
     torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
-    counted, uncompiled = (memory.kept_for_backward(
+    counted, uncompiled = (dry_run.kept_for_backward(
         type(state.model), state.model.config, world.device, torch.bfloat16, mode, inputs, compiled)
         for compiled in (True, False))
     assert counted == pytest.approx(sum(sizes.values()), rel=0.1) and loss > 0
@@ -360,20 +360,20 @@ def test_what_compiled_blocks_keep_is_what_dry_run_counts(world, name, mode):
 def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, chosen, faster):
     args = flags_of(train_hrm, ["--size", size])
     assert args.checkpoint_activations == chosen
-    model = memory.empty_model(HRM, args)
+    model = dry_run.empty_model(HRM, args)
     inputs = model.dummy_inputs(train_hrm.SIZES[size]["batch"], "meta")
 
     def fits(mode: str) -> bool:
-        kept = memory.kept_for_backward(HRM, model.config, GPU, torch.bfloat16, mode, inputs, compiled=True)
-        kept += memory.logits_bytes(inputs, model.config.padded_vocab, torch.bfloat16, compiled=True)
+        kept = dry_run.kept_for_backward(HRM, model.config, GPU, torch.bfloat16, mode, inputs, compiled=True)
+        kept += logits_bytes(inputs["targets"].numel(), model.config.padded_vocab, torch.bfloat16, True)
         torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
-        return memory.fits(memory.memory_of(model, "ddp", args, 8, kept), 80, GPU)
+        return dry_run.fits(dry_run.memory_of(model, "ddp", args, 8, kept), 80, GPU)
 
     assert fits(chosen) and not (faster and fits(faster))
 
 
 def test_dropout_does_not_count_what_only_a_cpu_keeps():
     inputs = dict(zip(("idx", "targets"), batch("gpt2")))
-    counted = [memory.kept_for_backward(GPT2, GPT2Config(**SMALL, dropout=dropout), GPU, torch.bfloat16,
+    counted = [dry_run.kept_for_backward(GPT2, GPT2Config(**SMALL, dropout=dropout), GPU, torch.bfloat16,
                                         "none", inputs, compiled=False) for dropout in (0.0, 0.1)]
     assert counted[0] == counted[1]

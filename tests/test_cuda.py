@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ddp_utils
 import train_gpt2
 from cli.errors import at_end
-from cluster import memory
+from cluster import dry_run
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from ops import flash_attention_4
@@ -220,7 +220,7 @@ def test_copies_of_a_checkpoint_take_the_host_memory_that_dry_run_says(tmp_path,
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     checkpoints.save(1, state, {"loss": 1.0, "settings": {"steps": 1}})
     pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
-    said = memory.pinned_bytes(model, flags_of(train_gpt2, []))
+    said = dry_run.pinned_bytes(model, flags_of(train_gpt2, []))
     small = 2**12 * sum(1 for _ in model.parameters())  # the number of steps of each parameter
     assert pinned <= said + small, (said, pinned)  # less, if an earlier test has left some
     assert said > 12 * sum(p.numel() for p in model.parameters())

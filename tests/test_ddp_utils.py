@@ -29,7 +29,7 @@ import cli.run
 import ddp_utils
 import train_gpt2
 from cli.errors import RunError, UserError
-from cluster import diagnosis, heartbeat, memory
+from cluster import diagnosis, dry_run, heartbeat
 from ddp_utils import Checkpoints, World, list_checkpoints, load_checkpoint, read_checkpoint
 from loggers.start import say_plan
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, compute_dtype, use_device
@@ -433,10 +433,10 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode, q
     model = model_class(config)
     inputs = model.dummy_inputs(4, "cpu", **example)
     cpu = torch.device("cpu")
-    counted = memory.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
+    counted = dry_run.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
                                        compiled=False)
     use_device(model, cpu, torch.bfloat16, mode)
-    kept = memory.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
+    kept = dry_run.activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
     assert counted == kept > 4 * 64 * 32 * 2
 
 

@@ -13,7 +13,7 @@ from states import flags_of
 
 from cli.flags import STRATEGIES
 from cli.run import run_directory
-from cluster import memory
+from cluster import dry_run
 from model import GPT2, HRM, MLM, num_params
 
 TRAINERS = ("train_hrm.py", "train_mlm.py", "train_gpt2.py")
@@ -131,7 +131,7 @@ MEMORY = re.findall(r"^\| [\w-]+ ([\d.]+)([MB]) \(`train_(\w+)\.py (.+?)`\) \|([
 
 def model_of(name: str, flags: str):
     args = flags_of(importlib.import_module(f"train_{name}"), flags.split())
-    return args, memory.empty_model({"gpt2": GPT2, "hrm": HRM, "mlm": MLM}[name], args)
+    return args, dry_run.empty_model({"gpt2": GPT2, "hrm": HRM, "mlm": MLM}[name], args)
 
 
 def rounded(cell: str) -> float:
@@ -145,7 +145,7 @@ def test_the_table_of_memory_is_what_dry_run_says():
         args, model = model_of(name, flags)
         assert abs(num_params(model) / {"M": 1e6, "B": 1e9}[unit] - float(size)) <= rounded(size)
         for strategy, cell in zip(STRATEGIES, cells.strip(" |").split(" | "), strict=True):
-            held = sum(memory.memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
+            held = sum(dry_run.memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
             assert abs(held - float(cell)) <= rounded(cell), (name, flags, strategy)
 
 

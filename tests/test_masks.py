@@ -7,7 +7,7 @@ import pytest
 from conftest import SHARED, place
 
 import data
-from cluster import memory
+from cluster import dry_run
 from prepare import bpe, tokenizer_json
 from prepare.tokenizer import load_tokenizer, parse_tokenizer_json
 
@@ -145,4 +145,4 @@ def test_gpt2_has_room_for_the_mask(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
     tokenizer = load_tokenizer("gpt2")
     assert (tokenizer.vocab_size, tokenizer.mask) == (50257, 50257)
-    assert tokenizer.num_ids == memory.expected_ids("text:x", "gpt2") == 50258
+    assert tokenizer.num_ids == dry_run.expected_ids("text:x", "gpt2") == 50258

@@ -240,18 +240,6 @@ def test_the_validation_rows_are_those_of_the_size(script, row, shards, tmp_path
     assert evaluations_of(tmp_path / "two")[-1]["val_loss"] != losses[0]
 
 
-def test_a_run_of_before_keeps_its_rows(shards, tmp_path):
-    """It counted batches of its own global batch, 12."""
-    trainer = Trainer("train_gpt2.py", **FLAGS)
-    assert trainer.train(0, shards, tmp_path / "run", steps=4).code == 0
-    newest = list_checkpoints(tmp_path / "run")[0]
-    saved = torch.load(newest, weights_only=True)
-    del saved["settings"]["eval_batch"]
-    torch.save(saved, newest)
-    done = trainer.train(0, shards, tmp_path / "run")
-    assert done.code == 0 and "an evaluation reads 12 of" in done.out, done.out
-
-
 def test_a_validation_set_shorter_than_a_row_is_named(corpus, tmp_path):
     """And the length that it gives holds it."""
     small = prepare(f"text:{corpus}", tmp_path / "small", "bytes", val_split="tail:0.001")

@@ -24,8 +24,8 @@ from test_changes import FALSE_ALARMS
 import cli.run
 import train_gpt2
 from cli.errors import UserError
-from cli.run import refuse_gloo, settle
-from cluster import memory
+from cli.run import refuse_together, settle
+from cluster import dry_run
 from ddp_utils import list_checkpoints
 from model import GPT2
 from prepare.pipeline import prepare
@@ -41,16 +41,16 @@ RESUMED = re.compile(r"resuming after step (\d+)")
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "zero3-offload"])
 def test_gloo_refuses_to_send_shards_of_gpus(strategy):
     """On an H200, zero3 with gloo ended in a segmentation fault of torch."""
-    flags = ["--strategy", strategy]
+    flags = ["--precision", "fp32", "--strategy", strategy]  # so that no GPU is asked
     world = SimpleNamespace(device=SimpleNamespace(type="cuda"), backend="gloo")
     for use in ([], ["--eval-only"]):
         with pytest.raises(UserError, match=f"{strategy} on GPUs needs NCCL.*zero1"):
-            refuse_gloo(flags_of(train_gpt2, [*flags, *use]), world)
-    refuse_gloo(flags_of(train_gpt2, [*flags, "--prompt", "a"]), world)  # which takes ddp
+            refuse_together(flags_of(train_gpt2, [*flags, *use]), world)
+    refuse_together(flags_of(train_gpt2, [*flags, "--prompt", "a"]), world)  # which takes ddp
     for whole in ("ddp", "zero1"):
-        refuse_gloo(flags_of(train_gpt2, ["--strategy", whole]), world)
+        refuse_together(flags_of(train_gpt2, [*flags, "--strategy", whole]), world)
     for change in ({"backend": "nccl"}, {"device": SimpleNamespace(type="cpu")}):
-        refuse_gloo(flags_of(train_gpt2, flags), SimpleNamespace(**vars(world) | change))
+        refuse_together(flags_of(train_gpt2, flags), SimpleNamespace(**vars(world) | change))
 
 
 def run_all(ranks, shards, base, wanted, timeout=90):
@@ -247,7 +247,7 @@ def test_dry_run_says_what_fits():
 
 def test_dry_run_leaves_more_room_on_a_cpu():
     """Where fragmentation has taken 13 % of HRM 25m."""
-    fit = [memory.fits({"together": 0.9e9}, 1.0, torch.device(device)) for device in ("cuda", "cpu")]
+    fit = [dry_run.fits({"together": 0.9e9}, 1.0, torch.device(device)) for device in ("cuda", "cpu")]
     assert fit == [True, False]
 
 
@@ -263,12 +263,12 @@ def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus,
              "bytes")
 
     def ask(gigabytes: float, device: str = "cuda") -> str:
-        monkeypatch.setattr(memory, "machine", lambda *_: (1, gigabytes))
-        memory.before_data(run_of(*flags, device=device), {})
+        monkeypatch.setattr(dry_run, "machine", lambda *_: (1, gigabytes))
+        dry_run.before_data(run_of(*flags, device=device), {})
         return capsys.readouterr().out
 
-    monkeypatch.setattr(memory, "machine", lambda *_: (1, 100))
-    needed = memory.dry_run(GPT2, run_of(*flags).args) * 100
+    monkeypatch.setattr(dry_run, "machine", lambda *_: (1, 100))
+    needed = dry_run.dry_run(GPT2, run_of(*flags).args) * 100
     assert capsys.readouterr().out.endswith("fits.\n") and 1 < needed < 80
     assert not ask(2 * needed)
     warned = ask(needed / 1.2)
@@ -295,14 +295,14 @@ def test_a_model_with_an_example_of_its_own_is_not_asked(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     run = run_of("--data", "text:any", "--tokenizer", "bytes")
     run.model_class = Own
-    assert memory.before_data(run, {}) > 0
+    assert dry_run.before_data(run, {}) > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full),
                                   pytest.param("mlm", marks=pytest.mark.full)])
 def test_a_trainer_asks_before_it_prepares(name, monkeypatch, tmp_path, corpus):
     def refuse(run, example):
-        inputs = memory.empty_model(run.model_class, run.args).dummy_inputs(2, "meta", **example)
+        inputs = dry_run.empty_model(run.model_class, run.args).dummy_inputs(2, "meta", **example)
         raise UserError(f"asked of {len(inputs)} inputs")
 
     monkeypatch.setattr(cli.run, "before_data", refuse)

@@ -30,7 +30,7 @@ import model
 import train_hrm
 from cli.errors import RunError
 from cli.flags import flags_of_model
-from cluster import memory
+from cluster import dry_run
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers.mfu import examples_of
 from prepare.pipeline import prepare
@@ -297,7 +297,7 @@ def test_the_published_recipe_is_a_size_and_others_have_none_of_it():
 
     published, row = ("--size", "1b-published"), train_hrm.SIZES["1b-published"]
     assert not differ(wanted, *published) and row["global_batch"] * row["seq_len"] == 196_608
-    empty = memory.empty_model(model.HRM, flags_of(train_hrm, [*published]))
+    empty = dry_run.empty_model(model.HRM, flags_of(train_hrm, [*published]))
     assert empty.embed.weight.shape == empty.head.weight.shape == (65536, 1536)
     assert not differ(wanted | tuned, *published, "--init-from", "hf:somewhere")
     given = "--init identity --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()

@@ -105,8 +105,7 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
     held = 0 if offload else everything / (processes if sharded else 1)
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     optimizer = 0 if offload else state if strategy == "ddp" else state / processes
-    again = max(largest_one, everything - optimizer)
-    gradients = held + (outside + block if sharded else again)
+    gradients = held + (outside + block if sharded else max(largest_one, everything - optimizer))
     averaged = (args.ema > 0) * held
     late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # the next gradient, the last move
     return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
@@ -121,17 +120,8 @@ def pinned_bytes(model: nn.Module, args: Namespace) -> int:
         return 1 << (4 * numbers - 1).bit_length()
 
     muon = {*hidden_matrices(model)} if args.optimizer == "muon" else ()
-    each = {p: 2 + (p not in muon) + (args.ema > 0) for p in model.parameters()}
     late = 2 * rounded(num_params(model)) if args.comm == "late" else 0
-    return late + sum(count * rounded(p.numel()) for p, count in each.items())
-
-
-def logits_bytes(inputs: dict, padded_vocab: int, dtype: torch.dtype, compiled: bool) -> int:
-    """Bytes of logits that the loss of model(**inputs) holds at a time on a GPU."""
-    rows = inputs["labels" if "labels" in inputs else "targets"].numel()
-    products = min(rows, cross_entropy.LOSS_ROWS["cuda"])
-    few = 0 if compiled else min(rows, 4096)  # in float32
-    return (products * dtype.itemsize + 12 * few) * padded_vocab
+    return late + sum((2 + (p not in muon) + (args.ema > 0)) * rounded(p.numel()) for p in model.parameters())
 
 
 USABLE = {"cuda": 0.92, "cpu": 0.85}  # of a process's memory; the rest: libraries, fragmentation
@@ -189,19 +179,18 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     inputs = model.dummy_inputs(batch, "meta", **example)
     mode = args.checkpoint_activations
     device = torch.device("cuda" if gpus else "cpu")
-    activations = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)
+    labels = inputs["labels" if "labels" in inputs else "targets"].numel()
+    activations = cross_entropy.logits_bytes(labels, model.config.padded_vocab, dtype, compiled)
     without = ""
     try:
         activations += kept_for_backward(model_class, model.config, device, dtype, mode, inputs, compiled)
     except Exception as error:  # such as shapes that depend on the data
         without = " without the activations of blocks"
         say(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room for them")
-    what = f"{model_class.__name__} of {num_params(model):,} parameters"
-    how = f"{precision}, compile {'on' if compiled else 'off'}, activation checkpointing {mode}"
-    say(f"{what}, {processes} processes with {gigabytes:.0f} GB each, micro-batches of {batch} x "
-          f"{args.seq_len}, {how}; in GB:")
-    table = {strategy: memory_of(model, strategy, args, processes, activations)
-             for strategy in STRATEGIES}
+    say(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "
+        f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
+        f"{'on' if compiled else 'off'}, activation checkpointing {mode}; in GB:")
+    table = {strategy: memory_of(model, strategy, args, processes, activations) for strategy in STRATEGIES}
     fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes, device)]
     say(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
     for strategy, held in table.items():
@@ -210,8 +199,7 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
     copies = pinned_bytes(model, args) / 1e9 if gpus else file
     say(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
-          f"{args.keep_last}, the best and the one being written, and {copies:.2f} GB of rank 0's host "
-          "memory")
+        f"{args.keep_last}, the best and the one being written, and {copies:.2f} GB of rank 0's host memory")
     chosen = args.strategy
     one = table[chosen] | {"activations": activations // batch}
     ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes, device))
