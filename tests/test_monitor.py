@@ -28,7 +28,7 @@ import data
 import monitor
 from cli.errors import UserError
 from loggers import machine, picture
-from loggers.command import summarize
+from loggers.command import main, summarize
 from loggers.machine import read_machine
 from loggers.mfu import peak_flops
 from loggers.picture import History
@@ -52,7 +52,7 @@ def block(monkeypatch, *names: str) -> None:
 
 def command(capsys, *arguments) -> tuple[int, str, str]:
     """Exit code, output and errors of `python monitor.py …`, run in this process."""
-    code = monitor.main([str(a) for a in arguments])
+    code = main([str(a) for a in arguments])
     return code, *capsys.readouterr()
 
 
@@ -466,8 +466,8 @@ def test_the_backend_of_a_notebook_ends_no_run(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
     backend = "module://matplotlib_inline.backend_inline"
-    code = ("import os, sys, monitor; monitor.main(sys.argv[1:]); print(os.environ['MPLBACKEND'], "
-            "'matplotlib' in sys.modules)")
+    code = ("import os, sys; from loggers.command import main; main(sys.argv[1:]); "
+            "print(os.environ['MPLBACKEND'], 'matplotlib' in sys.modules)")
     done = finish(start([sys.executable, "-c", code, tmp_path], MPLBACKEND=backend))
     assert done.code == 0 and f"the curves are in {tmp_path}" in done.out, done.out
     assert f"{backend} True" in done.out
@@ -885,7 +885,7 @@ def test_a_log_of_broken_lines_alone_is_said(tmp_path, capsys):
 
 def test_the_summary_of_a_run_says_how_many_lines_are_broken(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\nxx\n")
-    assert monitor.main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     assert "WARNING: 1 of 2 lines of" in capsys.readouterr().err
 
 

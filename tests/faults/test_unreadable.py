@@ -18,9 +18,9 @@ from processes import fork
 from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import data
-import monitor
 from cli.errors import NotNow, UserError
 from ddp_utils import list_checkpoints, read_checkpoint
+from loggers import command as monitor_command
 from model import GPT2
 from prepare import llm_c as prepare_llm_c
 from prepare import sources
@@ -158,7 +158,7 @@ def test_other_files_that_cannot_be_read(trained, tmp_path, capsys):
     with pytest.raises(NotNow, match="config.json cannot be accessed"):
         from_hf(GPT2, str(tmp_path))
     (tmp_path / "metrics.jsonl").symlink_to("metrics.jsonl")
-    assert monitor.main([str(tmp_path)]) == 1
+    assert monitor_command.main([str(tmp_path)]) == 1
     assert f"error: {tmp_path}/metrics.jsonl {LOOP}" in capsys.readouterr().err
     (tmp_path / "text.txt").symlink_to("text.txt")
     with pytest.raises(NotNow, match="text.txt cannot be accessed"):
