@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
 
-from cli.errors import FAULTS, UserError, access, first_line, say
+from cli.errors import FAULTS, UserError, access, first_line, run_command, say
 from data import read_json, write_atomically
 
 GB = 2**30
@@ -500,4 +500,4 @@ class MeanLoss:
 
 if __name__ == "__main__":
     from loggers.command import main
-    sys.exit(main())
+    run_command(main)

@@ -1080,9 +1080,9 @@ def test_a_run_knows_its_model(ranks, shards, tmp_path):
 
 
 def test_a_config_that_is_damaged_is_written_anew(tmp_path):
-    """A note for people: no shape of it ends a start."""
+    """A note for people: no shape of it ends a start. The trainer is kept byte for byte."""
     trainer = tmp_path / "train_mine.py"
-    trainer.write_text("")
+    trainer.write_bytes(b"\xff = 1\r\n")
     dataset = SimpleNamespace(tokenizer=SimpleNamespace(to_json=str), train=SimpleNamespace(num_tokens=9))
     run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, trainer=trainer,
                           dataset=dataset)
@@ -1090,7 +1090,9 @@ def test_a_config_that_is_damaged_is_written_anew(tmp_path):
     for text, commands in (("[]", 1), ('{"commands": null}', 1), ('{"commits": null}', 1), ("{", 1),
                            ('{"commands": ["a"]}', 1), ('{"commands": ["a"], "commits": ["b"]}', 2)):
         (tmp_path / "config.json").write_text(text)
-        config = json.loads(ddp_utils.run_files(run, {}, mfu)["config.json"])
+        files = ddp_utils.run_files(run, {}, mfu)
+        config = json.loads(files["config.json"])
+        assert files["trainer.py"] == b"\xff = 1\r\n"
         assert len(config["commands"]) == len(config["commits"]) == commands, text
         assert config["parameters"] == 9 and config["flops_per_token"] is None
 

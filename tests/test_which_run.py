@@ -914,5 +914,5 @@ def test_commands_find_their_paths_at_home(at_home, corpus, monkeypatch, capsys)
     new = [word for word in command if not word.startswith("--out")] + ["--out=~/new", "--init-from=~/run"]
     assert GPT2.here(*new, "--tokenizer=~/run/tokenizer.json").code == 0
     assert GPT2.here("--out=~/new", "--prompt", "The", "--max-new-tokens", "3").code == 0
-    assert monitor_command.main(["~/run"]) == 0
+    monitor_command.main(["~/run"])
     assert os.listdir() == [], "nothing is made here"
