@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import NotNow, UserError, access, run_command
+from cli.errors import RetryableError, UserError, access, run_command
 from prepare.tokenizer import is_tokenizer, parse_tokenizer_json
 from prepare.vocabulary import Vocabulary
 
@@ -102,13 +102,13 @@ def why_not_made(directory: Path, error: OSError) -> str:
 
 
 def write_atomically(path: Path, *chunks):
-    """Writes a whole file (see `replacing`), or raises NotNow."""
+    """Writes a whole file (see `replacing`), or raises RetryableError."""
     try:
         with replacing(path) as file:
             file.writelines(chunks)
     except OSError as error:
-        raise NotNow(f"{path} cannot be written: {error.strerror}; free some space or choose another "
-                     "place, and run the same command again.")
+        raise RetryableError(f"{path} cannot be written: {error.strerror}; free some space or choose another "
+                             "place, and run the same command again.")
 
 
 def map_file(file) -> mmap.mmap | bytes:
@@ -159,7 +159,7 @@ def read_manifest(directory: Path) -> dict | None:
                     shards=list)
         check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
         if "roles" in manifest:
-            check_types(manifest, row=int, roles=dict)
+            check_types(manifest, row=int, marker_ids=dict)
             check_types(manifest["roles"], start=int, response=int, end=int)
         if "lowest_hash" in manifest:
             check_types(manifest, lowest_hash=int)
@@ -331,7 +331,7 @@ class Masker:
 # Reading
 
 
-def documents(idx, start: int, response: int) -> tuple:
+def document_bounds(idx, start: int, response: int) -> tuple:
     """For tokens idx (B, T), an int64 tensor, returns three int64 (B, T) tensors: the number of each token's
     document in its row, the document's first position, and the position of its <|response|>, or −1. A
     document runs from one `start` to the next.
@@ -348,7 +348,7 @@ def documents(idx, start: int, response: int) -> tuple:
     return number, first, torch.where(before >= first, before, torch.where(follows, after, -1))
 
 
-def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
+def label_mask(x: np.ndarray, marker_ids: dict[str, int], loss: str) -> np.ndarray:
     """Which positions of rows of pairs x (B, T) have a label to learn, bool (B, T). With the loss `response`,
     these are the positions from <|response|> on; with `all`, whole samples. The last position of a row, an
     `end` token (nothing follows it) and padding (documents of a `start` token alone) are never learned.
@@ -356,8 +356,8 @@ def learned(x: np.ndarray, roles: dict[str, int], loss: str) -> np.ndarray:
     import torch
     t = np.arange(x.shape[1])
     idx = torch.from_numpy(x.astype(np.int64))
-    response = documents(idx, roles["start"], roles["response"])[2].numpy()
-    some = (response >= 0) & (x != roles["end"]) & (t < len(t) - 1)
+    response = document_bounds(idx, marker_ids["start"], marker_ids["response"])[2].numpy()
+    some = (response >= 0) & (x != marker_ids["end"]) & (t < len(t) - 1)
     return some & (t >= response) if loss == "response" else some
 
 
@@ -370,17 +370,17 @@ def check_ids(path: Path, tokens: np.ndarray, tokenizer):
 
 class Shards:
     """Token files as rows x of `seq_len` tokens, and labels y. A label is the next token, or −1 where
-    `learned`, a function of x, is False. A row never spans two files; the rest of a file is unused. A file
+    `label_mask`, a function of x, is False. A row never spans two files; the rest of a file is unused. A file
     that is named twice counts twice. Reading a row raises UserError if it has an id that the tokenizer lacks.
     """
 
-    def __init__(self, paths: list[Path], seq_len: int, learned=None, tokenizer=None):
+    def __init__(self, paths: list[Path], seq_len: int, label_mask=None, tokenizer=None):
         self.paths = paths
         self.tokenizer = tokenizer
         self.tokens = [open_shard(path) for path in paths]
         self.seq_len = seq_len
         self.dtype = self.tokens[0].dtype
-        self.learned = learned
+        self.label_mask = label_mask
         if any(tokens.dtype != self.dtype for tokens in self.tokens):
             raise UserError(f"{paths[0].parent} mixes 16-bit and 32-bit shards: prepare it again.")
         self.num_tokens = sum(map(len, self.tokens))
@@ -407,8 +407,8 @@ class Shards:
         if begin < len(rows):
             raise IndexError(f"row {rows[-1]} of {self.rows}")
         y[:, :-1] = x[:, 1:]
-        if self.learned:
-            y[~self.learned(x)] = -1
+        if self.label_mask:
+            y[~self.label_mask(x)] = -1
 
 
 def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
@@ -417,7 +417,7 @@ def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
     """
     found = []
     for shards in sets:
-        if not shards.learned:
+        if not shards.label_mask:
             shards = Shards(shards.paths, 1, tokenizer=shards.tokenizer)
         _, y = read_rows(shards, np.arange(min(limit // len(sets) // shards.seq_len + 1, shards.rows)))
         found.append(y[y >= 0])
@@ -475,14 +475,14 @@ class Dataset:
         manifests = {directory: manifest for directory, (manifest, _) in found.items()}
         first, self.tokenizer = found[directories[0]]
         self.name = "+".join(directory.name for directory in directories)
-        self.roles = first.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
-        pairs = self.roles["response"] >= 0
+        self.marker_ids = first.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
+        pairs = self.marker_ids["response"] >= 0
         if loss == "response" and not pairs:
             raise UserError("--loss response needs pairs: leave it out, or prepare the data with "
                             "--prompt-field and --response-field.")
         self.loss = loss or ("response" if pairs else "all")
-        which = functools.partial(learned, roles=self.roles, loss=self.loss) if pairs else None
-        read = functools.partial(Shards, seq_len=seq_len, learned=which, tokenizer=self.tokenizer)
+        which = functools.partial(label_mask, marker_ids=self.marker_ids, loss=self.loss) if pairs else None
+        read = functools.partial(Shards, seq_len=seq_len, label_mask=which, tokenizer=self.tokenizer)
         train = [directory / shard["file"] for directory in directories
                  for shard in manifests[directory]["shards"] if shard["split"] == "train"]
         names = ", ".join(map(str, found))
@@ -496,7 +496,7 @@ class Dataset:
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
         # the tokens of the longest file of each validation set that fills no row
         self.short = {name: max(map(len, shards.tokens)) for name, shards in sets.items() if not shards.rows}
-        self.ids = self.tokenizer.to_json(), self.roles
+        self.ids = self.tokenizer.to_json(), self.marker_ids
         for shards in (self.train, *self.val.values()):
             shards.ids = self.ids
             first = shards.paths[0]

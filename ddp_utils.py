@@ -2,12 +2,12 @@
 
     start and end       launch(main), init: join the process group, end without hanging
     devices             choose_device: a GPU for each process, and the backend
-    agreement           with_barrier, on_rank0, sums over ranks, comparisons of ranks
+    agreement           run_and_wait, on_rank0, sums over ranks, comparisons of ranks
     the record of a run Run, which cli/run.py fills
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: the model in training and the other tensors of a checkpoint
     checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
-    around a step       begin_log, due_after, StopVote, Metrics, evaluate, sample, end_run
+    around a step       start_run, due_after, StopVote, Metrics, evaluate, sample, end_run
 
 The trainers call them in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call
 the same collectives in the same order.
@@ -66,7 +66,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import monitor
 from cli.errors import (
     HOST,
-    NotNow,
+    RetryableError,
     RunError,
     UserError,
     access,
@@ -94,7 +94,7 @@ from data import (
 )
 from loggers.machine import machine_curves
 from loggers.mfu import MFU
-from loggers.start import say_plan, sinks_of
+from loggers.start import loggers_of, say_plan
 from model import blocks_of, compute_dtype, copied_buffers, num_params, use_device
 from monitor import GB, MB
 from ops.device import keep_freed_memory, use_libdevice_of_triton
@@ -142,8 +142,8 @@ launched = None  # the main() that `launch` runs, and after which it ends the pr
 
 
 def launch(main):
-    """Runs main() and ends the process. Exit codes: 0, 1 for a failure or NotNow, 2 for any other UserError
-    or a missing compiler, 130 for Ctrl-C.
+    """Runs main() and ends the process. Exit codes: 0, 1 for a failure or RetryableError, 2 for any other
+    UserError or a missing compiler, 130 for Ctrl-C.
 
     Ends with os._exit, because torch's C++ threads can abort a process that Python is tearing down.
     """
@@ -173,7 +173,7 @@ def launch(main):
     os._exit(code)
 
 
-def with_cleanup(main):
+def cleanup_on_exit(main):
     """Makes a main() that can be called again, as in a notebook. At its end all that it has begun is wound
     up, and signals are handled as before; but where one of several processes has failed the process group
     stays, because destroying it can hang, and so do the handlers of the signals that torchrun then sends.
@@ -266,7 +266,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         if heartbeat:
             heartbeat.wait_for_all()
     local_world_size = from_launcher("LOCAL_WORLD_SIZE", 1)
-    where, backend = with_barrier(choose_device, backend, device, local_world_size)
+    where, backend = run_and_wait(choose_device, backend, device, local_world_size)
     if compare:
         compare(where, backend)
     if heartbeat:
@@ -380,17 +380,17 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
 heartbeat = None  # a Heartbeat of cluster/heartbeat.py, if there are several processes
 
 
-def with_barrier(function, *args):
+def run_and_wait(function, *args):
     """Runs function(*args) on every rank, however long it takes, and waits for all. If it raises on one rank,
-    with_barrier raises a UserError with the same exit code on the others, so that none waits for the failed
+    run_and_wait raises a UserError with the same exit code on the others, so that none waits for the failed
     rank.
     """
-    return heartbeat.with_barrier(function, *args) if heartbeat else function(*args)
+    return heartbeat.run_and_wait(function, *args) if heartbeat else function(*args)
 
 
 def on_rank0(function, *args):
     """Returns function(*args) of rank 0 on all ranks. Its error there is a UserError on the others."""
-    answer = [with_barrier(lambda: function(*args) if dist.get_rank() == 0 else None)]
+    answer = [run_and_wait(lambda: function(*args) if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
@@ -551,7 +551,7 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
         for block in blocks_of(model):
             fully_shard(block, **options, **sent)
         fully_shard(model, **options)
-        if strategy == "zero2":  # HRM calls blocks repeatedly; free_gathered_params reshards once a step
+        if strategy == "zero2":  # HRM calls blocks repeatedly; reshard reshards once a step
             model.set_reshard_after_backward(False)
         if hasattr(model, "decode"):
             register_fsdp_forward_method(model, "decode")
@@ -569,7 +569,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def free_gathered_params(model: nn.Module):
+def reshard(model: nn.Module):
     """Frees all-gathered parameters of zero2 and zero3, which would be stale after an update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -861,7 +861,7 @@ class TrainState:
             self.wrapped.zero_grad()
             with copied_buffers(self.model), self.no_sync(i == 0):
                 self.wrapped(**inputs)[0].backward()
-            free_gathered_params(self.model)
+            reshard(self.model)
             for name, p in self.model.named_parameters():
                 if p.requires_grad and p.grad is None:
                     raise RunError(f"{name} gets no gradient, so it would never train.")
@@ -878,7 +878,7 @@ class TrainState:
         before. This is where the host waits for the device, once a step: for all of the step before, if the
         device can skip an update, otherwise for the norm.
         """
-        free_gathered_params(self.model)
+        reshard(self.model)
         self._refuse_thawed()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
@@ -965,15 +965,15 @@ class TrainState:
         with copied_buffers(self.model):
             if self.ema:
                 self.ema.swap()
-                free_gathered_params(self.model)
+                reshard(self.model)
             try:
                 yield
             finally:
                 if self.ema:
                     self.ema.swap()
-                free_gathered_params(self.model)  # also without an average: requires_grad is set on shards
+                reshard(self.model)  # also without an average: requires_grad is set on shards
 
-    def tensors(self):
+    def state_dict(self):
         """Yields (group, name, tensor, owner) for each tensor of a checkpoint, in the same order on all
         ranks. If `owner` is None, all ranks have the tensor or a shard of it (DTensor). Otherwise only rank
         `owner` has it, and the other ranks yield a meta tensor of its shape.
@@ -981,9 +981,9 @@ class TrainState:
         held = self.optimizer_tensors()
         groups = {"model": self.model.state_dict()}
         if self.ema:
-            groups |= self.ema.tensors()
+            groups |= self.ema.state_dict()
         if self.late:
-            groups["late"] = self.late.tensors()
+            groups["late"] = self.late.state_dict()
         if not self.zero1:
             groups["optimizer"] = held
         for group, named in groups.items():
@@ -1040,7 +1040,7 @@ class TrainState:
         return found
 
     @torch.no_grad()
-    def restore(self, saved: dict, say):
+    def load_state_dict(self, saved: dict, say):
         """Copies the tensors of a checkpoint, which rank 0 has read, to all ranks, one by one, so no other
         rank holds a second copy. A new --ema starts from the weights. A parameter whose saved optimizer state
         has other names or shapes starts without optimizer state.
@@ -1049,7 +1049,7 @@ class TrainState:
         tensors = saved["tensors"]
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
-        ours = {name: t.shape for group, name, t, _ in self.tensors() if group == "optimizer"}
+        ours = {name: t.shape for group, name, t, _ in self.state_dict() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
         plain = saved["plain"]
         ours |= dict.fromkeys(self.plain_values())
@@ -1059,7 +1059,7 @@ class TrainState:
         if begun := changed & {name.rpartition("/")[0] for name in theirs}:  # others have had no step yet
             say(f"WARNING: the optimizer starts from scratch with {listed(sorted(begun))}, because "
                 "what it had saved there is not what it makes in a first step")
-        for group, name, tensor, owner in self.tensors():
+        for group, name, tensor, owner in self.state_dict():
             source = tensors.get(group, {}).get(name)
             unlike = source is None or source.shape != tensor.shape
             if group in ("ema", "kept") and unlike:
@@ -1117,7 +1117,7 @@ FORMAT = 2  # of the checkpoints that are written and read here
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:
     """Reads a checkpoint and checks every byte, unless only its plain data are wanted. Raises UserError if it
-    has another FORMAT, RunError if it is not what was written, NotNow if it cannot be read.
+    has another FORMAT, RunError if it is not what was written, RetryableError if it cannot be read.
 
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
     directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
@@ -1145,8 +1145,8 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
     except UserError:
         raise
     except FileNotFoundError:
-        raise NotNow(f"{path} is not there: bring it back, or what it is a link to, and run the same command "
-                     "again.") from None
+        raise RetryableError(f"{path} is not there: bring it back, or what it is a link to, and run the same "
+                             "command again.") from None
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
         raise RunError(first_line(error)) from None
 
@@ -1176,7 +1176,7 @@ def step_of(path: str | Path) -> int:
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
     """The finished checkpoints of a run, newest first; if none is left, not even a damaged one, its best.pt.
-    Raises NotNow if they cannot be listed.
+    Raises RetryableError if they cannot be listed.
     """
     directory = Path(run_directory, "checkpoints")
     names = names_in(directory)
@@ -1188,7 +1188,7 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
 
 def family_of(run_directory: Path) -> str:
     """The class of a run's model, "" if config.json does not say."""
-    with suppress(NotNow):
+    with suppress(RetryableError):
         return monitor.read_config(run_directory).get("family", "")
     return ""
 
@@ -1262,13 +1262,13 @@ class RunLock:
             (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise (NotNow if error.errno == errno.ENOSPC else UserError)(
+            raise (RetryableError if error.errno == errno.ENOSPC else UserError)(
                 f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
         file = os.fdopen(descriptor, "r+")
 
         def refuse():
             with file:
-                raise NotNow(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
+                raise RetryableError(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
 
         if why_not := lock_file(file, refuse):
             say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
@@ -1334,7 +1334,7 @@ class Checkpoints:
         def find_newest() -> str | None:
             there = list_checkpoints(directory)
             for path in [*there, self.directory / "best.pt"]:
-                with suppress(RunError, NotNow):
+                with suppress(RunError, RetryableError):
                     read_checkpoint(path, checked=False)
             return next(map(str, there), None)
 
@@ -1361,7 +1361,7 @@ class Checkpoints:
         if not saved:
             return 0, 0
         branch = not on_rank0(is_in, saved, self.run_directory)
-        state.restore(saved, self.say)
+        state.load_state_dict(saved, self.say)
         del saved["tensors"]
         if not branch:
             self.saved_step = saved["step"]
@@ -1374,7 +1374,7 @@ class Checkpoints:
         best = self.directory / "best.pt"
         files = self.files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         marked = None
-        with suppress(NotNow, RunError):
+        with suppress(RetryableError, RunError):
             marked = read_checkpoint(best, checked=False)["step"]
             files.setdefault(marked, best)
             if marked > step:
@@ -1404,7 +1404,7 @@ class Checkpoints:
             raise UserError(f"{self.run_directory} was moved, removed or taken by another run, so this one "
                             "ends without a checkpoint: give each run its own --out; one that was moved "
                             "resumes with --out and its new name.")
-        for group, name, tensor, owner in state.tensors():
+        for group, name, tensor, owner in state.state_dict():
             if owner is not None:
                 tensor = transfer(tensor, owner, 0, world)
             elif isinstance(tensor, DTensor):
@@ -1492,7 +1492,7 @@ def wait_for_writing():
 # Around a step
 
 
-def begin_log(run: Run, state: TrainState, meta: dict, step: int) -> monitor.RunLog:
+def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.RunLog:
     """Opens the log after `step` steps, writes the files of the run directory and prints the plan."""
     if launched:  # until StopVote, see warm_up
         signal.signal(signal.SIGINT, leave_at_once)
@@ -1500,7 +1500,7 @@ def begin_log(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
     settings = meta["settings"]
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
-    records = with_barrier(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
+    records = run_and_wait(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
     # other ranks have no records, and need only the evaluations
     log = monitor.RunLog(
@@ -1515,7 +1515,7 @@ def begin_log(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
         if all_done(run, log, step):  # the files would name flags of no step
             return
         check_edits(run, model, log)
-        log.sinks += sinks_of(run, log)
+        log.loggers += loggers_of(run, log)
         log.mfu = MFU(run, model, settings)
         if run.saved:
             monitor.say_changes(run, run.say)
@@ -1536,7 +1536,7 @@ def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
     """Has the log say, once each, that a loss is divided twice, or that an optimizer has other parameters."""
     hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # of all in this process
     at_end.callback(hook.remove)
-    log.sinks.append(monitor.MeanLoss(run, log, hook))
+    log.loggers.append(monitor.MeanLoss(run, log, hook))
 
 
 def warn_of_changes(run: Run, model: nn.Module):
@@ -1719,7 +1719,7 @@ class Metrics:
         memory, curves = zip(*all_gather((memory_gb(world.device), own)))
         return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
 
-    def position(self) -> dict:
+    def state_dict(self) -> dict:
         """The state for a checkpoint."""
         return {"loss": self.reduce()["loss"], "samples": self._samples}
 
@@ -1753,7 +1753,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
     draws gets the same results after a resume. Raises UserError for a name that results have already.
     """
     args, model, world = run.args, state.model.eval(), state.world
-    reserved = {"samples", "exact", "correct", "criterion"}  # no names for a metric
+    reserved = {"samples", "exact", "correct", "best_metric"}  # no names for a metric
     token_bytes = torch.from_numpy(run.dataset.tokenizer.token_bytes).to(world.device)
     seed_step(args.seed, 0, world.rank)
     totals = Counter()
@@ -1793,7 +1793,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
 def sample(state: TrainState, run: Run, step: int):
     """Logs a text that the model writes. All ranks call this."""
     with state.averaged_weights():
-        write_sample(state.model, run, step, with_barrier)
+        write_sample(state.model, run, step, run_and_wait)
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
@@ -1816,7 +1816,7 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
     # torchrun whose processes have ended waits for the others only for a while.
     try:
-        with_barrier(finish)
+        run_and_wait(finish)
     except RunError:  # without torchrun there may be no store in which to wait, and all has been said
         if not stop.is_orphan():
             raise

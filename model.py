@@ -37,7 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from cli.errors import UserError
 from cli.flags import flag
-from data import documents
+from data import document_bounds
 from ops.adam_atan2 import AdamAtan2
 from ops.attention import cpu_attention
 from ops.cross_entropy import LinearCrossEntropy
@@ -334,7 +334,7 @@ class ModelConfig:
 
 @dataclass
 class CausalConfig(ModelConfig):
-    """Configuration of a model that continues text or answers prompts; ids as in data.Dataset.roles."""
+    """Configuration of a model that continues text or answers prompts; ids as in data.Dataset.marker_ids."""
 
     start: int = -1
     response: int = -1
@@ -386,8 +386,8 @@ class LanguageModel(nn.Module):
       cast them, as `Linear` does.
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
       (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
-    * `example(batch, device)` returns arguments of `forward` with which every parameter gets a gradient. On
-      the meta device, --dry-run counts the memory of `forward`, and loggers/mfu.py its matrix products.
+    * `dummy_inputs(batch, device)` returns arguments of `forward` with which every parameter gets a gradient.
+      On the meta device, --dry-run counts the memory of `forward`, and loggers/mfu.py its matrix products.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
       states (B, T, C) that the head reads. The tokens idx follow those in the KVCache of
       weights/sampling.py: T in the first call, then one per call.
@@ -434,7 +434,7 @@ class CausalLM(LanguageModel):
         c = self.config
         if c.attention == "causal" or cache and cache.length:  # a generated token sees the whole cache
             return None
-        number, _, response = documents(idx, c.start, c.response)
+        number, _, response = document_bounds(idx, c.start, c.response)
         last = response if c.attention == "prefix" else torch.full_like(response, -1)
 
         def sees(b, h, i, j):
@@ -457,7 +457,7 @@ class CausalLM(LanguageModel):
             compiled=self.compile_loss, logits=self.own_logits, reduction=reduction)
         sums = {"loss": loss}
         if hits:
-            number, _, _ = documents(idx, c.start, c.response)
+            number, _, _ = document_bounds(idx, c.start, c.response)
             learned = targets >= 0
             wrong = (learned & ~correct).float()
             # of each document in a row, of which there are at most T + 1
@@ -473,7 +473,7 @@ class CausalLM(LanguageModel):
         cache.length, cache.slot = cache.length + idx.size(1), 0
         return self.logits(x).float()
 
-    def example(self, batch: int, device, **more) -> dict[str, Any]:
+    def dummy_inputs(self, batch: int, device, **more) -> dict[str, Any]:
         """Arguments of `forward` for a batch in which every parameter gets a gradient."""
         x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
         return {"idx": x, "targets": x, **more}
@@ -645,7 +645,7 @@ class HRM(CausalLM):
         `halt` the `ponder` cost, which also enters the objective. bp_steps None means no truncation. `cycles`
         overrides the configuration.
         """
-        z, ponder, cycles = self.think(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
+        z, ponder, cycles = self.recurrence(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
             return self.logits(z)
         loss = functools.partial(self.loss, reduction="none") if per_token else self.loss
@@ -659,8 +659,8 @@ class HRM(CausalLM):
             objective = objective + ponder_weight * (ponder if per_token else ponder.sum())
         return objective, sums
 
-    def think(self, idx: Tensor, bp_steps: int | None = None, cache=None, fixed_depth: bool = False,
-              cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
+    def recurrence(self, idx: Tensor, bp_steps: int | None = None, cache=None, fixed_depth: bool = False,
+                   cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
         """Runs the recurrence on idx (B, T). Returns the state for the head (B, T, C), the ponder cost per
         token (B, T) and the number of cycles run. With `fixed_depth`, all run, without asking other ranks.
         """
@@ -668,7 +668,7 @@ class HRM(CausalLM):
         cycles = cycles or (c.cycles if self.training else c.used_cycles)
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
         out, ponder = 0.0, torch.zeros_like(remaining)
-        for cycle, z_h in enumerate(self.states(idx, cycles, bp_steps, cache), 1):
+        for cycle, z_h in enumerate(self.high_level_states(idx, cycles, bp_steps, cache), 1):
             if c.halt:
                 last = cycle == cycles
                 weight, remaining = self.halting_weight(z_h, remaining, last)
@@ -678,7 +678,7 @@ class HRM(CausalLM):
                     break
         return out.to(z_h.dtype) if c.halt else z_h, ponder, cycle
 
-    def states(self, idx: Tensor, cycles: int, bp_steps: int | None = None, cache=None):
+    def high_level_states(self, idx: Tensor, cycles: int, bp_steps: int | None = None, cache=None):
         """Yields z_H (B, T, C) of idx (B, T) after each of `cycles` cycles."""
         c, T = self.config, idx.size(1)
         begin = cache.length if cache else 0
@@ -715,11 +715,12 @@ class HRM(CausalLM):
         return left.item() == 0
 
     def hidden(self, idx: Tensor, cache) -> Tensor:
-        return self.think(idx, cache=cache, fixed_depth=True)[0]
+        return self.recurrence(idx, cache=cache, fixed_depth=True)[0]
 
-    def example(self, batch: int, device, bp_steps: int = 5, cycles: int | None = None) -> dict[str, Any]:
-        return super().example(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
-                               cycles=cycles)
+    def dummy_inputs(self, batch: int, device, bp_steps: int = 5,
+                     cycles: int | None = None) -> dict[str, Any]:
+        return super().dummy_inputs(batch, device, bp_steps=bp_steps, ponder_weight=1.0, fixed_depth=True,
+                                    cycles=cycles)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -812,7 +813,7 @@ class GPT2(CausalLM):
         elif c.attention == "causal" or begin:
             x = x + self.positions.weight[begin:begin + T]
         else:  # positions restart in each document
-            begins = documents(idx, c.start, c.response)[1]
+            begins = document_bounds(idx, c.start, c.response)[1]
             x = x + self.positions(torch.arange(T, device=idx.device) - begins)
         x = F.dropout(x.to(self.compute_dtype), c.dropout, self.training)
         for block in self.transformer["blocks"]:
@@ -934,7 +935,7 @@ class MLM(LanguageModel):
         half = c.window // 2
         return [attention_mask(together, idx, flex), attention_mask(nearby, idx, flex, half, half)]
 
-    def example(self, batch: int, device, mask_rate: float = 0.3) -> dict[str, Any]:
+    def dummy_inputs(self, batch: int, device, mask_rate: float = 0.3) -> dict[str, Any]:
         """Arguments of `forward` for a batch in which every parameter gets a gradient."""
         x = torch.zeros((batch, self.config.seq_len), dtype=torch.long, device=device)
         positions = torch.arange(max(1, round(mask_rate * self.config.seq_len)), device=device)

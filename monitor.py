@@ -70,7 +70,7 @@ EVALUATION = {"val_loss": "validation loss {:.4f}", "val_perplexity": "perplexit
 
 def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
     """The records of a run. Says how many lines are broken, as a kill or a crash can leave them. Raises
-    NotNow if the file cannot be read, and FileNotFoundError.
+    RetryableError if the file cannot be read, and FileNotFoundError.
     """
     records = []
     path = Path(run_directory, "metrics.jsonl")
@@ -88,24 +88,26 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
 
 
 def read_config(run_directory: Path) -> dict:
-    """config.json of a run, empty if there is none or it is damaged. Raises NotNow if it cannot be read."""
+    """config.json of a run, empty if there is none or it is damaged. Raises RetryableError if it cannot be
+    read.
+    """
     with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return dict(read_json(Path(run_directory, "config.json")))
     return {}
 
 
-def criterion_of(record: dict) -> float | None:
-    """The number by which an evaluation is the best if it is the lowest: `criterion`, which a trainer can
+def best_metric_of(record: dict) -> float | None:
+    """The number by which an evaluation is the best if it is the lowest: `best_metric`, which a trainer can
     set, else `val_loss`. None in other records.
     """
-    return record.get("criterion", record.get("val_loss"))
+    return record.get("best_metric", record.get("val_loss"))
 
 
 def evaluations_of(records: list[dict]) -> dict[int, float]:
     """The criteria of evaluations by step; infinite where it is another number than that of the last one."""
     evaluated = [record for record in records if "val_loss" in record]
-    return {r["step"]: criterion_of(r) if ("criterion" in r) == ("criterion" in evaluated[-1]) else math.inf
-            for r in evaluated if criterion_of(r) is not None}
+    return {r["step"]: best_metric_of(r) if ("best_metric" in r) == ("best_metric" in evaluated[-1])
+            else math.inf for r in evaluated if best_metric_of(r) is not None}
 
 
 def without_nan(record: dict) -> dict:
@@ -173,8 +175,8 @@ def records_until(run_directory: Path, step: int, say) -> list[dict]:
     records = []
     with suppress(FileNotFoundError):
         for record in read_metrics(run_directory, say):
-            # an evaluation of this step without a finite criterion is repeated
-            failed = "loss" not in record and criterion_of(record) is None
+            # an evaluation of this step without a finite best_metric is repeated
+            failed = "loss" not in record and best_metric_of(record) is None
             if record["step"] < step or record["step"] == step and not failed:
                 records.append(record)
     return records
@@ -296,7 +298,7 @@ class RunLog:
         self.mfu: Callable[[dict], float | None] = lambda record: None  # of the steps of a record
         self.records = records
         self.evaluations = evaluations_of(records)  # their criteria by step, on all ranks
-        self.sinks = []
+        self.loggers = []
         self._sync = sync
         self._metrics = None  # metrics.jsonl
         self._behind = False  # whether that lacks a record
@@ -417,11 +419,11 @@ class RunLog:
 
     def _tell(self, call: Callable):
         """Calls `call` with each sink. An error is said, and that sink is called no more."""
-        for sink in [*self.sinks]:
+        for sink in [*self.loggers]:
             try:
                 call(sink)
             except FAULTS as error:  # of a package behind the sink, too
-                self.sinks.remove(sink)
+                self.loggers.remove(sink)
                 self.say(f"WARNING: {type(sink).__name__} fails ({first_line(error)}), so it gets no more "
                          "records until the next start")
 

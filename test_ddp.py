@@ -25,7 +25,7 @@ from cli.errors import HOST, RunError, UserError, first_line, say
 from cli.parser import ArgumentParser, expanded, flag_group, number
 from cluster.diagnosis import refuse_lone_tasks
 from data import Dataset
-from ddp_utils import World, all_gather, hardware, init, launch, with_barrier
+from ddp_utils import World, all_gather, hardware, init, launch, run_and_wait
 from prepare.llm_c import manifest_of_plain_shards
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
@@ -94,7 +94,7 @@ def compare(report: dict):
     reports = [report]
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
-        with_barrier(heartbeat.call, heartbeat.store.set, keys[heartbeat.rank], json.dumps(report))
+        run_and_wait(heartbeat.call, heartbeat.store.set, keys[heartbeat.rank], json.dumps(report))
         reports = [json.loads(text) for text in heartbeat.call(heartbeat.store.multi_get, keys)]
     if not heartbeat or heartbeat.rank == 0:
         for rank, found in enumerate(reports):
@@ -198,7 +198,7 @@ def main():
                            "its memory, its network card, or peer-to-peer access of GPUs (try "
                            "NCCL_P2P_DISABLE=1).")
 
-    with_barrier(judge)
+    run_and_wait(judge)
     if world.is_rank0:
         say("collectives are right")
     step("the measurement of the network", measure_network, world, args.timeout / 2)

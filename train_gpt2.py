@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None = None) -> Command:
     return parse_flags(parser, GPT2Config, SIZES, argv)
 
 
-@ddp.with_cleanup
+@ddp.cleanup_on_exit
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
@@ -60,14 +60,14 @@ def main(argv: list[str] | None = None):
     dataset = load_data(run)
     open_run(run)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
-    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    example = model.example(run.batch, world.device)
+    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
+    example = model.dummy_inputs(run.batch, world.device)
     modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     meta = metadata(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.begin_log(run, state, meta, step)
+    log = ddp.start_run(run, state, meta, step)
     if ddp.is_complete(run, log, step):
         return
     state.warm_up(example)
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None):
             ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if due.saving and (state.updated or due.stopping or due.done):
-            checkpoints.save(step, state, meta | metrics.position())
+            checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step

@@ -92,7 +92,7 @@ def truncation(args: Namespace) -> tuple[int, int]:
     return low, high
 
 
-@ddp.with_cleanup
+@ddp.cleanup_on_exit
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
@@ -109,13 +109,13 @@ def main(argv: list[str] | None = None):
     dataset = load_data(run, bp_steps=high)
     open_run(run)  # locks its directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
-    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
+    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     c = model.config
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
         raise UserError(f"with a graph through {high} stack calls the embedding never learns: add "
                              f"--inject-input, or give --bp-steps {least_cycles + 1}.")
-    examples = [model.example(run.batch, world.device, n) for n in (low, high)]
+    examples = [model.dummy_inputs(run.batch, world.device, n) for n in (low, high)]
     modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None):
     state = ddp.TrainState(model, optimizers, run)
     meta = metadata(model, run, **modes, bp_steps=[low, high])
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.begin_log(run, state, meta, step)
+    log = ddp.start_run(run, state, meta, step)
     if ddp.is_complete(run, log, step):
         return
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None):
             ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if due.saving and (state.updated or due.stopping or due.done):
-            checkpoints.save(step, state, meta | metrics.position())
+            checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop)
             if found is None:  # a signal cut it short; the resumed run evaluates this step

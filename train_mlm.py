@@ -18,7 +18,7 @@ import data
 import ddp_utils as ddp
 from cli.errors import local_rank
 from cli.flags import Command, make_parser, parse_flags, uses_model
-from cli.parser import flag_group, number
+from cli.parser import bounded, flag_group
 from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
 from cluster.memory import dry_run
 from cluster.presets import list_presets
@@ -61,12 +61,12 @@ def parse_args(argv: list[str] | None = None) -> Command:
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     flag = flag_group(parser, "masked language model")
     flag("--list-presets", bool, "print all presets with their commands")
-    flag("--mask-rate", number(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
+    flag("--mask-rate", bounded(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
     flag("--fill", without_surrogates, "print the likeliest tokens for each [MASK] in this text")
     return parse_flags(parser, MLMConfig, RECIPES, argv)
 
 
-@ddp.with_cleanup
+@ddp.cleanup_on_exit
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "list_presets" in command.given and local_rank() > 0:
@@ -88,13 +88,13 @@ def main(argv: list[str] | None = None):
     args, checkpoints = run.args, run.checkpoints
     tokenizer = dataset.tokenizer
     model = new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
-    example = model.example(run.batch, world.device, args.mask_rate)
+    example = model.dummy_inputs(run.batch, world.device, args.mask_rate)
     modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     meta = metadata(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.begin_log(run, state, meta, step)
+    log = ddp.start_run(run, state, meta, step)
     if ddp.is_complete(run, log, step):
         return
     state.warm_up(example)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None):
             ddp.assert_in_sync(model)
         # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
         if due.saving and (state.updated or due.stopping or due.done):
-            checkpoints.save(step, state, meta | metrics.position())
+            checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop, eval_masker)
             if found is None:  # a signal cut it short; the resumed run evaluates this step

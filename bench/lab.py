@@ -84,7 +84,7 @@ def communicate() -> None:
         ddp_utils.reduce_sum([0.0], world)  # the vote, and how many labels there are
         times.append(time.perf_counter() - begun)
     if late:
-        late.tensors()
+        late.state_dict()
     if world.is_rank0:
         print(json.dumps(times[3:]), flush=True)
 

@@ -17,7 +17,7 @@ class UserError(Exception):
     exit_code = 2
 
 
-class NotNow(UserError):
+class RetryableError(UserError):
     """A failure that may not recur with the same command: no network, a full disk, a directory in use."""
 
     exit_code = 1
@@ -42,9 +42,9 @@ def listed(names: list[str]) -> str:
 
 @contextlib.contextmanager
 def access(path: str | Path = ""):
-    """Where files are read: an OSError becomes NotNow, unless there is no such file. Only bytes that were
-    read can show damage, so nothing is renamed, left out or begun anew because of an OSError. All commands
-    run in it as well, because to ask what a path is can raise one, too.
+    """Where files are read: an OSError becomes RetryableError, unless there is no such file. Only bytes that
+    were read can show damage, so nothing is renamed, left out or begun again because of an OSError. All
+    commands run in it as well, because to ask what a path is can raise one, too.
     """
     try:
         yield
@@ -55,13 +55,13 @@ def access(path: str | Path = ""):
         # about bytes, from gzip, bz2, or a seek that they ask for; or about no file
         if not path or error.errno in (None, errno.EINVAL):
             raise
-        raise NotNow(f"{path} cannot be accessed ({error.strerror}): remove the cause, and "
-                     "run the same command again; what it holds may be sound.") from None
+        raise RetryableError(f"{path} cannot be accessed ({error.strerror}): remove the cause, and "
+                             "run the same command again; what it holds may be sound.") from None
 
 
 def names_in(directory: Path) -> list[str]:
-    """The sorted names in a directory, none if there is no directory. Raises NotNow if it cannot be listed,
-    of which Path.glob says nothing.
+    """The sorted names in a directory, none if there is no directory. Raises RetryableError if it cannot be
+    listed, of which Path.glob says nothing.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), access(directory):
         return sorted(os.listdir(directory))
@@ -93,7 +93,7 @@ FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C i
 
 class AtEnd(ExitStack):
     """What remains to be done when a run ends, the newest first. Whoever begins something adds its end here;
-    `launch` and `with_cleanup` in ddp_utils.py close it.
+    `launch` and `cleanup_on_exit` in ddp_utils.py close it.
     """
 
     exit_code = 0  # of the run that ends

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from cli.errors import UserError
 from cli.parser import (
     ArgumentParser,
+    bounded,
     expanded,
     flag_group,
     fraction,
     nonnegative_int,
-    number,
     parse_count,
     positive_int,
     steps_or_fraction,
@@ -76,11 +76,11 @@ def add_training_flags(parser: ArgumentParser):
          "packed: 500k, 20M, 1.5B")
     flag("--max-samples", parse_count, "prepare at most this many documents")
     flag("--min-words", positive_int, "prepare only documents with at least this many words")
-    flag("--seed", number(0, 2**31, int),
+    flag("--seed", bounded(0, 2**31, int),
          "seed of weights, sample order, dropout and samples of text", 0)
     flag = flag_group(parser, "steps and batches")
     flag("--steps", positive_int, "optimizer steps of the run")
-    flag("--epochs", number(1e-9), "passes over the data, instead of --steps")
+    flag("--epochs", bounded(1e-9), "passes over the data, instead of --steps")
     flag("--global-batch", positive_int, "sequences in a step, summed over all processes")
     flag("--batch", positive_int, "sequences in a micro-batch (default: the largest divisor up to the "
          "table's)")
@@ -88,14 +88,14 @@ def add_training_flags(parser: ArgumentParser):
     flag = flag_group(parser, "optimization")
     flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for "
          "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
-    flag("--lr", number(0), "peak learning rate")
+    flag("--lr", bounded(0), "peak learning rate")
     flag("--schedule", ("cosine", "wsd", "constant"), "wsd: constant, then falling (--decay)", "cosine")
     flag("--min-lr", fraction, "rate of the last step of cosine and wsd, as a fraction of --lr", 0.1)
-    flag("--decay", number(0.001, 1), "last part of the steps of wsd in which the rate falls", 0.2)
+    flag("--decay", bounded(0.001, 1), "last part of the steps of wsd in which the rate falls", 0.2)
     flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run "
          "(default: see below; in proportion where a run has fewer steps than its size)")
-    flag("--weight-decay", number(0), "weight decay of matrices", 0.1)
-    flag("--grad-clip", number(0), "clip the gradient norm to this; 0: no clipping", 1.0)
+    flag("--weight-decay", bounded(0), "weight decay of matrices", 0.1)
+    flag("--grad-clip", bounded(0), "clip the gradient norm to this; 0: no clipping", 1.0)
     flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export, after n steps "
          "at most (1 + n) / (10 + n); 0: off", 0.0)
     flag = flag_group(parser, "running")
@@ -158,9 +158,9 @@ def add_text_flags(parser: ArgumentParser):
     flag = flag_group(parser, "sampling")
     flag("--num-samples", positive_int, "texts for each --prompt, written at once", 1)
     flag("--max-new-tokens", positive_int, "length of a sample (200; an answer's: to the end of the context)")
-    flag("--temperature", number(0), "0: always the likeliest token", 0.8)
+    flag("--temperature", bounded(0), "0: always the likeliest token", 0.8)
     flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
-    flag("--top-p", number(0, 1), "then the likeliest ids whose probabilities reach this sum", 1.0)
+    flag("--top-p", bounded(0, 1), "then the likeliest ids whose probabilities reach this sum", 1.0)
     flag("--stop", text, "a text at which an answer ends, without it", "")
 
 

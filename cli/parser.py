@@ -95,7 +95,7 @@ def flag_group(parser: ArgumentParser, title: str):
     return flag
 
 
-def number(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
+def bounded(low: float, high: float = math.inf, number_type=float, open_end: bool = False):
     """A type for argparse: a number in [low, high], or in [low, high) with `open_end`."""
     def parse(text: str):
         value = number_type(text)
@@ -108,9 +108,9 @@ def number(low: float, high: float = math.inf, number_type=float, open_end: bool
     return parse
 
 
-positive_int = number(1, number_type=int)
-nonnegative_int = number(0, number_type=int)
-fraction = number(0, 1, open_end=True)
+positive_int = bounded(1, number_type=int)
+nonnegative_int = bounded(0, number_type=int)
+fraction = bounded(0, 1, open_end=True)
 
 
 def expanded(text: str) -> str:
@@ -132,7 +132,7 @@ def utf8_path(text: str) -> Path:
 
 def steps_or_fraction(text: str) -> int | float:
     """A type for argparse: a number of steps, or below 1 a fraction of the run."""
-    value = number(0)(text)
+    value = bounded(0)(text)
     if value > 1 and value % 1:
         raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor below 1")
     return int(value) if value >= 1 else value

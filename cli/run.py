@@ -63,8 +63,8 @@ from ddp_utils import (
     load_checkpoint,
     local_shard,
     on_rank0,
+    run_and_wait,
     step_of,
-    with_barrier,
 )
 from model import compute_dtype, num_params, pad_vocab
 from prepare.llm_c import manifest_of_plain_shards
@@ -194,7 +194,7 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     if args.resume not in ("auto", "none"):
         return load_checkpoint(args.resume, tell, family=family)
     # a best.pt that alone is left of a run that went back is no reason to refuse the others
-    newest = with_barrier(lambda: max(
+    newest = run_and_wait(lambda: max(
         ((path.name != "best.pt", step_of(path)) for path in list_checkpoints(out)), default=(False, 0)))
     found = all_gather((newest, f"{world.node} ({HOST})"))
     ours, _ = found[0]
@@ -355,14 +355,14 @@ def located(source: str, args: Namespace, useful: int, local_rank: int) -> Path:
     return locate(source, args.tokenizer, useful, local_rank, watch, args.seq_len, **limits)
 
 
-def load_data(run: Run, **example) -> Dataset:
+def load_data(run: Run, **more) -> Dataset:
     """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
     --max-tokens. `run.change_data`, a trainer's own function, may then replace its `train`, `val` and
-    `masker_class`, for training and --eval-only alike. `example` has what the model's `example` takes more.
+    `masker_class`, for training and --eval-only alike. `more` is passed to the model's `dummy_inputs`.
     """
     args = run.args
     refuse_lone_tasks()
-    useful = with_barrier(before_data, run, example)  # with the vocabulary that --tokenizer will have
+    useful = run_and_wait(before_data, run, more)  # with the vocabulary that --tokenizer will have
 
     def read():
         directories = [located(source, args, useful, run.world.local_rank)
@@ -374,7 +374,7 @@ def load_data(run: Run, **example) -> Dataset:
             dataset.check_sets()
         return dataset
 
-    run.dataset = dataset = with_barrier(read)
+    run.dataset = dataset = run_and_wait(read)
     sizes = [shards.rows for shards in (dataset.train, *dataset.val.values())]  # which change_data may change
     assert_same("the data", f"{dataset.fingerprint} {sizes}",
                 "copy the same files to every node, or prepare them there with the same command")
@@ -445,7 +445,7 @@ def new_model(run: Run, **config) -> nn.Module:
         run.say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
-    if args.strategy in SHARDED:  # for begin_log
+    if args.strategy in SHARDED:  # for start_run
         model.initial_sums = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
     torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
     return model

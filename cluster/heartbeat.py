@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cli.errors import HOST, NotNow, RunError, UserError, access, from_launcher, listed
+from cli.errors import HOST, RetryableError, RunError, UserError, access, from_launcher, listed
 from cluster import roll_call
 
 OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # which torchrun sets, too
@@ -98,7 +98,7 @@ class Heartbeat:
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
         self._state = ""
-        self._waits = itertools.count()  # numbers the calls of with_barrier, the same on all ranks
+        self._waits = itertools.count()  # numbers the calls of run_and_wait, the same on all ranks
         self._seen = {}
         self.stood = 0.0  # the longest time, in seconds, in which this process did not run
         self._next_look = 0.0
@@ -128,13 +128,13 @@ class Heartbeat:
 
     def refuse_other_backends(self, backend: str):
         """Raises UserError on all ranks if some have chosen another one, with which they would hang."""
-        self.with_barrier(self.add, backend, 1)
+        self.run_and_wait(self.add, backend, 1)
         if (same := self.add(backend, 0)) < self.world_size:
             raise UserError(f"rank {self.rank} is one of {same} among {self.world_size} that use {backend}: "
                             "see with nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
 
-    def with_barrier(self, function, *args):
-        """See ddp_utils.with_barrier."""
+    def run_and_wait(self, function, *args):
+        """See ddp_utils.run_and_wait."""
         what = f"wait {next(self._waits)}"
         try:
             with access():
@@ -149,7 +149,7 @@ class Heartbeat:
             # "" where none has failed
             if failed := self.call(self.store.compare_set, f"{what} failed", "", ""):
                 code, _, reason = failed.decode().partition(" ")
-                raise (UserError if code == "2" else NotNow)(reason)
+                raise (UserError if code == "2" else RetryableError)(reason)
             self.raise_if_lost()
             time.sleep(0.05)
         return result
@@ -216,7 +216,7 @@ class Heartbeat:
         with suppress(RunError):
             self.call(self._beat, timeout=2 * self.BEAT)
         deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
-        with suppress(RunError):  # it hosts the store of those that still wait in `with_barrier`
+        with suppress(RunError):  # it hosts the store of those that still wait in `run_and_wait`
             while self.leaves_last and time.monotonic() < deadline:
                 beats = self.call(self.store.multi_get, self.keys, timeout=self.PATIENCE)
                 if all(beat.endswith(b"|ended") for beat in beats):

@@ -60,7 +60,7 @@ class Late:
         optimizers[0].register_step_pre_hook(self._before_step)
         optimizers[-1].register_step_post_hook(self._after_step)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint holds, once it has arrived."""
         self._wait()
         return {"gradient": self.gradient, "moved": self.moved}

@@ -159,7 +159,7 @@ def before_data(run, example: dict) -> int:
     unasked = args.eval_only or any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
     if world.is_rank0 and world.device.type == "cuda" and not unasked:
         said = []
-        with contextlib.suppress(TypeError):  # of an `example` with arguments of its own
+        with contextlib.suppress(TypeError):  # of `dummy_inputs` with arguments of its own
             share = dry_run(run.model_class, args, said.append, **example)
             torch.compiler.reset()  # what was compiled for counting is not what will run
             text = f"a process needs {share:.0%} of its memory, see --dry-run: {said[-1]}"
@@ -186,7 +186,7 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))
     compiled = gpus if args.compile is None else args.compile
-    inputs = model.example(batch, "meta", **example)
+    inputs = model.dummy_inputs(batch, "meta", **example)
     mode = args.checkpoint_activations
     device = torch.device("cuda" if gpus else "cpu")
     activations = logits_bytes(inputs, model.config.padded_vocab, dtype, compiled)

@@ -45,7 +45,8 @@ def over_all(value: torch.Tensor) -> torch.Tensor:
 dataset = data.Dataset([SHARDS], SHAPE["seq_len"])  # memory-mapped files as rows of tokens
 torch.manual_seed(SEED)  # all processes begin with the same weights
 ids = dataset.tokenizer.vocab_size
-model = GPT2(GPT2Config(vocab_size=ids, padded_vocab=pad_vocab(ids), **SHAPE, **dataset.roles)).to(device)
+config = GPT2Config(vocab_size=ids, padded_vocab=pad_vocab(ids), **SHAPE, **dataset.marker_ids)
+model = GPT2(config).to(device)
 use_device(model, device, compute_dtype("auto", device))  # bfloat16 where that is fast, of float32 weights
 optimizer, = make_optimizers(model, "adamw", LR, BETAS, WEIGHT_DECAY)
 step = 0
@@ -56,7 +57,7 @@ if CHECKPOINT.exists():
     step = saved["step"]
 wrapped = DistributedDataParallel(model) if world_size > 1 else model
 for _ in range(2):  # DDP sums in another order after its first backward pass; a resumed run would differ
-    wrapped(**model.example(BATCH, device))[0].backward()
+    wrapped(**model.dummy_inputs(BATCH, device))[0].backward()
 
 # Training
 accumulation = GLOBAL_BATCH // (BATCH * world_size)

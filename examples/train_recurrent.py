@@ -88,7 +88,7 @@ def parse_args(argv=None) -> Command:
     return parse_flags(parser, RecurrentConfig, SIZES, argv)
 
 
-@ddp.with_cleanup
+@ddp.cleanup_on_exit
 def main(argv=None) -> None:
     command = parse_args(argv)
     if "dry_run" in command.given:
@@ -100,13 +100,13 @@ def main(argv=None) -> None:
     dataset = load_data(run)
     open_run(run)
     args, checkpoints = run.args, run.checkpoints
-    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.roles)
-    example = model.example(run.batch, world.device)
+    model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
+    example = model.dummy_inputs(run.batch, world.device)
     modes = ddp.set_modes(model, run)
     state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
     meta = metadata(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.begin_log(run, state, meta, step)
+    log = ddp.start_run(run, state, meta, step)
     state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
@@ -115,7 +115,7 @@ def main(argv=None) -> None:
     while True:
         due = ddp.due_after(step, run, log, stop)
         if due.saving:
-            checkpoints.save(step, state, meta | metrics.position())
+            checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
             found = ddp.evaluate(state, run, stop)
             if found is None:

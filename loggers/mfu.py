@@ -34,13 +34,13 @@ def peak_flops(device, say=print) -> float | None:
 
 def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
     """FLOPs per token of the matrix products of a training step, with attention as full T × T. They are
-    counted on one row of a model without memory; `example` has further arguments of its `example`.
+    counted on one row of a model without memory; `example` has further arguments of its `dummy_inputs`.
     """
     with torch.device("meta"):
         model = model_class(config).to("meta")  # buffers, too
     # other kinds of attention would count as zero
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(**model.example(1, "meta", **example))[0].backward()
+        model(**model.dummy_inputs(1, "meta", **example))[0].backward()
     return counter.get_total_flops() / config.seq_len
 
 

@@ -26,7 +26,7 @@ def too_short(dataset) -> str:
     return text
 
 
-def sinks_of(run, log) -> list:
+def loggers_of(run, log) -> list:
     """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
     begin_curves(log.say)
     sinks = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]

@@ -26,7 +26,7 @@ class EMA:
         self.params = dict(self.model.named_parameters())
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, as groups of tensors by the names of the parameters. An average of one's
         own may have a group `kept`, too.
         """

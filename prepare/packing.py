@@ -46,20 +46,20 @@ class Packer:
     WINDOW = 1000
 
     row: int
-    roles: dict[str, int]
+    marker_ids: dict[str, int]
     truncate: bool
     counts: Counter
 
     def __post_init__(self):
-        self.space = self.row - (self.roles["end"] < 0)
+        self.space = self.row - (self.marker_ids["end"] < 0)
         self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
 
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Adds a sample; returns the rows that this closes."""
-        prompt = 1 + int((tokens == self.roles["response"]).argmax())
+        prompt = 1 + int((tokens == self.marker_ids["response"]).argmax())
         too_long = len(tokens) > self.space
         dropped = None
-        if len(tokens) - (self.roles["end"] >= 0) == prompt:
+        if len(tokens) - (self.marker_ids["end"] >= 0) == prompt:
             dropped = "empty responses"
         elif prompt >= self.row:
             dropped = "too long prompts"
@@ -86,7 +86,7 @@ class Packer:
         rows = []
         for *_, samples in self.open[:count]:
             used = np.concatenate(samples)
-            rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.roles["start"]))
+            rows.append(np.pad(used, (0, self.row - len(used)), constant_values=self.marker_ids["start"]))
         del self.open[:count]
         return rows
 
@@ -130,10 +130,10 @@ class ShardWriter:
         if len(self.splits - {"train"}) > self.MOST_SETS:
             raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, and "
                             "each would be a validation set: name another field, or leave it out.")
-        if roles := self.manifest.get("roles"):
+        if marker_ids := self.manifest.get("roles"):
             if split not in self.packers:
                 truncate = settings["long"] == "truncate"
-                self.packers[split] = Packer(settings["row"], roles, truncate, self.counts)
+                self.packers[split] = Packer(settings["row"], marker_ids, truncate, self.counts)
             arrays = self.packers[split].add(tokens)
         self.arrays[split] += arrays
         self.tokens[split] += len(tokens)

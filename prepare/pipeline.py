@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import NotNow, UserError, say
+from cli.errors import RetryableError, UserError, say
 from data import (
     cpu_count,
     default_directory,
@@ -46,7 +46,7 @@ from prepare.sources import (
     pieces,
     stdlib_files,
 )
-from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, prompt_ids, with_roles
+from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, prompt_ids, with_markers
 from prepare.vocabulary import EOT
 
 LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
@@ -172,7 +172,7 @@ def lock_directory(out: Path):
                             "prepare another --out.")
         lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
     except OSError as error:
-        kind = NotNow if error.errno == errno.ENOSPC else UserError
+        kind = RetryableError if error.errno == errno.ENOSPC else UserError
         raise kind(f"{out} cannot be written: {why_not_made(out, error)}; give data.py prepare another "
                    "--out.")
     with lock:
@@ -196,7 +196,7 @@ def start_manifest(out: Path, source: Source) -> dict:
     else:
         tokenizer = load_tokenizer(name)
     if source.pairs:
-        tokenizer = with_roles(tokenizer)
+        tokenizer = with_markers(tokenizer)
         settings["row"] = settings["row"] or row_for(source, tokenizer)
     write_atomically(out / "tokenizer.json", tokenizer.to_json().encode())
     recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
@@ -204,7 +204,7 @@ def start_manifest(out: Path, source: Source) -> dict:
     manifest = {"format": 1, "dataset": source.dataset, "settings": settings, "complete": False,
                 "shards": [], "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
     if source.pairs:
-        manifest |= {"row": settings["row"], "roles": tokenizer.roles}
+        manifest |= {"row": settings["row"], "roles": tokenizer.marker_ids}
     manifest["whole"] = identity_of(source, LARGEST_READ)
     write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
     return manifest
@@ -380,7 +380,7 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
             if source.pairs:
                 prompt, response, *condition = text
                 parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
-                if (end := tokenizer.roles["end"]) >= 0:
+                if (end := tokenizer.marker_ids["end"]) >= 0:
                     parts.append([end])
             else:
                 parts = [[tokenizer.eot][:piece == 0], tokenizer.encode(text)]

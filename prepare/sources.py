@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli.errors import NotNow, UserError, access, first_line, names_in
+from cli.errors import RetryableError, UserError, access, first_line, names_in
 from data import FILE_PREFIXES, digest_json, sha256_of
 from prepare.packages import needed
 
@@ -423,9 +423,9 @@ def read_hub(source, progress):
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     with readable(name):
         if not Path(name).exists() and not reachable(hub):
-            raise NotNow(f"no network, so {name} cannot be read: use local files (text:, csv:, tsv:, jsonl:, "
-                         "parquet:) or the source stdlib, which every machine has, or copy the directory in "
-                         "shards/ from a machine that has prepared it.")
+            raise RetryableError(f"no network, so {name} cannot be read: use local files (text:, csv:, tsv:, "
+                                 "jsonl:, parquet:) or the source stdlib, which every machine has, or copy the "
+                                 "directory in shards/ from a machine that has prepared it.")
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
         columns = source.check_fields(name, rows.column_names or next(iter(rows), source.fields))

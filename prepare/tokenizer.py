@@ -192,13 +192,13 @@ def is_tokenizer(name: str, text: str, pairs: bool) -> bool:
         return False
     named = load_tokenizer(name)
     if pairs:
-        named = with_roles(named)
+        named = with_markers(named)
     return named.to_json() == parse_tokenizer_json(name, text).to_json()
 
 
-def with_roles(tokenizer: Vocabulary) -> Vocabulary:
+def with_markers(tokenizer: Vocabulary) -> Vocabulary:
     """The tokenizer with ids that mark a response: its own, or otherwise an additional <|response|>."""
-    if tokenizer.roles:
+    if tokenizer.marker_ids:
         return tokenizer
     spec = json.loads(tokenizer.to_json())
     spec["added_tokens"].append(added_token(RESPONSE, tokenizer.num_ids))
@@ -210,14 +210,14 @@ def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
     or text that is one with the prompt, as a chat template puts a system message before a question. Raises
     UserError if it is a marker itself or looks like a special token that is missing.
     """
-    roles = tokenizer.roles
+    marker_ids = tokenizer.marker_ids
     ids = tokenizer.specials.get(condition)
-    if ids in roles.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
-        known = ", ".join(name for name, i in tokenizer.specials.items() if i not in roles.values())
+    if ids in marker_ids.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
+        known = ", ".join(name for name, i in tokenizer.specials.items() if i not in marker_ids.values())
         raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
-    before = [roles["start"]]
+    before = [marker_ids["start"]]
     if ids is None:
         prompt = condition + prompt
     else:
         before.append(ids)
-    return np.concatenate([before, tokenizer.encode(prompt), [roles["response"]]])
+    return np.concatenate([before, tokenizer.encode(prompt), [marker_ids["response"]]])

@@ -12,9 +12,9 @@ MASK = "[MASK]"
 RESPONSE = "<|response|>"
 # HRM-Text's tokens for the start of a sample, the start of its response and its end. Other tokenizers use
 # <|endoftext|>, <|response|> and the start of the next sample.
-HRM_TEXT_ROLES = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
+HRM_TEXT_MARKERS = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
 # The first of each that a tokenizer has is its end of text and its mask.
-ENDS = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_ROLES[0])
+ENDS = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_MARKERS[0])
 MASKS = (MASK, "<mask>")
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
 BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
@@ -47,11 +47,11 @@ class Vocabulary:
         self.mask = specials[self.mask_token]
         self.num_ids = max(self.vocab.values()) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
-        self.roles = None
-        if all(name in specials for name in HRM_TEXT_ROLES):
-            self.roles = dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_ROLES)))
+        self.marker_ids = None
+        if all(name in specials for name in HRM_TEXT_MARKERS):
+            self.marker_ids = dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_MARKERS)))
         elif RESPONSE in specials:
-            self.roles = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
+            self.marker_ids = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
         self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in self.vocab)
         self._byte_level = "ByteLevel" in str(spec["decoder"])
         self.exact = self._byte_level  # whether `lengths` add up to the bytes of a text

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_utils
 import train_hrm
-from cli.errors import NotNow, RunError, UserError, at_end
+from cli.errors import RetryableError, RunError, UserError, at_end
 from cli.flags import STRATEGIES
 from cluster import memory
-from ddp_utils import StopVote, World, free_gathered_params, local_shard
+from ddp_utils import StopVote, World, local_shard, reshard
 from model import GPT2, HRM, GPT2Config, HRMConfig, use_device
 from ops.flash_attention_4 import take
-from prepare.tokenizer import load_tokenizer, with_roles
+from prepare.tokenizer import load_tokenizer, with_markers
 from weights import sampling
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
@@ -67,19 +67,19 @@ def check_agreement(world: World) -> None:
 
 def check_failure(world: World) -> None:
     """What fails on one rank fails on all, and nobody waits for the one that failed."""
-    assert ddp_utils.with_barrier(lambda: world.rank) == world.rank
+    assert ddp_utils.run_and_wait(lambda: world.rank) == world.rank
 
     def fail():
         if world.rank == 1:
             raise UserError("no such file on this node")
-    assert raises(UserError, lambda: ddp_utils.with_barrier(fail)) == "no such file on this node"
-    for kind in (UserError, NotNow):  # with the same exit code on all
+    assert raises(UserError, lambda: ddp_utils.run_and_wait(fail)) == "no such file on this node"
+    for kind in (UserError, RetryableError):  # with the same exit code on all
 
         def fail_so(kind=kind):
             if world.rank == 1:
                 raise kind("so")
         try:
-            ddp_utils.with_barrier(fail_so)
+            ddp_utils.run_and_wait(fail_so)
         except UserError as error:
             assert error.exit_code == kind.exit_code
 
@@ -182,7 +182,7 @@ def check_skips_on_device(world: World) -> None:
                 for factor in (math.inf, 1.0, 0.0, 1.0, math.nan, -math.inf, 1.0):
                     step(factor)
                     assert state.updated == math.isfinite(factor)
-                    held = [local_shard(t).clone() for _, _, t, _ in state.tensors() if not t.is_meta]
+                    held = [local_shard(t).clone() for _, _, t, _ in state.state_dict() if not t.is_meta]
                     tensors += held if factor == 1.0 else []  # the host's first step makes no moments
                 for _ in range(state.MAX_SKIPPED - 1):
                     step(math.inf)
@@ -246,7 +246,7 @@ def check_fp16_shards(world: World) -> None:
         def step(poison: bool, state=state) -> float:
             objective, _ = state.wrapped(*batch(world.rank))
             state.scaler.scale(objective / 32).backward()
-            free_gathered_params(state.model)
+            reshard(state.model)
             if poison and world.rank == 1:
                 gradient = next(p.grad for p in state.model.parameters() if p.grad is not None)
                 local_shard(gradient).view(-1)[0] = float("inf")
@@ -328,7 +328,7 @@ def check_gathering(world: World) -> None:
             with Sent() as sent:
                 for _ in range(3):  # micro-batches
                     model(*batch(world.rank), bp_steps=5)[0].backward()
-                free_gathered_params(model)
+                reshard(model)
             found[strategy] = sent.calls["c10d::_allgather_base_"]
     assert found["zero2"] == 3 < found["zero3"], found  # a block of H, one of L, and what is outside
 
@@ -361,7 +361,7 @@ def check_bf16_shards(world: World) -> None:
             with Sent() as sent:
                 objective = model(*batch(world.rank), bp_steps=5)[0]
                 objective.backward()
-            free_gathered_params(model)
+            reshard(model)
             gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
             found[strategy, comm] = objective.item(), gradients, sent.found
         (loss, exact, all_fp32), *others = found.values()
@@ -381,7 +381,7 @@ def check_owners(world: World) -> None:
     state = train_state(make(world.rank), world, strategy="zero1")
     torch.nn.functional.mse_loss(state.model(*batch(world.rank))[0], torch.zeros(())).backward()
     state.optimizer_step(1e-2, torch.ones(()))
-    entries = [entry[1:] for entry in state.tensors() if entry[0] == "optimizer"]
+    entries = [entry[1:] for entry in state.state_dict() if entry[0] == "optimizer"]
     assert {owner for _, _, owner in entries} == {0, 1}
     for name, tensor, owner in entries:
         assert (tensor.device.type == "meta") == (owner != world.rank), name
@@ -394,8 +394,8 @@ def check_owners(world: World) -> None:
 
 def check_samples_have_one_prompt(world: World) -> None:
     """With zero3 they would write unlike many tokens, and one would be alone."""
-    args, tokenizer = flags_of(train_hrm, []), with_roles(load_tokenizer("bytes"))
-    dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.roles)
+    args, tokenizer = flags_of(train_hrm, []), with_markers(load_tokenizer("bytes"))
+    dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.marker_ids)
     with mock.patch.object(sampling, "first_pair", lambda _: ("why", "so")):
         assert sampling.sample_prompt(args, dataset) == ("why", "so")
 

@@ -170,7 +170,7 @@ def remove_leftovers() -> None:
 
 def main() -> None:
     """lab.py WHAT RANK TIMEOUT: all-reduces until WHAT happens to RANK: none, raise, SIGKILL, SIGSTOP, or
-    `with_barrier`, SIGSTOP while the others wait without a collective."""
+    `run_and_wait`, SIGSTOP while the others wait without a collective."""
     import torch
     import torch.distributed as dist
 
@@ -191,7 +191,7 @@ def main() -> None:
         ddp_utils.reduce_sum([step], world)
         labels.wait()
         if step == 5:
-            ddp_utils.with_barrier(happen) if what == "with_barrier" else happen()
+            ddp_utils.run_and_wait(happen) if what == "run_and_wait" else happen()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def clip_alone(parameters, max_norm):
 @contextlib.contextmanager
 def keep_gathered(self, averaged_weights=TrainState.averaged_weights):
     """Like TrainState.averaged_weights, but what zero2 has gathered stays as it was."""
-    with mock.patch.object(ddp_utils, "free_gathered_params"), averaged_weights(self):
+    with mock.patch.object(ddp_utils, "reshard"), averaged_weights(self):
         yield
 
 
@@ -50,8 +50,8 @@ def inf_at(step, rank=None):
     return clip_grad_norm
 
 
-def forgetful(name, restore=TrainState.restore):
-    """Like TrainState.restore, but one tensor of --comm late is zero."""
+def forgetful(name, restore=TrainState.load_state_dict):
+    """Like TrainState.load_state_dict, but one tensor of --comm late is zero."""
     def forget(self, saved, say):
         of_late = saved["tensors"]["late"]
         of_late = of_late | {name: torch.zeros_like(of_late[name])}

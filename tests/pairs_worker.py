@@ -14,7 +14,7 @@ def gradients(world: ddp_utils.World, micro_steps: int) -> dict[str, torch.Tenso
     idx = packed(8)
     idx[2] = idx[4] = idx[5] = START  # no labels; on two ranks, a micro-batch has nothing else
     labels = torch.cat((idx[:, 1:], idx[:, :1]), dim=1)
-    labels[torch.from_numpy(~data.learned(idx.numpy(), ROLES, "response"))] = -1
+    labels[torch.from_numpy(~data.label_mask(idx.numpy(), ROLES, "response"))] = -1
     model = gpt2().train()
     state = train_state(model, world)
     batches = [part.chunk(world.world_size)[world.rank].chunk(micro_steps) for part in (idx, labels)]

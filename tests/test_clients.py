@@ -14,7 +14,7 @@ from test_model_gpt2_mlm import export, tiny
 import prepare.vocabulary
 from model import GPT2, HRM
 from prepare.pipeline import prepare
-from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
+from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from prepare.vocabulary import EOT, RESPONSE
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -75,8 +75,8 @@ def test_chats_and_batches_answer_as_prompt_does(chat):
 
 
 def test_all_turns_of_a_chat_are_kept(tmp_path):
-    ids = with_roles(load_tokenizer("bytes"))
-    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.roles), ids, tmp_path)
+    ids = with_markers(load_tokenizer("bytes"))
+    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.marker_ids), ids, tmp_path)
     words = transformers.AutoTokenizer.from_pretrained(tmp_path)
     turns = [{"role": "system", "content": "Be short. "}, {"role": "user", "content": "1 and 1?"},
              {"role": "assistant", "content": "it is 2"}, {"role": "user", "content": "2 and 1?"}]
@@ -86,8 +86,8 @@ def test_all_turns_of_a_chat_are_kept(tmp_path):
 
 
 def test_the_parts_of_a_message_are_text_and_the_answers_are_marked(tmp_path):
-    ids = with_roles(load_tokenizer("bytes"))
-    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.roles), ids, tmp_path)
+    ids = with_markers(load_tokenizer("bytes"))
+    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.marker_ids), ids, tmp_path)
     words = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert words.pad_token == "[MASK]" and words.pad_token_id == ids.mask != words.eos_token_id
     parts = [{"type": "text", "text": "1 and "}, {"type": "text", "text": "1?"}]
@@ -114,8 +114,8 @@ def test_a_chat_has_the_ids_that_were_trained(condition, tmp_path):
     spec = json.loads(made.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
     (tmp_path / "llama.json").write_text(json.dumps(spec))
-    ids = with_roles(load_tokenizer(str(tmp_path / "llama.json")))
-    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, padded_vocab=512, **ids.roles), ids, tmp_path / "hf")
+    ids = with_markers(load_tokenizer(str(tmp_path / "llama.json")))
+    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, padded_vocab=512, **ids.marker_ids), ids, tmp_path / "hf")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     turns = [{"role": "system", "content": condition}, {"role": "user", "content": "what is two?"}]
     found = words.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -174,9 +174,9 @@ def losses_of_letters(family, directory, *, in_sight: bool = False, **changes) -
     answer have a loss of 12 / 13 x ln 8 = 1.92, unless it is in sight.
     """
     pytest.importorskip("accelerate", reason="pip install accelerate")
-    ids = with_roles(load_tokenizer("bytes"))
+    ids = with_markers(load_tokenizer("bytes"))
     torch.manual_seed(0)
-    shape = {"seq_len": 64, "n_layer": 1, "n_head": 2, "d_model": 32, **ids.roles}
+    shape = {"seq_len": 64, "n_layer": 1, "n_head": 2, "d_model": 32, **ids.marker_ids}
     if family is HRM:
         shape |= {"ff": 64, "h_cycles": 1, "l_cycles": 1, "attention": "prefix"}
     export(family(family.Config(vocab_size=ids.vocab_size, padded_vocab=320, **shape)), ids, directory)

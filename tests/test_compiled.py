@@ -361,7 +361,7 @@ def test_the_sizes_have_the_fastest_checkpointing_that_fits_into_80_gb(size, cho
     args = flags_of(train_hrm, ["--size", size])
     assert args.checkpoint_activations == chosen
     model = memory.empty_model(HRM, args)
-    inputs = model.example(train_hrm.SIZES[size]["batch"], "meta")
+    inputs = model.dummy_inputs(train_hrm.SIZES[size]["batch"], "meta")
 
     def fits(mode: str) -> bool:
         kept = memory.kept_for_backward(HRM, model.config, GPU, torch.bfloat16, mode, inputs, compiled=True)

@@ -34,7 +34,7 @@ from conftest import ROOT, SHARED, finish, place, run, start, torchrun
 
 import data
 import model
-from cli.errors import NotNow, UserError
+from cli.errors import RetryableError, UserError
 from cli.parser import ArgumentParser, parse_count
 from prepare import bpe, packing, pipeline, sources, tokenizer_json
 from prepare import command as data_py
@@ -656,11 +656,11 @@ def test_locate_begins_anew_what_never_got_a_shard(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def no_network(self, start):
-        raise NotNow("no network.")
+        raise RetryableError("no network.")
 
     with monkeypatch.context() as offline:
         offline.setattr(sources.Source, "documents", no_network)
-        with pytest.raises(NotNow, match="no network"):
+        with pytest.raises(RetryableError, match="no network"):
             pipeline.prepare("task:addition", None, "bytes", workers=1, max_samples=9)
     begun = data.default_directory("task:addition", "bytes")
     assert data.read_manifest(begun)["shards"] == []

@@ -111,7 +111,7 @@ def make_state(world, seed=0, optimizer="adamw", **changes):
 
 
 def all_tensors(state):
-    return {f"{group}/{name}": t.clone() for group, name, t, _ in state.tensors()}
+    return {f"{group}/{name}": t.clone() for group, name, t, _ in state.state_dict()}
 
 
 def test_only_files_of_a_run_are_deleted(tmp_path, world):
@@ -201,7 +201,7 @@ def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
         save(tmp_path / old, world, make_state(world, 0, old))
         saved = load_checkpoint(tmp_path / old, print)
         state = make_state(world, 1, new)
-        state.restore(saved, print)
+        state.load_state_dict(saved, print)
         restored = state.optimizer_tensors()
         names = {name.rpartition("/")[0] for name in restored}
         assert names == {n for n, _ in state.model.named_parameters() if ".blocks." not in n}
@@ -214,7 +214,7 @@ def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
     # NAdam has what AdamW has, and one more
     saved["tensors"]["optimizer"]["embed.weight/mu_product"] = torch.ones(())
     state = make_state(world, 1, "muon")
-    state.restore(saved, print)
+    state.load_state_dict(saved, print)
     assert not [name for name in state.optimizer_tensors() if name.startswith("embed.weight/")]
 
 
@@ -244,7 +244,7 @@ def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monk
         locked.append(not locks[0]._file.closed)
         plain(self, *args)
 
-    @ddp_utils.with_cleanup
+    @ddp_utils.cleanup_on_exit
     def main(argv):
         locks.append(ddp_utils.RunLock(tmp_path))
         locks[0].acquire()
@@ -431,7 +431,7 @@ def test_dry_run_counts_what_autograd_really_keeps(model_class, example, mode, q
     monkeypatch.setattr(attention, "QUERIES", queries)
     config = model_class.Config(vocab_size=500, padded_vocab=512, seq_len=64, n_layer=3, n_head=2, d_model=32)
     model = model_class(config)
-    inputs = model.example(4, "cpu", **example)
+    inputs = model.dummy_inputs(4, "cpu", **example)
     cpu = torch.device("cpu")
     counted = memory.kept_for_backward(model_class, config, cpu, torch.bfloat16, mode, inputs,
                                        compiled=False)

@@ -19,7 +19,7 @@ from test_model import transformers  # noqa: F401 (a fixture)
 from torch import nn
 
 import model as models
-from cli.errors import NotNow, UserError
+from cli.errors import RetryableError, UserError
 from model import GPT2, HRM, MLM, LayerNorm
 from prepare.tokenizer import load_tokenizer
 from weights import use
@@ -254,7 +254,7 @@ def test_an_export_that_is_interrupted_leaves_the_earlier_one(name, form, tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         export(made(name), tmp_path, form, load=interrupted)
-    with pytest.raises(NotNow, match=r"cannot be written \(No space left on device\)"):
+    with pytest.raises(RetryableError, match=r"cannot be written \(No space left on device\)"):
         export(made(name), tmp_path, form, write=full)
     assert files_of(tmp_path) == before
     (tmp_path / ".tmp-model").mkdir()  # of one that was killed
@@ -274,7 +274,7 @@ def test_files_of_others_and_a_link_stay(tmp_path, transformers):
     assert (tmp_path / "elsewhere" / "model.safetensors").exists() and (tmp_path / "hf").is_symlink()
     (tmp_path / "precious").mkdir()
     (tmp_path / ".tmp-hf").symlink_to(tmp_path / "precious")
-    with pytest.raises(NotNow, match="cannot be written"):
+    with pytest.raises(RetryableError, match="cannot be written"):
         export(made("gpt2"), tmp_path, "hf")
     assert not [*(tmp_path / "precious").iterdir()]
 

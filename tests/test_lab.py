@@ -71,7 +71,7 @@ def pair(what: str, victim: int, timeout: float) -> list:
 def test_the_rank_that_failed_is_named(victim):
     """It raises, is killed, or stops: the other ends in time and names it. Rank 0 takes the store along."""
     timeout = 4
-    pairs = {what: pair(what, victim, timeout) for what in ("raise", "SIGKILL", "SIGSTOP", "with_barrier")}
+    pairs = {what: pair(what, victim, timeout) for what in ("raise", "SIGKILL", "SIGSTOP", "run_and_wait")}
     begun = time.monotonic()
     for what, processes in pairs.items():
         other = processes[1 - victim].finish(30 + timeout + SPARE)

@@ -129,11 +129,11 @@ def test_what_is_not_finite_is_skipped_with_its_update(world):
 def resumed(state: TrainState, world, **changes) -> TrainState:
     """What another start of the run restores from a checkpoint."""
     tensors = {group: {} for group in ddp_utils.GROUPS}
-    for group, name, tensor, _ in state.tensors():
+    for group, name, tensor, _ in state.state_dict():
         tensors[group][name] = tensor.clone()
     new = state_of(world, **changes)
-    new.restore({"tensors": tensors, "scaler": {}, "plain": {}, "step": changes["step"],
-                 "path": ""}, print)
+    new.load_state_dict({"tensors": tensors, "scaler": {}, "plain": {}, "step": changes["step"],
+                         "path": ""}, print)
     return new
 
 

@@ -12,7 +12,7 @@ from conftest import ROOT
 from test_model import hrm, transformers  # noqa: F401 (a fixture)
 from test_model_gpt2_mlm import gpt2
 
-from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
+from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from weights.huggingface import to_hf
 
 TEXTS = ["def main():\n    return 1\n", "import sys\nprint(sys.argv)\n", "über alles, sat on 12 mats"]
@@ -169,7 +169,7 @@ def test_answers_are_scored_as_we_do_with_the_word_of_the_guide(make, tmp_path):
     pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm_eval accelerate peft")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
-    tokenizer = with_roles(load_tokenizer("bytes"))
+    tokenizer = with_markers(load_tokenizer("bytes"))
     pairs = {"7 and 1?": "it is 8", "what is 12 and 1?": "it is 13"}
     rows = [{"text": question, "answer": answer} for question, answer in pairs.items()]
     write_tasks(tmp_path)
@@ -181,7 +181,7 @@ def test_answers_are_scored_as_we_do_with_the_word_of_the_guide(make, tmp_path):
     def worst(attention: str, **options) -> float:
         torch.manual_seed(0)
         model = make(vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=64, attention=attention,
-                     **tokenizer.roles).eval()
+                     **tokenizer.marker_ids).eval()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         to_hf(model, tmp_path / attention, tokenizer)

@@ -355,7 +355,7 @@ def cycles_of(model: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return weight, remaining
 
     model.halting_weight = recorded
-    z, ponder, _ = model.think(idx)
+    z, ponder, _ = model.recurrence(idx)
     return torch.stack(weights), torch.stack(states), z, ponder.mean()
 
 
@@ -395,14 +395,14 @@ def test_ponder_cost_moves_the_halting_layer():
 
 
 def test_ponder_cost_counts_cycles_beyond_the_first():
-    assert hrm(depth=1).think(tokens())[1].mean().item() == 0
-    assert hrm(depth=4).think(tokens())[1].mean().item() == pytest.approx(3, abs=1e-4)
+    assert hrm(depth=1).recurrence(tokens())[1].mean().item() == 0
+    assert hrm(depth=4).recurrence(tokens())[1].mean().item() == pytest.approx(3, abs=1e-4)
 
 
 @pytest.mark.parametrize("depth", HALT_BIAS)
 def test_bias_sets_the_depth(depth):
-    assert hrm(depth=depth).think(tokens())[2] == depth
-    assert hrm(depth=depth).think(tokens(), fixed_depth=True)[2] == 4
+    assert hrm(depth=depth).recurrence(tokens())[2] == depth
+    assert hrm(depth=depth).recurrence(tokens(), fixed_depth=True)[2] == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -410,7 +410,7 @@ def test_bias_sets_the_depth(depth):
 def test_a_cycle_too_many_changes_nothing(monkeypatch, depth, dtype):
     model = hrm(depth=depth, dtype=dtype)
     idx = tokens()
-    stopped, all_cycles = model.think(idx), model.think(idx, fixed_depth=True)
+    stopped, all_cycles = model.recurrence(idx), model.recurrence(idx, fixed_depth=True)
     assert (stopped[2], all_cycles[2]) == (depth, 4)
     assert torch.equal(stopped[0], all_cycles[0])
     assert torch.equal(stopped[1], all_cycles[1])
@@ -423,7 +423,7 @@ def test_a_cycle_too_many_changes_nothing(monkeypatch, depth, dtype):
     # another rank that wants more cycles gets them, and changes nothing here
     monkeypatch.setattr("model.dist.is_initialized", lambda: True)
     monkeypatch.setattr("model.dist.all_reduce", lambda left, op: left.fill_(1.0))
-    agreed = model.think(idx)
+    agreed = model.recurrence(idx)
     assert agreed[2] == 4 and torch.equal(stopped[0], agreed[0])
 
 
@@ -435,7 +435,7 @@ def test_control_a_late_cycle_with_some_weight_is_noticed(monkeypatch):
         return weight + 1e-5, remaining
 
     monkeypatch.setattr(HRM, "halting_weight", leaking)
-    assert not torch.equal(model.think(tokens())[0], model.think(tokens(), fixed_depth=True)[0])
+    assert not torch.equal(model.recurrence(tokens())[0], model.recurrence(tokens(), fixed_depth=True)[0])
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -447,8 +447,8 @@ def prefixes(model: HRM, fixed_depth: bool = False, cut: int = 9) -> tuple[torch
     idx, other = tokens(), tokens()
     other[:, cut:] = (other[:, cut:] + 1) % VOCAB
     with torch.no_grad():
-        z, changed = (model.think(i, fixed_depth=fixed_depth)[0] @ model.head_weight.T.to(model.compute_dtype)
-                      for i in (idx, other))
+        head = model.head_weight.T.to(model.compute_dtype)
+        z, changed = (model.recurrence(i, fixed_depth=fixed_depth)[0] @ head for i in (idx, other))
     assert not torch.equal(z[:, cut:], changed[:, cut:])  # the future itself does change
     return z[:, :cut], changed[:, :cut]
 
@@ -541,7 +541,7 @@ def test_ids_that_only_pad_the_table_are_never_sampled(temperature):
     model, prompt = hrm(), tokens(batch=4, length=3)
     direction = 1000 * torch.randn(2, 32)
     model.head.weight[VOCAB:] = torch.cat((direction, -direction))  # whatever z is, one of these wins
-    assert ((model.think(prompt)[0] @ model.head.weight.T).argmax(-1) >= VOCAB).all()
+    assert ((model.recurrence(prompt)[0] @ model.head.weight.T).argmax(-1) >= VOCAB).all()
     assert (ids_of(model, prompt, 30, temperature=temperature) < VOCAB).all()
 
 

@@ -275,12 +275,12 @@ def log_with(out: Path, step: int, settings: dict, *sinks, active: bool = True, 
     text = monitor.TrainLog(out / "train.log", "[Rank 0/1]", active)
     log = RunLog(out, text, settings, monitor.records_until(out, step, text.say), **OF_RUN | changes)
     log.begin(step, {})
-    log.sinks += [make(log) for make in sinks]
+    log.loggers += [make(log) for make in sinks]
     return log
 
 
 def begun(out: Path, step: int = 0, val_tokens: int = 8, **settings) -> RunLog:
-    """A log as that of ddp_utils.begin_log, after `step` steps."""
+    """A log as that of ddp_utils.start_run, after `step` steps."""
     settings = {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None, "steps": 10} | settings
     log = log_with(out, step, settings, events, History, val_tokens=val_tokens)
     machine.begin_curves(log.say)
@@ -455,7 +455,7 @@ def test_a_package_that_fails_later_ends_no_run(tmp_path, monkeypatch, capsys):
     def fail(event):
         raise TypeError("made up")
 
-    monkeypatch.setattr(log.sinks[0], "_add", fail)
+    monkeypatch.setattr(log.loggers[0], "_add", fail)
     for step in (1, 2, 3):
         log.write(record(step), "")
     log.close()
@@ -511,7 +511,7 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    writer = log.sinks[0]._writer
+    writer = log.loggers[0]._writer
     if where == "thread":  # what it calls for each record
         monkeypatch.setattr(writer.file_writer.event_writer._async_writer._writer, "write", full)
     else:
@@ -617,10 +617,10 @@ def test_an_evaluation_says_whether_it_is_the_best(tmp_path, capsys, loss, best)
 
 @pytest.mark.parametrize("active", [True, False])
 def test_all_ranks_agree_on_the_best(tmp_path, active):
-    """The first of equal ones; none without a number; and the first of another criterion."""
+    """The first of equal ones; none without a number; and the first of another best_metric."""
     log = log_with(tmp_path, 0, {"steps": 10, "seq_len": 8}, active=active)
     found = [{"val_loss": math.nan}, {"val_loss": 3.0}, {"val_loss": 3.0}, {"val_loss": math.inf},
-             {"val_loss": 2.0}, {"val_loss": 1.0, "criterion": 9.0}, {"val_loss": 0.5, "criterion": 9.5}]
+             {"val_loss": 2.0}, {"val_loss": 1.0, "best_metric": 9.0}, {"val_loss": 0.5, "best_metric": 9.5}]
     best = [log.evaluation(step, 8, result) for step, result in enumerate(found, 1)]
     assert best == [False, True, False, False, True, True, False]
     assert log.evaluations == {2: math.inf, 3: math.inf, 5: math.inf, 6: 9.0, 7: 9.5}
@@ -755,7 +755,7 @@ def test_a_sink_that_fails_is_left_out_alone(tmp_path, capsys):
         raise ConnectionError("gone")
 
     log, got = begun(tmp_path), []
-    log.sinks += [SimpleNamespace(log=fail, close=len), SimpleNamespace(log=got.append, close=fail)]
+    log.loggers += [SimpleNamespace(log=fail, close=len), SimpleNamespace(log=got.append, close=fail)]
     for step in range(1, 4):
         log.write(record(step), "")
     assert capsys.readouterr().out.count("SimpleNamespace fails (ConnectionError: gone)") == 1
@@ -780,7 +780,7 @@ def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeyp
         log = begun(tmp_path, 5 * i)
         for step in range(5 * i + 1, 5 * i + 8):  # the last two are made again
             log.write(record(step, loss=i), "")
-        log.sinks[0].close()
+        log.loggers[0].close()
     found = curves(tmp_path)["Loss/train_step"]
     expected = [(step, min((step - 1) // 5, len(shifts) - 1)) for step in range(1, 5 * len(shifts) + 3)]
     assert (found == expected) == (named or shifts[-1] == max(shifts))
@@ -1186,5 +1186,5 @@ def test_tensorboard_shows_the_curves_in_a_browser(tmp_path, shards):
 
 def test_a_step_with_a_criterion_is_no_evaluation():
     """Which other ranks than the first, that has all records, would not know of."""
-    records = [{"step": 1, "loss": 2.0, "criterion": 1.0}, {"step": 2, "val_loss": 2.0}]
+    records = [{"step": 1, "loss": 2.0, "best_metric": 1.0}, {"step": 2, "val_loss": 2.0}]
     assert monitor.evaluations_of(records) == {2: 2.0}

@@ -1,4 +1,4 @@
-"""What a trainer of one's own adds around an evaluation and with a second model: a metric, a criterion, a
+"""What a trainer of one's own adds around an evaluation and with a second model: a metric, a best_metric, a
 model that draws while it is evaluated, a teacher, losses per token, labels and parameters that it changes.
 """
 
@@ -93,7 +93,7 @@ def guide_blocks(item: str) -> list[str]:
     return [re.sub(r"^    ", "", code, flags=re.M) for code in found]
 
 
-# ----------------------------------------------------------------------------------- a metric, a criterion
+# ----------------------------------------------------------------------------------- a metric, a best_metric
 
 
 def expected(run, shards) -> dict[str, float]:
@@ -139,7 +139,7 @@ run.metric = metric"""
 
 
 @pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "accuracy", "correct", "exact",
-                                  "samples", "criterion", "x/y", "x (count)"])
+                                  "samples", "best_metric", "x/y", "x (count)"])
 def test_a_metric_cannot_have_a_name_that_results_have(name, shards, tmp_path):
     file = re.sub(r"\W", "_", name)
     trainer = changed(tmp_path / f"train_metric_{file}.py", (METRIC.replace('"spaces":', f'"{name}":'), USE))
@@ -168,15 +168,15 @@ def test_step_and_bits_per_byte_are_no_names_of_own_numbers(shards, tmp_path):
         assert done.code == 2 and f"error: a number called {name} cannot be logged" in done.out, done.out
 
 
-RISING = 'found["criterion"] = -step if step < 8 else 0.0'  # the first evaluation is the best
+RISING = 'found["best_metric"] = -step if step < 8 else 0.0'  # the first evaluation is the best
 
 
-@pytest.mark.parametrize("criterion, best", [(RISING, 4), ("", 8)])
-def test_best_is_chosen_by_the_criterion_in_a_resumed_run_too(criterion, best, shards, tmp_path):
+@pytest.mark.parametrize("best_metric, best", [(RISING, 4), ("", 8)])
+def test_best_is_chosen_by_the_criterion_in_a_resumed_run_too(best_metric, best, shards, tmp_path):
     """Without one by the loss, which falls. The copy resumes from before the later evaluations."""
-    trainer = changed(tmp_path / f"train_best_{best}.py", (criterion, MARK))
+    trainer = changed(tmp_path / f"train_best_{best}.py", (best_metric, MARK))
     flags = {"steps": 12, "lr": 1e-2}
-    best = best if criterion else 12
+    best = best if best_metric else 12
     done = trainer.train(0, shards, tmp_path / "whole", **flags)
     assert done.code == 0, done.out
     assert re.search(rf"best evaluation \S+ at step {best}; peak", done.out), done.out
@@ -190,8 +190,8 @@ def test_best_is_chosen_by_the_criterion_in_a_resumed_run_too(criterion, best, s
 
 
 def test_numbers_of_two_kinds_are_not_compared():
-    records = [{"step": 4, "val_loss": 2.0}, {"step": 8, "val_loss": 1.0, "criterion": 3.0},
-               {"step": 8, "loss": 1.0}, {"step": 12, "val_loss": 0.5, "criterion": None}]
+    records = [{"step": 4, "val_loss": 2.0}, {"step": 8, "val_loss": 1.0, "best_metric": 3.0},
+               {"step": 8, "loss": 1.0}, {"step": 12, "val_loss": 0.5, "best_metric": None}]
     assert monitor.evaluations_of(records) == {4: math.inf, 8: 3.0}
     assert monitor.evaluations_of(records[:1]) == {4: 2.0}
     assert monitor.evaluations_of([*records, {"step": 16, "val_loss": 1.5}]) == {4: 2.0, 8: math.inf, 16: 1.5}
@@ -209,8 +209,8 @@ def test_a_criterion_that_comes_or_goes_begins_anew(before, after, shards, tmp_p
         done = Trainer(str(path), **flags).fork(0, shards, tmp_path / "run")
         assert done.code == 0, done.out
         records = evaluations_of(tmp_path / "run")
-        kind = [r for r in records if ("criterion" in r) == bool(text)]
-        best = min(kind, key=monitor.criterion_of)["step"]
+        kind = [r for r in records if ("best_metric" in r) == bool(text)]
+        best = min(kind, key=monitor.best_metric_of)["step"]
         assert read_checkpoint(tmp_path / "run" / "checkpoints" / "best.pt")["step"] == best, done.out
         assert f"at step {best}; peak" in done.out, done.out
 
@@ -293,7 +293,7 @@ def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     (0, "ddp"), *(pytest.param(2, name, marks=pytest.mark.full) for name in ("ddp", "zero2", "zero3"))])
 def test_metric_criterion_draws_and_teacher_resume_bit_for_bit(ranks, strategy, teacher, shards, tmp_path):
     trainer = distilling(tmp_path / "train_all.py", teacher, (METRIC, USE), (DRAWS, "WEB = "),
-                         ('found["criterion"] = -found["val_spaces"]', MARK))
+                         ('found["best_metric"] = -found["val_spaces"]', MARK))
     flags = {"strategy": strategy, "lr": 1e-2, "steps": 12, "keep_last": 9}
     done = ranks_of(trainer, ranks)(shards, tmp_path / "whole", **flags)
     assert done.code == 0, done.out
@@ -310,7 +310,7 @@ def test_metric_criterion_draws_and_teacher_resume_bit_for_bit(ranks, strategy, 
     assert again.code == 0 and "resuming with frozen" not in again.out, again.out
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
     best = [read_checkpoint(tmp_path / name / "checkpoints" / "best.pt") for name in ("whole", "resumed")]
-    criteria = {e["step"]: e["criterion"] for e in evaluations_of(tmp_path / "whole")}
+    criteria = {e["step"]: e["best_metric"] for e in evaluations_of(tmp_path / "whole")}
     assert best[0]["step"] == best[1]["step"] == min(criteria, key=criteria.get)
 
 
@@ -679,7 +679,7 @@ def test_only_where_launch_ends_the_process_a_warm_up_takes_ctrl_c_for_itself(la
     model = MODELS["gpt2"]()
     state = TrainState(model, [torch.optim.SGD(model.parameters(), lr=1.0)], run_of(world))
     try:
-        state.warm_up(model.example(1, "cpu"))
+        state.warm_up(model.dummy_inputs(1, "cpu"))
         assert (signal.getsignal(signal.SIGINT) is ddp_utils.leave_at_once) == launched
     finally:
         signal.signal(signal.SIGINT, before)

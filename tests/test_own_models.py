@@ -75,7 +75,7 @@ def test_the_warm_up_and_evaluations_leave_all_buffers_as_they_were(world):
     model = small()
     state = TrainState(model, [torch.optim.AdamW(model.parameters())], run_of(world))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    example = model.example(2, world.device)
+    example = model.dummy_inputs(2, world.device)
 
     def same() -> list[str]:
         return [n for n, buffer in model.named_buffers() if torch.equal(buffer, before[n])]
@@ -172,7 +172,7 @@ def test_recomputation_draws_what_a_block_of_ones_own_drew(monkeypatch, model_cl
             block.checkpointing = mode
         model.zero_grad()
         torch.manual_seed(3)
-        loss = model(**model.example(2, "cpu"))[0]
+        loss = model(**model.dummy_inputs(2, "cpu"))[0]
         loss.backward()
         found.append([loss, *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, found[0], found[1]))
@@ -550,7 +550,7 @@ def test_numbers_of_an_optimizer_are_restored_also_the_second_time(world, tmp_pa
         saved = saved_as(state, world, tmp_path / str(part))
         values = state.optimizers[0].param_groups[0]
         state = begin(world)
-        state.restore(saved, print)
+        state.load_state_dict(saved, print)
         group = state.optimizers[0].param_groups[0]
         assert {k: v for k, v in group.items() if k not in ("params", "lr")} == {
             k: v for k, v in values.items() if k not in ("params", "lr")}
@@ -565,7 +565,7 @@ def test_a_new_weight_decay_wins_on_a_resume(world, tmp_path):
         go_on(state, range(3))
         saved = saved_as(state, world, tmp_path / optimizer.__name__)
         state = begin(world, optimizer, weight_decay=0.3)
-        state.restore(saved, print)
+        state.load_state_dict(saved, print)
         go_on(state, range(3, 4), lr=5e-3)
         group = state.optimizers[0].param_groups[0]
         assert group["weight_decay"] == 0.3 and group["lr"] == 5e-3
@@ -672,7 +672,7 @@ def test_what_is_frozen_or_thawed_later_is_named_in_its_step(world):
     model = small(GPT2)
     block = model.transformer["blocks"][0].requires_grad_(False)  # after or before the optimizer: it rests
     state = TrainState(model, [torch.optim.AdamW(model.parameters())], run_of(world))
-    state.warm_up(model.example(2, world.device))
+    state.warm_up(model.dummy_inputs(2, world.device))
     go_on(state, range(2))
     model.embed.requires_grad_(False)
     with pytest.raises(UserError, match="requires_grad of embed.weight has changed since TrainState began"):
@@ -680,7 +680,7 @@ def test_what_is_frozen_or_thawed_later_is_named_in_its_step(world):
     model.embed.requires_grad_(True)
     block.down.weight.requires_grad_(True)
     with pytest.raises(UserError, match=r"requires_grad of transformer.blocks.0.down.weight has changed"):
-        state.warm_up(model.example(2, world.device))
+        state.warm_up(model.dummy_inputs(2, world.device))
     with pytest.raises(UserError, match=r"requires_grad of transformer.blocks.0.down.weight has changed"):
         go_on(state, [2])
     block.requires_grad_(False)
@@ -752,7 +752,7 @@ def checks(world):
     run = SimpleNamespace(saved=None, args=SimpleNamespace(init_from=None), grad_accum=2,
                           world=SimpleNamespace(world_size=2))
     check_edits(run, model, log)
-    yield SimpleNamespace(model=model, said=said, run=run, log=log, sink=log.sinks[0])
+    yield SimpleNamespace(model=model, said=said, run=run, log=log, sink=log.loggers[0])
     at_end.close()
 
 
@@ -820,7 +820,7 @@ def test_a_mean_that_is_divided_again_is_named_once(checks, losses, evaluation, 
     checks.run.saved = {"loss": changes["saved"]} if "saved" in changes else None
     checks.said.clear()
     check_edits(checks.run, checks.model, checks.log)
-    sink = checks.log.sinks[-1]
+    sink = checks.log.loggers[-1]
     records = [{"step": i, "loss": loss, "labels": 800} for i, loss in enumerate(losses)]
     records += [{"step": 9, "val_loss": evaluation}] * (evaluation is not None)
     counts = []

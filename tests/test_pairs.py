@@ -22,8 +22,8 @@ from cli.errors import UserError
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig
 from ops.attention import cpu_attention
 from prepare import packing, pipeline, vocabulary
-from prepare.tokenizer import load_tokenizer, prompt_ids, with_roles
-from prepare.vocabulary import EOT, HRM_TEXT_ROLES, MASK
+from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
+from prepare.vocabulary import EOT, HRM_TEXT_MARKERS, MASK
 from weights import sampling
 from weights.sampling import KVCache, first_pair, generate
 
@@ -168,7 +168,7 @@ def test_each_answer_of_a_conversation_is_a_pair_with_all_before_it(tmp_path, fo
         source = write(tmp_path / "set" / "x.jsonl", rows)
     source = f"hf:{tmp_path}/set" if form == "hf" else source
     out = prepare(source, tmp_path / "out", val_split="hash:0.001", **MESSAGES)
-    tokenizer = with_roles(load_tokenizer("bytes"))
+    tokenizer = with_markers(load_tokenizer("bytes"))
     wanted = [[*prompt_ids(tokenizer, prompt, "Be brief. ").tolist(), *answer] for prompt, answer in (
         ("2+2?", b"4"), ("2+2?\n4\nAnd 3+3?", b"6"))]
     assert wanted[1] == [START, *b"Be brief. 2+2?\n4\nAnd 3+3?", RESPONSE, *b"6"]
@@ -320,7 +320,7 @@ def test_runs_on_conversations_and_on_tables(tmp_path, monkeypatch, script, rank
 def own_roles(tmp_path):
     """A tokenizer that has, like that of HRM-Text, ids of its own for start, response and end."""
     spec = json.loads(load_tokenizer("bytes").to_json())
-    for i, name in enumerate((*HRM_TEXT_ROLES, "<|quick|>"), 258):
+    for i, name in enumerate((*HRM_TEXT_MARKERS, "<|quick|>"), 258):
         spec["added_tokens"].append(spec["added_tokens"][0] | {"id": i, "content": name})
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     return str(tmp_path / "tokenizer.json")
@@ -337,7 +337,7 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     row = split_rows(out, "train")[0].tolist()  # with an end token, a sample may fill its row
     assert row == [258, 261, ord("b"), 259, ord("c"), 260]
     roles = {"start": 258, "response": 259, "end": 260}
-    assert data.learned(np.array([[*row, 258]]), roles, "response").tolist() == [
+    assert data.label_mask(np.array([[*row, 258]]), roles, "response").tolist() == [
         [False] * 3 + [True] * 2 + [False] * 2]
     source = write(tmp_path / "n.jsonl", [{"q": f"{i}", "a": "c"} for i in range(30)])
     plain = pipeline.prepare(source, tmp_path / "n", name, prompt_field="q", response_field="a", row=6,
@@ -442,7 +442,7 @@ def test_a_prepare_that_is_stopped_counts_what_it_leaves_out_once(tmp_path, monk
 
 
 def test_roles_are_no_conditions():
-    tokenizer = with_roles(load_tokenizer("bytes"))
+    tokenizer = with_markers(load_tokenizer("bytes"))
     for name in (EOT, vocabulary.RESPONSE):
         with pytest.raises(UserError, match="has no condition"):
             prompt_ids(tokenizer, "a", name)
@@ -451,7 +451,7 @@ def test_roles_are_no_conditions():
 
 def test_shards_of_pairs_take_the_tokenizer_json_that_they_came_from(pairs, tmp_path):
     (tmp_path / "tokenizer.json").write_text(load_tokenizer("bytes").to_json())
-    assert data.Dataset([pairs], 128, str(tmp_path / "tokenizer.json")).roles == ROLES
+    assert data.Dataset([pairs], 128, str(tmp_path / "tokenizer.json")).marker_ids == ROLES
     source = write(tmp_path / "o.jsonl", samples(100))
     other = pipeline.prepare(source, tmp_path / "o", "bpe:300", prompt_field="q", response_field="a",
                              workers=1)
@@ -529,7 +529,7 @@ def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
     sees, counts = zip(*(brute_force(row.tolist(), attention, loss) for row in idx))
     assert np.array_equal(model.mask(idx, None)[:, 0].numpy(), np.stack(sees))
     rows = idx.numpy().astype(np.uint16)
-    assert np.array_equal(data.learned(rows, ROLES, loss), np.stack(counts))
+    assert np.array_equal(data.label_mask(rows, ROLES, loss), np.stack(counts))
     assert model.mask(idx, None).any(-1).all()  # no row of the mask is empty
     assert 0 < np.stack(counts).sum() < idx.numel()
 
@@ -545,7 +545,7 @@ def test_packed_samples_are_computed_as_if_alone(build, dtype, plain):
     logits, largest = model(idx).float(), model(idx).float().abs().max()
     compared = 0
     for row, found in zip(idx, logits):
-        number = data.documents(row[None], START, RESPONSE)[0][0]
+        number = data.document_bounds(row[None], START, RESPONSE)[0][0]
         for document in number.unique():
             here = number == document
             alone = model(row[here][None]).float()[0]
@@ -587,7 +587,7 @@ def test_rows_beyond_the_last_do_not_count():
 def test_control_a_label_inside_the_next_prefix(monkeypatch):
     """If the start of the next sample were part of this one, a response would see its own label."""
     idx = torch.tensor([[START, 1, RESPONSE, 4, START, 6, RESPONSE, 7] + [START] * (T - 8)])
-    model, documents = gpt2(), data.documents
+    model, documents = gpt2(), data.document_bounds
     logits = model(idx)
     idx[0, 5] = 9  # a token of the next prompt
     assert torch.equal(model(idx)[0, 3], logits[0, 3])
@@ -638,7 +638,7 @@ def test_answers_are_exact_where_teacher_forcing_says_so(build):
         again = torch.cat(list(generate(model, prompt, len(answer) + 1, temperature=0)))
         expected.append(torch.equal(again, torch.cat((answer, answer.new_tensor([START])))))
     idx = torch.stack(rows)
-    targets = torch.from_numpy(np.where(data.learned(idx.numpy(), ROLES, "response"), idx.roll(-1, 1), -1))
+    targets = torch.from_numpy(np.where(data.label_mask(idx.numpy(), ROLES, "response"), idx.roll(-1, 1), -1))
     _, found = model(idx, targets)
     assert (found["samples"], found["exact"]) == (len(rows), sum(expected))
     for row, y, exact in zip(idx, targets, expected):
@@ -659,7 +659,7 @@ def test_while_training_all_ranks_write_equally_many_tokens(monkeypatch, stop):
     monkeypatch.setattr(
         sampling, "sample_ids", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
     flags = argparse.Namespace(max_new_tokens=7, temperature=0, top_k=0, seed=0, condition="")
-    tokenizer = with_roles(load_tokenizer("bytes"))
+    tokenizer = with_markers(load_tokenizer("bytes"))
     text = "".join(sampling.continue_text(gpt2(), tokenizer, "cpu", "why", flags, stop))
     assert text == "AA" and len(count) == (3 if stop else 7)
 
@@ -982,7 +982,7 @@ def test_weights_with_a_prefix_learn_plain_text(pairs, shards, tmp_path):
 
 def test_an_answer_goes_on_to_the_end_of_the_context_and_a_cut_is_said(capsys, monkeypatch):
     monkeypatch.setattr(sampling, "sample_ids", lambda logits, *_: torch.tensor([65]))  # it never ends
-    tokenizer = with_roles(load_tokenizer("bytes"))
+    tokenizer = with_markers(load_tokenizer("bytes"))
     flags = argparse.Namespace(max_new_tokens=None, temperature=0, top_k=0, seed=0, condition="")
     answering = gpt2(seq_len=300)
     written = "".join(sampling.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))
@@ -1029,7 +1029,7 @@ def test_a_run_on_plain_text_learns_to_answer(shards, pairs, tmp_path):
 def test_logits_and_tokens_of_transformers_with_a_prefix(tmp_path):
     transformers = pytest.importorskip("transformers")
     from weights.huggingface import from_hf, to_hf
-    ours, tokenizer = hrm(), with_roles(load_tokenizer("bytes"))
+    ours, tokenizer = hrm(), with_markers(load_tokenizer("bytes"))
     ours.config.vocab_size = tokenizer.vocab_size
     to_hf(ours, tmp_path / "hf", tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()

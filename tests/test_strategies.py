@@ -289,7 +289,7 @@ def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus,
 
 def test_a_model_with_an_example_of_its_own_is_not_asked(monkeypatch, tmp_path):
     class Own(GPT2):
-        def example(self, batch, device, weights):
+        def dummy_inputs(self, batch, device, weights):
             raise AssertionError
 
     monkeypatch.chdir(tmp_path)
@@ -302,7 +302,7 @@ def test_a_model_with_an_example_of_its_own_is_not_asked(monkeypatch, tmp_path):
                                   pytest.param("mlm", marks=pytest.mark.full)])
 def test_a_trainer_asks_before_it_prepares(name, monkeypatch, tmp_path, corpus):
     def refuse(run, example):
-        inputs = memory.empty_model(run.model_class, run.args).example(2, "meta", **example)
+        inputs = memory.empty_model(run.model_class, run.args).dummy_inputs(2, "meta", **example)
         raise UserError(f"asked of {len(inputs)} inputs")
 
     monkeypatch.setattr(cli.run, "before_data", refuse)

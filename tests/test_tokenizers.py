@@ -21,7 +21,7 @@ from prepare import bpe as prepare_bpe
 from prepare import tokenizer_json
 from prepare.packing import write_manifest
 from prepare.pipeline import prepare
-from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_roles
+from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_markers
 from prepare.vocabulary import EOT, tokenizer_id
 from weights.huggingface import from_hf
 
@@ -62,8 +62,8 @@ def test_stored_truncation_and_padding_are_switched_off():
 def test_gaps_in_the_ids_give_no_id_two_tokens():
     with pytest.raises(UserError, match="gaps.*without gaps"):
         parse_tokenizer_json("gaps", word_level({"[UNK]": 0, "a": 1, "b": 4, "c": 3, "d": 5}))
-    tokenizer = with_roles(parse_tokenizer_json("dense", word_level({"[UNK]": 0, "a": 1, "b": 2})))
-    ids = [tokenizer.eot, tokenizer.mask, tokenizer.roles["response"]]
+    tokenizer = with_markers(parse_tokenizer_json("dense", word_level({"[UNK]": 0, "a": 1, "b": 2})))
+    ids = [tokenizer.eot, tokenizer.mask, tokenizer.marker_ids["response"]]
     assert len({0, 1, 2, *ids}) == 6
 
 
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_reads_text_as_special_ids_is_refused():
     plain = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     plain.add_special_tokens(["[UNK]"])
-    tokenizer = with_roles(parse_tokenizer_json("plain", plain.to_str()))
+    tokenizer = with_markers(parse_tokenizer_json("plain", plain.to_str()))
     assert tokenizer.encode("a </s> [UNK]").tolist() == [1, 0, 0]
 
 

@@ -17,7 +17,7 @@ from ddp_utils import (
     copy_weights,
     load_checkpoint,
     on_rank0,
-    with_barrier,
+    run_and_wait,
 )
 from model import VOCAB_TENSORS, ModelConfig
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer
@@ -193,7 +193,7 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     model = build_model(model_class, whole, world, args.strategy, args.comm)
 
     # the weights are on rank 0
-    new = with_barrier(
+    new = run_and_wait(
         lambda: new_tensors(model_class, model, weights, source, args.seed) if world.is_rank0 else {})
     lacking = sorted(config.keys() - known.keys()) + sorted(new)
     if lacking:
@@ -216,7 +216,7 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
     found = weights_of(model_class, source)
     known = found["model_config"]
     trained = model.config
-    more = known["vocab_size"] < trained.vocab_size and run.dataset.roles["response"] >= 0
+    more = known["vocab_size"] < trained.vocab_size and run.dataset.marker_ids["response"] >= 0
     way_out = "pairs add ids to that, so train it on them first" if more else (
         "prepare the data with its tokenizer.json")
     if found["tokenizer"]:

@@ -85,7 +85,7 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             stack.enter_context(torch.random.fork_rng([device] * row.is_cuda))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             # such as fixed_depth of the HRM, which else asks the other ranks
-            options = {k: v for k, v in model.example(1, device).items() if not isinstance(v, Tensor)}
+            options = {k: v for k, v in model.dummy_inputs(1, device).items() if not isinstance(v, Tensor)}
             whole = model(row, **options)[0].float()
             with model.embed.register_forward_hook(nudged):
                 again = model(row, **options)[0]
@@ -281,12 +281,12 @@ def first_pair(dataset) -> tuple[str, str]:
     """Prompt (with its condition) and response of the first held-out sample. Both are "" if there is
     none, or if the text of the prompt encodes to other tokens.
     """
-    roles = dataset.roles
+    marker_ids = dataset.marker_ids
     row = []
     for shards in [*dataset.val.values()][:1]:
         row = read_rows(shards, np.arange(1))[0][0, 1:].tolist()
-    middle = row.index(roles["response"]) if roles["response"] in row else 0
-    ends = roles["start"], roles["end"]
+    middle = row.index(marker_ids["response"]) if marker_ids["response"] in row else 0
+    ends = marker_ids["start"], marker_ids["end"]
     prompt = dataset.tokenizer.decode(row[:middle])
     response = dataset.tokenizer.decode(
         itertools.takewhile(lambda token: token not in ends, row[middle + 1:]))
@@ -299,7 +299,7 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
     the response is empty. Raises UserError if the prompt of a pair fills a row.
     """
     prompt, expected = args.sample_prompt, ""
-    if dataset.roles["response"] >= 0:
+    if dataset.marker_ids["response"] >= 0:
         if not prompt and not args.condition:
             prompt, expected = first_pair(dataset)
         tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
@@ -308,9 +308,9 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
     return prompt, expected
 
 
-def write_sample(model, run, step: int, with_barrier):
+def write_sample(model, run, step: int, run_and_wait):
     """Logs the sample of a run after `step` steps. Rank 0 writes it alone, for as long as that takes, unless
-    each rank holds a shard. All ranks call this; `with_barrier` is that of ddp_utils.
+    each rank holds a shard. All ranks call this; `run_and_wait` is that of ddp_utils.
     """
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)
@@ -323,8 +323,8 @@ def write_sample(model, run, step: int, with_barrier):
         return f"(none: {why_not})" if why_not else "".join(
             continue_text(model, dataset.tokenizer, world.device, prompt, args))
 
-    text = with_barrier(write if sharded or world.is_rank0 else str)
-    if dataset.roles["response"] < 0:
+    text = run_and_wait(write if sharded or world.is_rank0 else str)
+    if dataset.marker_ids["response"] < 0:
         return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
         command = f"python {sys.argv[0]} --out {shlex.quote(str(run.out))} --prompt {shlex.quote(prompt)}"

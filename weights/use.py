@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import monitor
-from cli.errors import FAULTS, NotNow, RunError, UserError, first_line, say
+from cli.errors import FAULTS, RetryableError, RunError, UserError, first_line, say
 from ddp_utils import (
     Run,
     StopVote,
@@ -32,7 +32,7 @@ from ddp_utils import (
     evaluate,
     list_checkpoints,
     read_checkpoint,
-    with_barrier,
+    run_and_wait,
 )
 from loggers.start import too_short
 from model import GPT2, MLM, compute_dtype, num_params, use_device
@@ -105,7 +105,7 @@ def use_model(run: Run):
         if args.eval_only:
             return evaluate_only(model, run)
         if args.export:  # where it is refused, all processes end alike
-            return with_barrier(use_on_rank0, model, run)
+            return run_and_wait(use_on_rank0, model, run)
         use_on_rank0(model, run)
 
 
@@ -213,8 +213,8 @@ def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Calla
         else:
             os.replace(new, path)
     except OSError as error:
-        raise NotNow(f"{path} cannot be written ({error.strerror or error}): free some space, or move away "
-                     "what is there.")
+        raise RetryableError(f"{path} cannot be written ({error.strerror or error}): free some space, or "
+                             "move away what is there.")
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -201,7 +201,7 @@ def ctrl_c_before_the_log():
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    ddp_utils.begin_log = interrupt
+    ddp_utils.start_run = interrupt
 
 
 def test_ctrl_c_in_one_of_two_processes_is_named_by_the_other(tmp_path, shards):

@@ -18,7 +18,7 @@ from processes import fork
 from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import data
-from cli.errors import NotNow, UserError
+from cli.errors import RetryableError, UserError
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import command as monitor_command
 from model import GPT2
@@ -102,7 +102,7 @@ def test_data_that_cannot_be_read_are_not_damaged(shards, corpus, tmp_path, name
     uses = {"read": lambda: data.Dataset([out], 16), "verify": lambda: verify(out),
        "prepare": lambda: prepare(f"text:{corpus}", out, "bytes")}
     make_unreadable(out / name)
-    with pytest.raises(NotNow, match=re.escape(f"{out / name} {LOOP}")):
+    with pytest.raises(RetryableError, match=re.escape(f"{out / name} {LOOP}")):
         uses[use]()
 
 
@@ -140,14 +140,14 @@ def test_a_folder_of_texts_that_cannot_be_listed_is_not_left_out(tmp_path, monke
         return real(path)
 
     monkeypatch.setattr(os, "listdir", list_others)
-    with pytest.raises(NotNow, match="notes/b cannot be accessed .Permission denied"):
+    with pytest.raises(RetryableError, match="notes/b cannot be accessed .Permission denied"):
         sources.find_files(f"{tmp_path}/{pattern}")
     assert len(sources.find_files(f"{tmp_path}/notes/a/*")) == 1
 
 
 def test_plain_shards_that_cannot_be_listed_are_not_gone(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(NotNow, match="cannot be accessed"):
+    with pytest.raises(RetryableError, match="cannot be accessed"):
         prepare_llm_c.manifest_of_plain_shards(tmp_path / "loop", "bytes")
 
 
@@ -155,13 +155,13 @@ def test_other_files_that_cannot_be_read(trained, tmp_path):
     (tmp_path / "tokenizer.json").mkdir()
     loop = tmp_path / "config.json"
     loop.symlink_to(loop.name)
-    with pytest.raises(NotNow, match="config.json cannot be accessed"):
+    with pytest.raises(RetryableError, match="config.json cannot be accessed"):
         from_hf(GPT2, str(tmp_path))
     (tmp_path / "metrics.jsonl").symlink_to("metrics.jsonl")
-    with pytest.raises(NotNow, match=re.escape(f"{tmp_path}/metrics.jsonl {LOOP}")):
+    with pytest.raises(RetryableError, match=re.escape(f"{tmp_path}/metrics.jsonl {LOOP}")):
         monitor_command.main([str(tmp_path)])
     (tmp_path / "text.txt").symlink_to("text.txt")
-    with pytest.raises(NotNow, match="text.txt cannot be accessed"):
+    with pytest.raises(RetryableError, match="text.txt cannot be accessed"):
         data.sha256_of(tmp_path / "text.txt")
 
 
@@ -228,7 +228,7 @@ def test_too_many_open_files_are_said(shards, monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("mmap.mmap", no_descriptor)
-    with pytest.raises(NotNow, match="cannot be accessed .Too many open files"):
+    with pytest.raises(RetryableError, match="cannot be accessed .Too many open files"):
         data.open_shard(shards / "train_000000.bin")
 
 
