@@ -94,9 +94,8 @@ from data import (
 )
 from loggers.machine import machine_curves
 from loggers.mfu import MFU
-from loggers.source import commits_and_counts, files_to_keep, last_commit, say_changes
 from loggers.start import loggers_of, say_plan
-from model import blocks_of, compute_dtype, copied_buffers, use_device
+from model import blocks_of, compute_dtype, copied_buffers, num_params, use_device
 from monitor import GB, MB
 from ops.device import keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA
@@ -626,10 +625,11 @@ def config_of(config_class: type, saved: dict, where):
     return config
 
 
-def code_trained_with(where) -> str:
-    """The code that trained the run of a checkpoint, by its commit where that is recorded."""
-    if commit := last_commit(Path(where)):
-        return f"the code that trained it (commit {commit})"
+def code_trained_with(checkpoint) -> str:
+    """The code that trained the run of a checkpoint, by the commit of its last start if that is recorded."""
+    with suppress(TypeError, KeyError, IndexError):
+        if commit := monitor.read_config(Path(checkpoint).parents[1])["commits"][-1]:
+            return f"the code that trained it (commit {commit})"
     return "the code that trained it"
 
 
@@ -1188,8 +1188,8 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
 
 def family_of(run_directory: Path) -> str:
     """The class of a run's model, "" if config.json does not say."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((run_directory / "config.json").read_text(encoding="utf-8"))["family"]
+    with suppress(RetryableError):
+        return monitor.read_config(run_directory).get("family", "")
     return ""
 
 
@@ -1518,10 +1518,8 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
         log.loggers += loggers_of(run, log)
         log.mfu = MFU(run, model, settings)
         if run.saved:
-            say_changes(run, functools.partial(run.text.say, on_screen=False))
-        files = files_to_keep(run)
-        more = commits_and_counts(run, log.mfu)
-        log.begin(step, files | run_files(run, meta | more))
+            monitor.say_changes(run, run.say)
+        log.begin(step, run_files(run, meta, log.mfu))
 
     on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
@@ -1565,17 +1563,29 @@ def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
     return complete
 
 
-def run_files(run: Run, meta: dict) -> dict[str, str]:
-    """What rank 0 writes into the run directory: config.json, with the commands of all starts so far, and
-    tokenizer.json.
+def run_files(run: Run, meta: dict, mfu: MFU) -> dict[str, bytes]:
+    """What rank 0 writes into the run directory: the copies of the code that it lacks (all, if the run
+    begins), tokenizer.json, and config.json: `meta`, the commands of all starts so far with their commits,
+    and the numbers of parameters, of training tokens and of FLOPs per token, None if they cannot be counted.
     """
-    commands = monitor.read_config(run.out).get("commands")
-    commands = [*commands] if isinstance(commands, list) else []
+    before = monitor.read_config(run.out)
+    commands, commits = [], []
+    with suppress(TypeError, KeyError):  # it is damaged
+        commands, commits = [*before["commands"]], [*before["commits"]]
     if run.trainer.is_file():  # otherwise it was typed into a notebook
         commands.append(run.command)
-    config = json.dumps(meta | {"commands": commands, "given": run.given}, indent=2, default=str,
-                        ensure_ascii=False)
-    return {"config.json": without_surrogates(config), "tokenizer.json": run.dataset.tokenizer.to_json()}
+        commits.append(monitor.commit_of(run.trainer.resolve().parent))
+    config = meta | {
+        "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(mfu.model),
+        "training_tokens": run.dataset.train.num_tokens,
+        "flops_per_token": run.saved and before.get("flops_per_token") or mfu.of_last_steps()}
+    text = without_surrogates(json.dumps(config, indent=2, default=str, ensure_ascii=False))
+    files = {"config.json": text.encode(), "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
+    for name, path in monitor.project_files(run.trainer).items():
+        if not run.saved or not (run.out / name).exists():
+            with access(path):
+                files[name] = path.read_bytes()
+    return files
 
 
 @dataclass

@@ -8,12 +8,16 @@ as in nvidia-smi, htop and torch's messages. The commands start at once, because
 In this file, and who calls it:
 
     what a trainer reports   read_metrics and the names of numbers: ddp_utils, the log and loggers/
+    the code of a run        its copies in the run directory, its changes, its commit: ddp_utils and weights/
     the log                  RunLog: the trainers, through ddp_utils
 """
 
+import filecmp
 import json
 import math
 import os
+import shlex
+import subprocess
 import sys
 import threading
 import time
@@ -179,6 +183,51 @@ def records_until(run_directory: Path, step: int, say) -> list[dict]:
 
 
 # -----------------------------------------------------------------------------------------------------------
+# The code of a run
+
+
+def project_files(trainer: Path) -> dict[str, Path]:
+    """The files of the project that are imported, by the names with which a run directory keeps them:
+    trainer.py for `trainer`, unless that was typed into a notebook, and model/NAME for each other one.
+    """
+    trainer = trainer.resolve()
+    found = {"trainer.py": trainer} if trainer.is_file() else {}
+    for folder in (Path(__file__).resolve().parent, trainer.parent):
+        ours = {path.stem for path in folder.glob("*")}
+        for module in sorted(sys.modules):
+            path = folder / f"{module.replace('.', '/')}.py"
+            # its name is asked first: there are thousands of modules
+            if module.partition(".")[0] in ours and path.is_file() and path != trainer:
+                found[f"model/{path.relative_to(folder)}"] = path
+    return found
+
+
+def say_changes(run, say: Callable[[str], None]):
+    """Says which of project_files differ from the copies that the run of `run.saved` keeps, if it does."""
+    directory = Path(run.saved["path"]).parent.parent
+    for name, path in project_files(run.trainer).items():
+        kept = directory / name
+        others = name == "trainer.py" and path.name != run.saved["settings"]["trainer"]
+        if others or not kept.is_file():
+            continue
+        with suppress(OSError):  # it is only a note, and diff says why
+            if filecmp.cmp(kept, path, shallow=False):
+                continue
+        now = os.path.relpath(path)
+        say(f"{now} has changed since: {shlex.join(['diff', str(kept), now])}")
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit that is checked out in a folder, with -dirty if files differ from it; None if git does not
+    say so within a second.
+    """
+    command = ["git", "--no-optional-locks", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40",
+               "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=1, check=True).stdout.strip()
+
+
+# -----------------------------------------------------------------------------------------------------------
 # The log
 
 
@@ -260,15 +309,15 @@ class RunLog:
         """Prints a text and appends it to train.log."""
         self._text.say(text)
 
-    def begin(self, step: int, files: dict[str, str]):
-        """Opens the files of a run that has done `step` steps, and writes `files`, texts by name, into its
+    def begin(self, step: int, files: dict[str, bytes]):
+        """Opens the files of a run that has done `step` steps, and writes `files`, by name, into its
         directory. Raises UserError if nothing can be written.
         """
         if not self.active:
             return
-        for name, text in files.items():
+        for name, content in files.items():
             (self.out / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.out / name, text.encode())
+            write_atomically(self.out / name, content)
         self._write_metrics()
         self._text.begin(step, self.settings["steps"])
 
@@ -407,12 +456,6 @@ class RunLog:
         self._tell(lambda sink: sink.close())
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`python monitor.py`"""
-    from loggers.command import main as command
-    return command(argv)
-
-
 class MeanLoss:
     """Whether a loss is the mean over a micro-batch, as F.cross_entropy returns by default. The loop divides
     it by the labels of the step, and the log again, so that all losses of a start are that much too small.
@@ -458,4 +501,5 @@ class MeanLoss:
 
 
 if __name__ == "__main__":
+    from loggers.command import main
     run_command(main)

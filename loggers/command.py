@@ -21,7 +21,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from cli.errors import FAULTS, UserError, access, say
-from cli.parser import ArgumentParser, local_path
+from cli.parser import ArgumentParser, local_path, number
 from loggers.compare import compare, draw_losses
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
@@ -86,32 +86,27 @@ def show_picture(path: Path, draw, *what):
         print(f"the curves are not drawn: {why_not('matplotlib', error)}", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit code of a UserError, otherwise 0, even after Ctrl-C or a broken pipe."""
+def main(argv: list[str] | None = None):
+    """The command. Ctrl-C and a broken pipe end it without an error."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=local_path, metavar="RUN_DIR",
                         help="a run: prints a summary as JSON and draws its curves; several: prints a table "
                         "of them with the flags that differ, and draws their losses as comparison.png "
                         "(without any, readings of this machine)")
-    parser.add_argument("--interval", type=float, default=4.0, help="seconds between two readings (4)")
+    parser.add_argument("--interval", type=number(0.1, 1e6), default=4.0,
+                        help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in "
                         "bytes; several runs as one object")
     try:
         args = parser.parse_args(argv)
-        if not 0.1 <= args.interval <= 1e6:
-            parser.error(f"argument --interval: {args.interval:g} is not between 0.1 and a million seconds")
         with access():
             if args.runs[1:]:
                 curves = compare({run: records_of(run) for run in args.runs}, args.json)
                 show_picture(Path("comparison.png"), draw_losses, curves)
             else:
                 show_run(*args.runs) if args.runs else watch_machine(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:  # as in `python monitor.py | head`; at exit Python would flush into it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from cli.errors import FAULTS, UserError
+from cli.errors import FAULTS
 from cli.flags import SHARDED
 from data import Shards, validation_batches
 from ddp_utils import Run, TrainState, World, reduce_sum
@@ -39,8 +39,6 @@ def show_levels(state: TrainState, run: Run):
     try:
         draw(levels, c.h_cycles, path)
         run.say(f"as a picture: {path}")
-    except UserError as error:
-        run.say(f"WARNING: the picture of the levels was not written ({error})")
     except FAULTS as error:
         run.say(f"levels.png is not drawn: {why_not('matplotlib', error)}")
 

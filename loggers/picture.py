@@ -34,10 +34,8 @@ class History:
         try:
             write_atomically(out / "history.json", json.dumps(history).encode())
             draw_curves(out.name, records, out / "training_history.png")
-        except UserError as error:
-            self._log.say(f"WARNING: the history was not written ({error})")
         except FAULTS as error:
-            if last:
+            if last or isinstance(error, UserError):  # such as a full disk; without matplotlib, once
                 self._log.say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
         self._next = time.perf_counter() + 20 * (time.perf_counter() - start)
 

@@ -28,6 +28,7 @@ def too_short(dataset) -> str:
 
 def loggers_of(run, log) -> list:
     """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
+    begin_curves(log.say)
     sinks = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]
     if run.args.wandb:
         sinks.append(WandbRun(log))
@@ -39,8 +40,6 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
     ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
     """
     world, dataset = run.world, run.dataset
-    if world.is_rank0:
-        begin_curves(run.say)
     settings = log.settings
     model = state.model
     c = model.config

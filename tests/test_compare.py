@@ -137,6 +137,7 @@ def test_tensorboard_has_the_losses_over_tokens(tmp_path):
 
 @pytest.mark.full
 def test_comparing_needs_no_torch(runs):
-    code = "import sys, monitor; monitor.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = ("import sys; from loggers.command import main; main(sys.argv[1:]); "
+            "sys.exit('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code, *runs], cwd=Path(monitor.__file__).parent)
     assert done.returncode == 0

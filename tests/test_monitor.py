@@ -26,9 +26,9 @@ from conftest import ROOT, finish, kill, start
 
 import data
 import monitor
-from cli.errors import UserError
+from cli.errors import UserError, run_command
 from loggers import machine, picture
-from loggers.command import summarize
+from loggers.command import main, summarize
 from loggers.machine import read_machine
 from loggers.mfu import peak_flops
 from loggers.picture import History
@@ -52,8 +52,9 @@ def block(monkeypatch, *names: str) -> None:
 
 def command(capsys, *arguments) -> tuple[int, str, str]:
     """Exit code, output and errors of `python monitor.py …`, run in this process."""
-    code = monitor.main([str(a) for a in arguments])
-    return code, *capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: main([str(a) for a in arguments]))
+    return end.value.code or 0, *capsys.readouterr()
 
 
 def record(step: int, **changes) -> dict:
@@ -247,8 +248,9 @@ def test_a_reader_that_goes_away_is_no_error():
 
 @pytest.mark.parametrize("arguments, message", [
     (["nowhere"], "nowhere has no metrics.jsonl"), (["file"], "file has no metrics.jsonl"),
-    (["broken"], "does not begin with the record of a step"), (["--interval", "0"], "not between"),
-    (["--interval", "x"], "--interval: invalid float value"), (["good", "two"], "two has no metrics.jsonl"),
+    (["broken"], "does not begin with the record of a step"),
+    (["--interval", "0"], "--interval: 0 is not in"),
+    (["--interval", "x"], "--interval: invalid number value"), (["good", "two"], "two has no metrics.jsonl"),
     (["--frequency", "1"], "unrecognized")], ids=str)
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
@@ -466,8 +468,8 @@ def test_the_backend_of_a_notebook_ends_no_run(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
     backend = "module://matplotlib_inline.backend_inline"
-    code = ("import os, sys, monitor; monitor.main(sys.argv[1:]); print(os.environ['MPLBACKEND'], "
-            "'matplotlib' in sys.modules)")
+    code = ("import os, sys; from loggers.command import main; main(sys.argv[1:]); "
+            "print(os.environ['MPLBACKEND'], 'matplotlib' in sys.modules)")
     done = finish(start([sys.executable, "-c", code, tmp_path], MPLBACKEND=backend))
     assert done.code == 0 and f"the curves are in {tmp_path}" in done.out, done.out
     assert f"{backend} True" in done.out
@@ -885,7 +887,7 @@ def test_a_log_of_broken_lines_alone_is_said(tmp_path, capsys):
 
 def test_the_summary_of_a_run_says_how_many_lines_are_broken(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\nxx\n")
-    assert monitor.main([str(tmp_path)]) == 0
+    main([str(tmp_path)])
     assert "WARNING: 1 of 2 lines of" in capsys.readouterr().err
 
 

@@ -32,7 +32,6 @@ from ddp_utils import (
     load_checkpoint,
     read_checkpoint,
 )
-from loggers import source
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices, use_device
 from prepare.pipeline import prepare
 from weights.sampling import KVCache, contradiction
@@ -1057,6 +1056,8 @@ def test_a_run_knows_its_model(ranks, shards, tmp_path):
     kept = out / "model" / "model.py"
     text = (ROOT / "model.py").read_text()
     assert kept.read_text() == text and (out / "model" / "ops" / "cross_entropy.py").is_file()
+    assert {*map(str, (out / "model" / "cli").glob("*"))} == {
+        str(out / "model" / "cli" / f"{name}.py") for name in ("errors", "flags", "parser", "run")}
     assert not (out / "model" / "train_gpt2.py").exists()
     silent = trainer.fork(ranks, shards, out, steps=3)
     assert silent.code == 0 and "has changed" not in silent.out, silent.out
@@ -1079,17 +1080,19 @@ def test_a_run_knows_its_model(ranks, shards, tmp_path):
 
 
 def test_a_config_that_is_damaged_is_written_anew(tmp_path):
-    """A note for people: no shape of it ends a start."""
+    """A note for people: no shape of it ends a start. The trainer is kept byte for byte."""
     trainer = tmp_path / "train_mine.py"
-    trainer.write_text("")
+    trainer.write_bytes(b"\xff = 1\r\n")
     dataset = SimpleNamespace(tokenizer=SimpleNamespace(to_json=str), train=SimpleNamespace(num_tokens=9))
-    run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, trainer=trainer, say=print,
+    run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, trainer=trainer,
                           dataset=dataset)
     mfu = SimpleNamespace(model=torch.nn.Linear(2, 3), of_last_steps=lambda: None)
     for text, commands in (("[]", 1), ('{"commands": null}', 1), ('{"commits": null}', 1), ("{", 1),
-                           ('{"commands": ["a"]}', 2), ('{"commands": ["a"], "commits": ["b"]}', 2)):
+                           ('{"commands": ["a"]}', 1), ('{"commands": ["a"], "commits": ["b"]}', 2)):
         (tmp_path / "config.json").write_text(text)
-        config = json.loads(ddp_utils.run_files(run, source.commits_and_counts(run, mfu))["config.json"])
+        files = ddp_utils.run_files(run, {}, mfu)
+        config = json.loads(files["config.json"])
+        assert files["trainer.py"] == b"\xff = 1\r\n"
         assert len(config["commands"]) == len(config["commits"]) == commands, text
         assert config["parameters"] == 9 and config["flops_per_token"] is None
 
@@ -1116,25 +1119,27 @@ def test_the_commit_of_a_start(tmp_path, monkeypatch):
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", tmp_path, *author, *words], check=True, capture_output=True)
 
-    assert source.commit_of(tmp_path) is None
+    assert monitor.commit_of(tmp_path) is None
     git("init")
     (tmp_path / "a.py").write_text("")
     git("add", "a.py")
     git("commit", "-m", "a")
-    clean = source.commit_of(tmp_path)
+    clean = monitor.commit_of(tmp_path)
     (tmp_path / "a.py").write_text("1")
-    assert re.fullmatch("[0-9a-f]{40}", clean) and source.commit_of(tmp_path) == f"{clean}-dirty"
+    assert re.fullmatch("[0-9a-f]{40}", clean) and monitor.commit_of(tmp_path) == f"{clean}-dirty"
     monkeypatch.setenv("PATH", "")
-    assert source.commit_of(tmp_path) is None
+    assert monitor.commit_of(tmp_path) is None
 
 
 def test_a_trainer_without_a_file_has_no_text(tmp_path):
     """As one that was typed into a notebook, or one whose file has been removed since."""
-    tokenizer = SimpleNamespace(to_json=str)
-    run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, model_class=GPT2,
-                          trainer=tmp_path / "gone.py", dataset=SimpleNamespace(tokenizer=tokenizer))
-    assert ddp_utils.run_files(run, {}).keys() == {"config.json", "tokenizer.json"}
-    assert "trainer.py" not in source.files_to_keep(run)
+    dataset = SimpleNamespace(tokenizer=SimpleNamespace(to_json=str), train=SimpleNamespace(num_tokens=9))
+    run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, dataset=dataset,
+                          trainer=tmp_path / "gone.py")
+    mfu = SimpleNamespace(model=torch.nn.Linear(2, 3), of_last_steps=lambda: None)
+    files = ddp_utils.run_files(run, {}, mfu)
+    assert {"config.json", "tokenizer.json", "model/model.py"} <= files.keys() and "trainer.py" not in files
+    assert json.loads(files["config.json"])["commands"] == json.loads(files["config.json"])["commits"] == []
 
 
 def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):

@@ -2,6 +2,7 @@
 one's own.
 """
 
+import functools
 import json
 import os
 import random
@@ -33,7 +34,6 @@ from ddp_utils import (
     read_checkpoint,
     run_and_wait,
 )
-from loggers.source import say_changes
 from loggers.start import too_short
 from model import GPT2, MLM, compute_dtype, num_params, use_device
 from prepare.packages import needed
@@ -100,7 +100,7 @@ def use_model(run: Run):
     apply_modes(model, args, world)
     model.eval()
     if world.is_rank0:
-        say_changes(run)
+        monitor.say_changes(run, functools.partial(print, file=sys.stderr, flush=True))
     with suppress(BrokenPipeError):  # nobody reads on, as after `--prompt … | head`
         if args.eval_only:
             return evaluate_only(model, run)

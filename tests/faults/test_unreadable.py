@@ -18,9 +18,9 @@ from processes import fork
 from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import data
-import monitor
 from cli.errors import RetryableError, UserError
 from ddp_utils import list_checkpoints, read_checkpoint
+from loggers import command as monitor_command
 from model import GPT2
 from prepare import sources
 from prepare.command import verify
@@ -150,15 +150,15 @@ def test_plain_shards_that_cannot_be_listed_are_not_gone(tmp_path):
         data.manifest_of_plain_shards(tmp_path / "loop", "bytes")
 
 
-def test_other_files_that_cannot_be_read(trained, tmp_path, capsys):
+def test_other_files_that_cannot_be_read(trained, tmp_path):
     (tmp_path / "tokenizer.json").mkdir()
     loop = tmp_path / "config.json"
     loop.symlink_to(loop.name)
     with pytest.raises(RetryableError, match="config.json cannot be accessed"):
         from_hf(GPT2, str(tmp_path))
     (tmp_path / "metrics.jsonl").symlink_to("metrics.jsonl")
-    assert monitor.main([str(tmp_path)]) == 1
-    assert f"error: {tmp_path}/metrics.jsonl {LOOP}" in capsys.readouterr().err
+    with pytest.raises(RetryableError, match=re.escape(f"{tmp_path}/metrics.jsonl {LOOP}")):
+        monitor_command.main([str(tmp_path)])
     (tmp_path / "text.txt").symlink_to("text.txt")
     with pytest.raises(RetryableError, match="text.txt cannot be accessed"):
         data.sha256_of(tmp_path / "text.txt")
