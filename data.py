@@ -159,7 +159,7 @@ def read_manifest(directory: Path) -> dict | None:
                     shards=list)
         check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
         if "roles" in manifest:
-            check_types(manifest, row=int, marker_ids=dict)
+            check_types(manifest, row=int, roles=dict)
             check_types(manifest["roles"], start=int, response=int, end=int)
         if "lowest_hash" in manifest:
             check_types(manifest, lowest_hash=int)

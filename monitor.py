@@ -283,9 +283,9 @@ class TrainLog:
 
 class RunLog:
     """The log of a run in directory `out`: a record for each logged step and each evaluation, which `write`
-    adds to metrics.jsonl and train.log, and passes to all `sinks`. A sink has log(record) and close(); one
-    that needs the records before it is made finds them in `records`. Every rank has a RunLog, but only that
-    of rank 0 prints and writes.
+    adds to metrics.jsonl and train.log, and passes to all `loggers`. A logger has log(record) and close();
+    one that needs the records before it is made finds them in `records`. Every rank has a RunLog, but only
+    that of rank 0 prints and writes.
     """
 
     def __init__(self, out: Path, text: TrainLog, settings: dict, records: list[dict], val_tokens: int,
@@ -395,7 +395,7 @@ class RunLog:
                      "any context would reach: try a lower --lr or more steps")
 
     def write(self, record: dict, line: str):
-        """Adds a record to metrics.jsonl and its line for people to train.log; passes it to all sinks."""
+        """Adds a record to metrics.jsonl and its line for people to train.log; passes it to all loggers."""
         self.records.append(without_nan(record))
         if not self.active:
             return

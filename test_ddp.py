@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ddp_utils
 from cli.errors import HOST, RunError, UserError, first_line, say
-from cli.parser import ArgumentParser, expanded, flag_group, number
+from cli.parser import ArgumentParser, bounded, expanded, flag_group
 from cluster.diagnosis import refuse_lone_tasks
 from data import Dataset
 from ddp_utils import World, all_gather, hardware, init, launch, run_and_wait
@@ -180,7 +180,7 @@ def main():
     flag = flag_group(parser, "the check")
     flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
-    flag("--timeout", number(4), "seconds until who is missing is named", 60)
+    flag("--timeout", bounded(4), "seconds until who is missing is named", 60)
     flag("--data", expanded, "a prepared directory, which has to be the same on all machines")
     flag("--tokenizer", expanded, "of --data, if that has no manifest")
     args = parser.parse_args()

@@ -21,7 +21,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from cli.errors import FAULTS, UserError, access, say
-from cli.parser import ArgumentParser, local_path, number
+from cli.parser import ArgumentParser, bounded, local_path
 from loggers.compare import compare, draw_losses
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None):
                         help="a run: prints a summary as JSON and draws its curves; several: prints a table "
                         "of them with the flags that differ, and draws their losses as comparison.png "
                         "(without any, readings of this machine)")
-    parser.add_argument("--interval", type=number(0.1, 1e6), default=4.0,
+    parser.add_argument("--interval", type=bounded(0.1, 1e6), default=4.0,
                         help="seconds between two readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in "

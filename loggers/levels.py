@@ -51,7 +51,7 @@ def by_cycles(model, shards: Shards, most: int, world: World, batch: int,
     """
     sums = torch.zeros(1 + most, dtype=torch.float64, device=world.device)
     for x, y in validation_batches(shards, batch, world, rows):
-        for cycle, z_h in enumerate(model.states(x, most), 1):
+        for cycle, z_h in enumerate(model.high_level_states(x, most), 1):
             _, found = model.loss(z_h, x, y)
             sums[cycle] += found["exact"]
         sums[0] += found["samples"]

@@ -45,8 +45,8 @@ def flops_per_token(model_class: type, config: ModelConfig, **example) -> float:
 
 
 def examples_of(model: nn.Module, record: dict) -> list[dict]:
-    """Further arguments of model.example for the steps that a record of the log, with the run's settings,
-    stands for. Their FLOPs are averaged.
+    """Further arguments of model.dummy_inputs for the steps that a record of the log, with the run's
+    settings, stands for. Their FLOPs are averaged.
     """
     c = model.config
     if isinstance(model, MLM):

@@ -395,7 +395,7 @@ def check_owners(world: World) -> None:
 def check_samples_have_one_prompt(world: World) -> None:
     """With zero3 they would write unlike many tokens, and one would be alone."""
     args, tokenizer = flags_of(train_hrm, []), with_markers(load_tokenizer("bytes"))
-    dataset = argparse.Namespace(tokenizer=tokenizer, roles=tokenizer.marker_ids)
+    dataset = argparse.Namespace(tokenizer=tokenizer, marker_ids=tokenizer.marker_ids)
     with mock.patch.object(sampling, "first_pair", lambda _: ("why", "so")):
         assert sampling.sample_prompt(args, dataset) == ("why", "so")
 
@@ -403,7 +403,7 @@ def check_samples_have_one_prompt(world: World) -> None:
 def check_who_writes_samples(world: World) -> None:
     """Rank 0 alone, for which the others wait; all of them, if each holds a shard."""
     texts, tokenizer = [], load_tokenizer("bytes")
-    dataset = argparse.Namespace(tokenizer=tokenizer, roles={"response": -1})
+    dataset = argparse.Namespace(tokenizer=tokenizer, marker_ids={"response": -1})
     state = argparse.Namespace(model=make(), world=world, averaged_weights=contextlib.nullcontext)
     for strategy, writers in (("ddp", {0}), ("zero1", {0}), ("zero3", {0, 1})):
         args = flags_of(train_hrm, ["--strategy", strategy, "--sample-prompt", "a"])

@@ -172,7 +172,7 @@ def test_what_is_saved_is_restored(tmp_path, world, optimizer):
     assert not torch.equal(other.model.embed.weight, state.model.embed.weight)
     saved = load_checkpoint(tmp_path, print)
     assert saved["step"] == 1 and saved["samples"] == 7
-    other.restore(saved, print)
+    other.load_state_dict(saved, print)
     after = all_tensors(other)
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     model = load_model(HRM, load_checkpoint(tmp_path, print), world)
@@ -185,7 +185,7 @@ def test_a_restored_average_goes_on_with_the_decay_of_its_step(tmp_path, world):
     save(tmp_path, world, state, steps=(2,))
     other = make_state(world, seed=1, ema=0.999)
     other.ema.updates = 77
-    other.restore(load_checkpoint(tmp_path, print), print)
+    other.load_state_dict(load_checkpoint(tmp_path, print), print)
     for each in (state, other):
         with torch.no_grad():
             each.model.head.weight.fill_(3.0)
@@ -817,11 +817,9 @@ def test_a_field_that_the_code_does_not_know_is_refused_by_name():
 
 
 def test_the_commit_that_knows_a_field_is_named(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text('{"commits": ["abc", "def-dirty"]}')
-    for path in (tmp_path, tmp_path / "checkpoints" / "step_00000004_loss1.pt"):
-        with pytest.raises(UserError, match=r"use the code that trained it \(commit def-dirty\), or"):
-            ddp_utils.config_of(GPT2Config, {"sparse": True}, path)
+    with pytest.raises(UserError, match=r"use the code that trained it \(commit def-dirty\), or"):
+        ddp_utils.config_of(GPT2Config, {"sparse": True}, tmp_path / "checkpoints" / "step_00000004_loss1.pt")
 
 
 def test_changed_flags_are_named_on_resume():

@@ -18,7 +18,7 @@ from model import GPT2, HRM, MLM, num_params
 
 TRAINERS = ("train_hrm.py", "train_mlm.py", "train_gpt2.py")
 
-FOLDERS = [path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+FOLDERS = ["bench", "docs", "examples", "tests", *(path.parent.name for path in ROOT.glob("*/__init__.py"))]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # where each was before
 MOVED = {"tests/README.md": "changing.md", "bench/NOTES.md": "measurements.md"}

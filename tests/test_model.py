@@ -293,7 +293,7 @@ def test_whole_cycles_equal_explicit_detach():
 
 def test_states_are_what_fixed_numbers_of_cycles_give():
     model, x = hrm(inject_input=True), tokens()
-    for cycles, state in enumerate(model.states(x, 4), 1):
+    for cycles, state in enumerate(model.high_level_states(x, 4), 1):
         assert torch.equal(model.logits(state), model(x, cycles=cycles))
 
 
@@ -345,7 +345,7 @@ def test_gradients_of_a_bfloat16_pass_are_float32_and_close():
 
 
 def cycles_of(model: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each cycle the weights (cycles, B, T) and z_H (cycles, B, T, C); what think() returns; the cost."""
+    """Of each cycle the weights (cycles, B, T) and z_H (cycles, B, T, C); what recurrence() is; the cost."""
     weights, states, plain = [], [], model.halting_weight
 
     def recorded(z_h, *args):

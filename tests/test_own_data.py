@@ -140,7 +140,7 @@ class Kept:
         self.set, self.kept = rows, kept
         self.rows, self.seq_len, self.dtype = len(kept), rows.seq_len, rows.dtype
         self.num_tokens = self.rows * self.seq_len
-        self.learned = True
+        self.label_mask = True
 
     def take(self, rows, x, y):
         self.set.take(self.kept[rows], x, y)
@@ -184,7 +184,7 @@ GENERATED = """import numpy as np
 
 
 class Generated:
-    rows, seq_len, num_tokens, dtype, learned = 10**6, 32, 32 * 10**6, np.dtype(np.uint16), True
+    rows, seq_len, num_tokens, dtype, label_mask = 10**6, 32, 32 * 10**6, np.dtype(np.uint16), True
 
     def take(self, rows, x, y):
         for i, row in enumerate(rows):

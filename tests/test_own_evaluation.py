@@ -612,7 +612,7 @@ def test_numbers_of_groups_and_frozen_parameters_do_not_begin_anew(world, tmp_pa
         checkpoints.save(3, state, {"samples": 7, "loss": 2.5, "settings": {"steps": 10}})
         checkpoints.close()
         said, resumed = [], begin(optimizer)
-        resumed.restore(ddp_utils.load_checkpoint(out, print), said.append)
+        resumed.load_state_dict(ddp_utils.load_checkpoint(out, print), said.append)
         assert not said and resumed.plain_values() == state.plain_values()
     with pytest.raises(UserError, match="LBFGS evaluates the loss again in its step"):
         begin(torch.optim.LBFGS)

@@ -603,10 +603,10 @@ def test_state_that_is_made_late_begins_anew_with_a_warning(world, tmp_path):
     state = begin(world, Late)
     go_on(state, range(2))
     saved, said = saved_as(state, world, tmp_path / "early"), []
-    begin(world, Late).restore(saved, said.append)
+    begin(world, Late).load_state_dict(saved, said.append)
     assert not said
     go_on(state, range(2, 4))
-    begin(world, Late).restore(saved_as(state, world, tmp_path / "late"), said.append)
+    begin(world, Late).load_state_dict(saved_as(state, world, tmp_path / "late"), said.append)
     assert len(said) == 1 and "WARNING: the optimizer starts from scratch with embed.weight, " in said[0]
 
 
@@ -748,7 +748,7 @@ class Wrapper(torch.optim.Optimizer):
 def checks(world):
     """A model, and what the checks of a trainer say of it."""
     model, said = small(GPT2), []
-    log = SimpleNamespace(active=True, sinks=[], say=said.append, entropy=3.0)
+    log = SimpleNamespace(active=True, loggers=[], say=said.append, entropy=3.0)
     run = SimpleNamespace(saved=None, args=SimpleNamespace(init_from=None), grad_accum=2,
                           world=SimpleNamespace(world_size=2))
     check_edits(run, model, log)

@@ -595,7 +595,7 @@ def test_control_a_label_inside_the_next_prefix(monkeypatch):
     def wrong(idx, *ids):  # a document ends with the start of the next
         number, first, response = documents(idx, *ids)
         return number - (idx == START).long(), first, response
-    monkeypatch.setattr("model.documents", wrong)
+    monkeypatch.setattr("model.document_bounds", wrong)
     mask = model.mask(idx, None)[0, 0]
     assert mask[4, 3] and not mask[4, 5]
 

@@ -193,7 +193,7 @@ def test_the_table_by_cycles_has_the_exact_matches_of_the_evaluation(processes, 
 def test_levels_are_counted_after_each_cycle(monkeypatch):
     """A model that answers a sample once it has run as many cycles as the sample says."""
     class Model:
-        def states(self, x, most):
+        def high_level_states(self, x, most):
             yield from (torch.full_like(x, n) for n in range(1, most + 1))
 
         def loss(self, z, x, y):

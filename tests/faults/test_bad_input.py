@@ -425,7 +425,8 @@ def in_this_process(script: str, listed: list[str]) -> Finished:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as text:
         patch.setattr(sys, "argv", [script, *listed])
         try:
-            name = "prepare.command" if script == "data.py" else script.removesuffix(".py")
+            commands = {"data.py": "prepare.command", "monitor.py": "loggers.command"}
+            name = commands.get(script, script.removesuffix(".py"))
             code = importlib.import_module(name).main()
         except UserError as error:
             return Finished(error.exit_code, f"error: {error}\n")
