@@ -1186,17 +1186,14 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def family_of(run_directory: Path) -> str:
-    """The class of a run's model, "" if config.json does not say."""
-    with suppress(RetryableError):
-        return monitor.read_config(run_directory).get("family", "")
-    return ""
-
-
 def runs_beside(path: Path, family: str) -> list[str]:
     """The runs beside a path where none is, of that family or, if it is "", of any."""
-    runs = sorted({found.parents[1] for found in path.parent.glob("*/checkpoints/*.pt")})
-    return [str(run) for run in runs if not family or family_of(run) in ("", family)]
+    runs = []
+    for run in sorted({checkpoint.parents[1] for checkpoint in path.parent.glob("*/checkpoints/*.pt")}):
+        with suppress(RetryableError):  # it cannot be read
+            if not family or monitor.read_config(run).get("family", family) == family:
+                runs.append(str(run))
+    return runs
 
 
 def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "") -> dict:
@@ -1304,7 +1301,9 @@ class Checkpoints:
     """Writes the checkpoints of a run, `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link.
 
     `save` copies the state and returns; a thread writes it to a temporary file, syncs it and renames it, so
-    every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks.
+    every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks. A
+    checkpoint holds `tensors`, see TrainState.state_dict, and plain values: `plain` ones of the optimizers,
+    `scaler`, `step`, `samples`, `loss`, and what `metadata` of cli/run.py says of the run.
     """
 
     unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process

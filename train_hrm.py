@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None):
     world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
     run = find_run(HRM, command, world, constants=globals())
+    # set run.metric or run.change_data here: --eval-only uses them, too
     if uses_model(run.args):
         return use_run(run)
     low, high = truncation(run.args)
@@ -168,6 +169,7 @@ def main(argv: list[str] | None = None):
             log.restart_clock(samples)
 
         ramp, bp_steps, cycles = plan(step)
+        # the rate over time is in model.py; for another one, write it here
         lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)

@@ -1,4 +1,6 @@
-"""The flags that all trainers share, and those of a model's configuration."""
+"""The flags that all trainers share, and those of a model's configuration. Which of them may change when a
+run resumes, and which are refused together, is in cli/run.py; --optimizer is chosen in model.py.
+"""
 
 import itertools
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace

@@ -269,8 +269,8 @@ def evaluate_only(model: nn.Module, run: Run):
     args, world, saved, dataset = run.args, run.world, run.saved, run.dataset
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
-        split = would_split(dataset.manifest)
-        lacks = f"{dataset.name} has no validation set: prepare it with --val-split {split}"
+        lacks = (f"{dataset.name} has no validation set: prepare it with --val-split "
+                 f"{would_split(dataset.manifest)}")
         raise UserError(f"{too_short(dataset) if dataset.short else lacks}.")
     masker = None
     if isinstance(model, MLM):

@@ -272,7 +272,7 @@ MISTAKES = {
     "test_ddp.py --model bert": "unrecognized & --model",
     "test_ddp.py --timeout 0": "--timeout & 0 & 4",
     "monitor.py --interval 0": "--interval & 0 & 0.1",
-    "monitor.py --interval often": "--interval & often & float",
+    "monitor.py --interval often": "--interval & often & number",
     "monitor.py nowhere": "nowhere & metrics.jsonl",
     "monitor.py ready": "ready & metrics.jsonl",
     "monitor.py ready nowhere": "ready & metrics.jsonl",
