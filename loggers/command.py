@@ -34,9 +34,9 @@ def summarize(records: list[dict]) -> dict:
     losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
     criteria = evaluations_of(records)
     best = min(criteria, key=criteria.get, default=None)
-    found = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
-    return found | {"val_loss": losses.get(max(losses, default=None)),
-                    "best_val_loss": losses.get(best), "best_step": best}
+    summary = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
+    return summary | {"val_loss": losses.get(max(losses, default=None)),
+                      "best_val_loss": losses.get(best), "best_step": best}
 
 
 def watch_machine(args: Namespace):

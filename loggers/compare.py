@@ -18,11 +18,11 @@ def compare(runs: dict[Path, list[dict]], as_json: bool) -> dict:
     from pandas import DataFrame  # comes with datasets
     table, curves = {}, {}
     for run, records in runs.items():
-        found = DataFrame(records, columns=["step", "loss", *NUMBERS], dtype=float)
-        found = curves[run] = found.groupby("step", as_index=False).last()  # a step and its evaluation
-        found["hours"] = (found.tokens.diff() / found.tokens_per_sec / 3600).fillna(0).cumsum()
+        curve = DataFrame(records, columns=["step", "loss", *NUMBERS], dtype=float)
+        curve = curves[run] = curve.groupby("step", as_index=False).last()  # a step and its evaluation
+        curve["hours"] = (curve.tokens.diff() / curve.tokens_per_sec / 3600).fillna(0).cumsum()
         config = read_config(run)
-        numbers = {"parameters": config.get("parameters"), **found.agg(NUMBERS)}
+        numbers = {"parameters": config.get("parameters"), **curve.agg(NUMBERS)}
         table[str(run)] = numbers | config.get("settings", {})
     table = DataFrame(table).drop(["out", "resume"], errors="ignore")
     # None is a value, NaN is not: other trainers and older runs have no such flag
@@ -39,9 +39,9 @@ def draw_losses(curves: dict, path: Path):
     """
     figure = figure_class()(figsize=(16, 6), layout="constrained")
     for axes, x in zip(figure.subplots(1, 3), ("step", "tokens", "hours")):
-        for i, (run, found) in enumerate(curves.items()):
-            axes.semilogy(found[x], found.loss, f"C{i}", alpha=0.3)
-            axes.semilogy(found[x], found.val_loss, f"C{i}o", label=run)
+        for i, (run, curve) in enumerate(curves.items()):
+            axes.semilogy(curve[x], curve.loss, f"C{i}", alpha=0.3)
+            axes.semilogy(curve[x], curve.val_loss, f"C{i}o", label=run)
         axes.set(xlabel=x, ylabel="loss in nats per token (dots: validation)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center")  # names may be long
     save_picture(figure, path)

@@ -52,21 +52,21 @@ def by_cycles(model, shards: Shards, most: int, world: World, batch: int,
     sums = torch.zeros(1 + most, dtype=torch.float64, device=world.device)
     for x, y in validation_batches(shards, batch, world, rows):
         for cycle, z_h in enumerate(model.high_level_states(x, most), 1):
-            _, found = model.loss(z_h, x, y)
-            sums[cycle] += found["exact"]
-        sums[0] += found["samples"]
+            _, batch_sums = model.loss(z_h, x, y)
+            sums[cycle] += batch_sums["exact"]
+        sums[0] += batch_sums["samples"]
     samples, *exact = reduce_sum([*sums], world)
     return [n / max(samples, 1) for n in exact], samples
 
 
 def means(levels: dict[str, list[float]]) -> dict[str, list[float]]:
     """Over the levels of training, and over the others, number by number."""
-    found = {}
+    averages = {}
     for prefix in ("trained", "untrained"):
         chosen = [shares for name, shares in levels.items() if name.startswith(prefix)]
         if chosen:
-            found[f"mean of {prefix}"] = [sum(values) / len(values) for values in zip(*chosen)]
-    return found
+            averages[f"mean of {prefix}"] = [sum(values) / len(values) for values in zip(*chosen)]
+    return averages
 
 
 def table(levels: dict[str, list[float]]) -> str:

@@ -79,7 +79,7 @@ def read_gpus() -> list[dict]:
         except FAULTS:
             return None
 
-    found = []
+    gpus = []
     for i in range(count):
         gpu = query("HandleByIndex", i)  # None if it is lost
         load, memory, power = (query(name, gpu) for name in ("UtilizationRates", "MemoryInfo", "PowerUsage"))
@@ -87,8 +87,8 @@ def read_gpus() -> list[dict]:
                   "memory_used": memory and memory.used, "memory_total": memory and memory.total}
         values["power_watts"] = power and power / 1000
         values["temperature_celsius"] = query("Temperature", gpu, pynvml.NVML_TEMPERATURE_GPU)
-        found.append(values)
-    return found
+        gpus.append(values)
+    return gpus
 
 
 def read_machine(seconds: float) -> dict:

@@ -72,9 +72,9 @@ class EventFile:
         inside = self._tokens // self._epoch_tokens == before // self._epoch_tokens
         if inside and record["step"] != self._steps:
             return {}
-        found = {"epoch_loss": fmean(self._losses), "epoch_seconds": self._seconds}
+        scalars = {"epoch_loss": fmean(self._losses), "epoch_seconds": self._seconds}
         self._losses, self._seconds = [], 0.0
-        return found
+        return scalars
 
     def log(self, record: dict):
         if self._writer:

@@ -254,8 +254,8 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     full = limit and counts["read"] >= limit
     progress = source.progress
     progress.done = 0  # beginnings may have been read
-    found = read_pieces(source, writer.position, counts["documents"])
-    batches = in_batches(item for item in found if not full or item[2] != "train")
+    items = read_pieces(source, writer.position, counts["documents"])
+    batches = in_batches(item for item in items if not full or item[2] != "train")
     lines = not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE")
     said = time.monotonic()
     with tqdm(total=limit or progress.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,

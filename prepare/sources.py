@@ -128,8 +128,8 @@ class Source:
         conversation. If split is None, a hash of the text or of the (first) prompt decides.
         """
         named = {}  # the value behind the name of each validation set
-        found = READERS[self.kind](self, self.progress)
-        for texts, split in itertools.islice(found, start, None):  # skipped texts stay unread
+        documents = READERS[self.kind](self, self.progress)
+        for texts, split in itertools.islice(documents, start, None):  # skipped texts stay unread
             name = ""
             if self.val_field:
                 *texts, value = texts
@@ -500,11 +500,11 @@ def find_files(where: str, say=lambda text: None) -> list[Path]:
                 names_in(Path(folder))  # glob leaves out what cannot be listed
     names = [path] if path.is_file() else glob.glob(str(path), recursive=True)
     names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
-    found = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
+    paths = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
     # some file systems give no numbers
-    files = {(path.stat().st_dev, path.stat().st_ino or path): path for path in found}
-    if len(files) < len(found):
-        say(f"note: {len(found)} names of {where} lead to {len(files)} files: each is read once")
+    files = {(path.stat().st_dev, path.stat().st_ino or path): path for path in paths}
+    if len(files) < len(paths):
+        say(f"note: {len(paths)} names of {where} lead to {len(files)} files: each is read once")
     return sorted(files.values())
 
 

@@ -84,11 +84,11 @@ class Tokenizer(Vocabulary):
     def encode_masked(self, text: str) -> list[int]:
         """The ids of a text in which each [MASK] is the mask, and takes one blank before it."""
         *before, last = text.split(MASK)
-        found = []
+        ids = []
         for part in before:
             part = part.removesuffix(" " * self.takes_blank)
-            found += [*self.encode(part).tolist(), self.mask]
-        return found + self.encode(last).tolist()
+            ids += [*self.encode(part).tolist(), self.mask]
+        return ids + self.encode(last).tolist()
 
     def decode(self, ids) -> str:
         """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
@@ -140,15 +140,15 @@ def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
     if EOT not in specials or [word for word in words if len(word) > 1] != merged:
         return None
     ranks = {bytes(CHAR_TO_BYTE[c] for c in word): vocab[word] for word in words}
-    found = Tokenizer(name, ranks, pattern, specials)
-    return found if ours or tokenizer_id(found).endswith(GPT2_DIGEST) else None
+    tokenizer = Tokenizer(name, ranks, pattern, specials)
+    return tokenizer if ours or tokenizer_id(tokenizer).endswith(GPT2_DIGEST) else None
 
 
 def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     """Reads a tokenizer.json. If it is not a `byte_level_bpe`, the package `tokenizers` runs it."""
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-        if found := byte_level_bpe(name, json.loads(text)):
-            return found
+        if tokenizer := byte_level_bpe(name, json.loads(text)):
+            return tokenizer
     try:
         return HuggingFaceTokenizer(name, text)
     except UserError:

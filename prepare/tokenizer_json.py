@@ -52,15 +52,15 @@ class HuggingFaceTokenizer(Vocabulary):
         normalizer = self._tokenizer.normalizer
         text = without_surrogates(text)
         wanted = Counter("".join((normalizer.normalize_str(text) if normalizer else text).split()))
-        found = Counter(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-        return Counter({"all": wanted.total(), "lost": (wanted - found).total(),
+        decoded = Counter(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        return Counter({"all": wanted.total(), "lost": (wanted - decoded).total(),
                         f"{split}_bytes": len(text.encode()),
                         f"{split}_tokens": int(self.token_bytes[ids].sum())})
 
     def encode(self, text: str) -> np.ndarray:
         # unlike `encode`, this releases Python's lock; a batch of one text takes one core
-        found, = self._tokenizer.encode_batch([without_surrogates(text)], add_special_tokens=False)
-        return np.array(found.ids, np.uint32)
+        encoding, = self._tokenizer.encode_batch([without_surrogates(text)], add_special_tokens=False)
+        return np.array(encoding.ids, np.uint32)
 
     def encode_masked(self, text: str) -> list[int]:
         """As an export does it: the parts between masks are no texts of their own, before which some

@@ -26,9 +26,9 @@ a model that was tuned on such texts, in a test, had a loss of 0.036 there, and 
 
 - **Data**: `{{ names | join("`, from `") }}`; tokenizer `{{ words }}`
 - **Training**: {{ "{:,} tokens in {:,} steps, to a loss of {:.4f}".format(samples * seq_len, step, loss) }}
-{%- for found in (records | selectattr("val_loss", "number") | list)[-1:] %}
-- **Evaluation**, after step {{ found.step }}:
-  {{ results(dict(found.items() | rejectattr(1, "none"))) | join(", ") }}
+{%- for evaluation in (records | selectattr("val_loss", "number") | list)[-1:] %}
+- **Evaluation**, after step {{ evaluation.step }}:
+  {{ results(dict(evaluation.items() | rejectattr(1, "none"))) | join(", ") }}
 {%- endfor %}
 - **Recipe**:
 {%- for name in "size n_layer n_head d_model ff h_cycles l_cycles window modern attention seq_len steps

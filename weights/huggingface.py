@@ -435,8 +435,8 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     with torch.no_grad():
         for name, tensor in as_theirs(model).items():
             # files of the original GPT-2 models lack the prefix
-            found = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
-            if found is None or found.shape != tensor.shape:
+            weight = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
+            if weight is None or weight.shape != tensor.shape:
                 raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
-            tensor.copy_(found)
+            tensor.copy_(weight)
     return model

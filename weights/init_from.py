@@ -64,19 +64,19 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
                 "tokenizer_file": file}
 
     if source.startswith("hf:"):
-        found = on_rank0(read_hf)
+        checkpoint = on_rank0(read_hf)
     else:
-        found = load_checkpoint(source, print, checked=complete)
-        weights = found["tensors"]["model"] | found["tensors"]["ema"]
+        checkpoint = load_checkpoint(source, print, checked=complete)
+        weights = checkpoint["tensors"]["model"] | checkpoint["tensors"]["ema"]
         if model_class in HF_FAMILIES:  # a model of one's own may start from any other
-            assert_family(found, model_class)
-            config_of(model_class.Config, found["model_config"], found["path"])
+            assert_family(checkpoint, model_class)
+            config_of(model_class.Config, checkpoint["model_config"], checkpoint["path"])
     ours = {field.name for field in fields(model_class.Config)}
-    config = {name: value for name, value in found["model_config"].items() if name in ours}
+    config = {name: value for name, value in checkpoint["model_config"].items() if name in ours}
     # a new run may have longer rows than that one, and always has its tokenizer
-    return found | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
-                    "tokenizer_flag": found["tokenizer_file"],
-                    "left_over": sorted(found["model_config"].keys() - ours)}
+    return checkpoint | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
+                         "tokenizer_flag": checkpoint["tokenizer_file"],
+                         "left_over": sorted(checkpoint["model_config"].keys() - ours)}
 
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
@@ -99,55 +99,56 @@ def assert_context(model_class: type, weights: dict, seq_len: int):
         raise UserError(f"{weights['path']} has learned positions for {known} tokens: lower --seq-len.")
 
 
-def assert_ids(found: dict, run: Run, vocab_size: int):
+def assert_ids(checkpoint: dict, run: Run, vocab_size: int):
     """Raises UserError if an id that the weights know is that of another token in the data. Warns if nobody
     knows what the ids of the weights mean.
     """
-    source, most, tokenizer = found["path"], found["model_config"]["vocab_size"], run.dataset.tokenizer
-    if not (found["tokenizer"] and found["tokenizer_file"]):
+    source, most = checkpoint["path"], checkpoint["model_config"]["vocab_size"]
+    tokenizer = run.dataset.tokenizer
+    if not (checkpoint["tokenizer"] and checkpoint["tokenizer_file"]):
         run.say(f"WARNING: {source} knows {most} ids, {tokenizer.name} {vocab_size}: its weights are of use "
                 "only if these ids mean the same, which is not known here: use the tokenizer of that model")
-    elif not on_rank0(has_same_ids, found, tokenizer):
-        raise UserError(f"{source} was trained with the tokenizer {found['tokenizer']}, the data have "
+    elif not on_rank0(has_same_ids, checkpoint, tokenizer):
+        raise UserError(f"{source} was trained with the tokenizer {checkpoint['tokenizer']}, the data have "
                         f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
 
 
-def has_same_ids(found: dict, tokenizer) -> bool:
+def has_same_ids(checkpoint: dict, tokenizer) -> bool:
     """Whether each id that the weights know is that of the same token in the data."""
-    known_by = load_tokenizer(found["tokenizer_file"])
-    assert_tokenizer(found, known_by, "it lies beside another tokenizer.json, so put its own there")
-    most, theirs = found["model_config"]["vocab_size"], known_by.vocab
+    known_by = load_tokenizer(checkpoint["tokenizer_file"])
+    assert_tokenizer(checkpoint, known_by, "it lies beside another tokenizer.json, so put its own there")
+    most, theirs = checkpoint["model_config"]["vocab_size"], known_by.vocab
     return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
 
 
-def attention_from(found: dict, run: Run, usual: str | None) -> dict:
+def attention_from(checkpoint: dict, run: Run, usual: str | None) -> dict:
     """The attention to train with, as a field of the configuration, if the weights have one: what is given,
     else that of the weights, if they say it and it suits the data (only prompts have a prefix), else the
     `usual` one. Warns if the weights had another.
     """
-    theirs = found["model_config"].get("attention")
+    theirs = checkpoint["model_config"].get("attention")
     if not theirs:
         return {}
     says = theirs == "prefix" or not run.args.init_from.startswith("hf:")  # an export cannot say more
     fits = theirs != "prefix" or run.dataset.loss == "response"
     ours = theirs if says and fits and not vars(run.args).get("attention") else usual
     if theirs != ours and "prefix" in (theirs, ours):
-        run.say(f"WARNING: {found['path']} was trained with {theirs if says else 'causal or isolated'} "
+        run.say(f"WARNING: {checkpoint['path']} was trained with {theirs if says else 'causal or isolated'} "
                 f"attention, and this run has --attention {ours}")
     return {"attention": ours}
 
 
-def enlarged(found: dict, run: Run, config: dict) -> tuple[dict, dict]:
+def enlarged(checkpoint: dict, run: Run, config: dict) -> tuple[dict, dict]:
     """The fields of the configuration and the tensors, with room for the rows of the run and, as in the
     `config` of a new model, for the ids of the data. The embeddings of new ids start as the mean of the
     existing ones. Raises UserError if there are new ones without pairs, which add some to any tokenizer.
     """
-    known, weights = found["model_config"], found["weights"]
+    known, weights = checkpoint["model_config"], checkpoint["weights"]
     most, vocab_size = known["vocab_size"], config["vocab_size"]
     context = {"seq_len": max(run.args.seq_len, known["seq_len"])}
     if most >= vocab_size:
         return context, weights
-    ids = f"{found['path']} knows {most} of {vocab_size} ids"
+    ids = f"{checkpoint['path']} knows {most} of {vocab_size} ids"
     if config.get("response", -1) < 0:
         raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
     run.say(f"{ids}: embeddings of new ids start as the mean of the existing ones")
@@ -183,12 +184,12 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
     """
     model_class, args, world, say = run.model_class, run.args, run.world, run.say
-    found = weights_of(model_class, args.init_from)
-    source, known = found["path"], found["model_config"]
+    checkpoint = weights_of(model_class, args.init_from)
+    source, known = checkpoint["path"], checkpoint["model_config"]
     say(f"starting from {source}")
-    assert_ids(found, run, config["vocab_size"])
-    changes |= attention_from(found, run, changes.get("attention"))
-    larger, weights = enlarged(found, run, config)
+    assert_ids(checkpoint, run, config["vocab_size"])
+    changes |= attention_from(checkpoint, run, changes.get("attention"))
+    larger, weights = enlarged(checkpoint, run, config)
     whole = model_class.Config(**config | known | changes | larger)
     model = build_model(model_class, whole, world, args.strategy, args.comm)
 
@@ -198,7 +199,7 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     lacking = sorted(config.keys() - known.keys()) + sorted(new)
     if lacking:
         say(f"{source} lacks {listed(lacking)}: as in a new model")
-    left_over = found["left_over"] + sorted(weights.keys() - model.state_dict().keys())
+    left_over = checkpoint["left_over"] + sorted(weights.keys() - model.state_dict().keys())
     if left_over:
         say(f"{source} has {listed(left_over)}, which this model does not use")
     copy_weights(model, weights | new, world)
@@ -213,30 +214,31 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
     frozen=teacher.loaded_from): then config.json names it, and a resume says if it has changed. Every rank
     calls this. Raises UserError on all ranks.
     """
-    found = weights_of(model_class, source)
-    known = found["model_config"]
+    checkpoint = weights_of(model_class, source)
+    known = checkpoint["model_config"]
     trained = model.config
     more = known["vocab_size"] < trained.vocab_size and run.dataset.marker_ids["response"] >= 0
     way_out = "pairs add ids to that, so train it on them first" if more else (
         "prepare the data with its tokenizer.json")
-    if found["tokenizer"]:
-        assert_tokenizer(found, run.dataset.tokenizer, way_out)
-    assert_context(model_class, found, run.args.seq_len)
+    if checkpoint["tokenizer"]:
+        assert_tokenizer(checkpoint, run.dataset.tokenizer, way_out)
+    assert_context(model_class, checkpoint, run.args.seq_len)
     ours = {name: value for name, value in reading_of(trained).items() if name in known}
     if source == run.args.init_from:
         known |= ours
     elif known.get("attention") != ours.get("attention"):
-        run.say(f"WARNING: {found['path']} has {known['attention']} attention, the model in training "
+        run.say(f"WARNING: {checkpoint['path']} has {known['attention']} attention, the model in training "
                 f"{ours['attention']}")
-    config = model_class.Config(**known | {"seq_len": max(run.args.seq_len, found["seq_len"])})
+    config = model_class.Config(**known | {"seq_len": max(run.args.seq_len, checkpoint["seq_len"])})
     frozen = build_model(model_class, config, run.world, run.args.strategy, run.args.comm)
-    odd = found["left_over"] + on_rank0(lambda: sorted(frozen.state_dict().keys() ^ found["weights"].keys()))
+    odd = checkpoint["left_over"] + on_rank0(
+        lambda: sorted(frozen.state_dict().keys() ^ checkpoint["weights"].keys()))
     if odd:
-        raise UserError(f"{found['path']} is of another model than {model_class.__name__} (only one of them "
-                        f"has {odd[0]}): load it with its own class.")
-    copy_weights(frozen, found["weights"], run.world)
+        raise UserError(f"{checkpoint['path']} is of another model than {model_class.__name__} (only one of "
+                        f"them has {odd[0]}): load it with its own class.")
+    copy_weights(frozen, checkpoint["weights"], run.world)
     apply_modes(frozen, run.args, run.world)
-    frozen.loaded_from = {source: found.get("step")}
+    frozen.loaded_from = {source: checkpoint.get("step")}
     return frozen.requires_grad_(False).eval()
 
 

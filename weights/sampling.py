@@ -238,8 +238,8 @@ def before(stop: str, pieces):
     text = ""
     for piece in pieces:
         text += piece
-        ready, found, _ = text.partition(stop)
-        if found:
+        ready, separator, _ = text.partition(stop)
+        if separator:
             yield ready
             return
         begins = max(len(text) - len(stop) + 1, 0)

@@ -278,13 +278,13 @@ def evaluate_only(model: nn.Module, run: Run):
         masker = dataset.masker_class(dataset.tokenizer, args.seq_len, rate, 0)
     state = SimpleNamespace(model=model, world=world, averaged_weights=nullcontext)
     run.batch = args.batch or saved["settings"]["batch"]
-    found = evaluate(state, run, StopVote(world), masker)
-    if found is None:  # a signal has cut it short
+    results = evaluate(state, run, StopVote(world), masker)
+    if results is None:  # a signal has cut it short
         raise KeyboardInterrupt
     if world.is_rank0:
-        if not {"val_exact", "val_bits_per_byte"} & found.keys():
+        if not {"val_exact", "val_bits_per_byte"} & results.keys():
             print(monitor.NO_BYTES)
         where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
-        print(" | ".join([where, *monitor.results(found)]))
-        record = {"step": saved["step"], "data": dataset.name} | found
+        print(" | ".join([where, *monitor.results(results)]))
+        record = {"step": saved["step"], "data": dataset.name} | results
         print(json.dumps(monitor.without_nan(record)), flush=True)
