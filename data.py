@@ -295,10 +295,10 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
     """Rows (int64) of the samples at `positions` (int64) in endless shuffled epochs."""
     epochs = positions // rows
-    found = np.empty_like(positions)
+    permuted = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        found[epochs == epoch] = permute(positions[epochs == epoch] % rows, rows, seed, int(epoch))
-    return found
+        permuted[epochs == epoch] = permute(positions[epochs == epoch] % rows, rows, seed, int(epoch))
+    return permuted
 
 
 class Masker:
@@ -429,20 +429,20 @@ def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
     """Entropy in nats of the labels' frequencies, in the first `limit` of them: the loss of the best model
     that ignores all context. For text it does not depend on the length of rows.
     """
-    found = []
+    labels = []
     for shards in sets:
         if not shards.label_mask:
             shards = Shards(shards.paths, 1, tokenizer=shards.tokenizer)
         _, y = read_rows(shards, np.arange(min(limit // len(sets) // shards.seq_len + 1, shards.rows)))
-        found.append(y[y >= 0])
-    counts = np.bincount(np.concatenate(found))
+        labels.append(y[y >= 0])
+    counts = np.bincount(np.concatenate(labels))
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
 
-def refuse_unlike(found: dict[Path, tuple[dict, Vocabulary]]):
+def refuse_unlike(contents: dict[Path, tuple[dict, Vocabulary]]):
     """Raises UserError if directories have other tokenizers or roles than the first."""
-    (first, (manifest, tokenizer)), *others = found.items()
+    (first, (manifest, tokenizer)), *others = contents.items()
     ids = tokenizer.to_json(), manifest.get("roles")
     for directory, (other, its_tokenizer) in others:
         if (its_tokenizer.to_json(), other.get("roles")) != ids:
@@ -482,11 +482,11 @@ class Dataset:
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
                  loss: str | None = None):
-        found = {directory: read_directory(directory, seq_len, tokenizer_name)
-                 for directory in dict.fromkeys(directories)}
-        refuse_unlike(found)
-        manifests = {directory: manifest for directory, (manifest, _) in found.items()}
-        first, self.tokenizer = found[directories[0]]
+        contents = {directory: read_directory(directory, seq_len, tokenizer_name)
+                    for directory in dict.fromkeys(directories)}
+        refuse_unlike(contents)
+        manifests = {directory: manifest for directory, (manifest, _) in contents.items()}
+        first, self.tokenizer = contents[directories[0]]
         self.name = "+".join(directory.name for directory in directories)
         self.marker_ids = first.get("roles", {"start": self.tokenizer.eot, "response": -1, "end": -1})
         pairs = self.marker_ids["response"] >= 0
@@ -498,7 +498,7 @@ class Dataset:
         read = functools.partial(Shards, seq_len=seq_len, label_mask=which, tokenizer=self.tokenizer)
         train = [directory / shard["file"] for directory in directories
                  for shard in manifests[directory]["shards"] if shard["split"] == "train"]
-        names = ", ".join(map(str, found))
+        names = ", ".join(map(str, contents))
         if not train:
             raise UserError(f"{names} holds no training shard.")
         self.train = read(train)

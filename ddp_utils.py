@@ -127,8 +127,8 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         return int(late), "error: standard output is closed." * late, "its standard output was closed."
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
-    if found := explain(error, heartbeat, show_traceback):
-        return found
+    if ending := explain(error, heartbeat, show_traceback):
+        return ending
     show_traceback(error)
     return 1, "", first_line(error)
 
@@ -1001,15 +1001,15 @@ class TrainState:
     def _state(self) -> dict:
         """This process's optimizer state by parameter and key. Raises RunError for state of anything else."""
         names = {p: name for name, p in self.model.named_parameters()}
-        found = {}
+        states = {}
         for optimizer in self.inner:
             for p, state in optimizer.state.items():
                 if p not in names:
                     key = f"a tensor {list(p.shape)}" if isinstance(p, Tensor) else p  # not its numbers
                     raise RunError(f"{type(optimizer).__name__} keeps state of {key}, which is no parameter, "
                                    "so no checkpoint can hold it: keep it in self.state[p] or the group.")
-                found |= {f"{names[p]}/{key}": value for key, value in state.items()}
-        return found
+                states |= {f"{names[p]}/{key}": value for key, value in state.items()}
+        return states
 
     def _group_values(self) -> dict:
         """What the optimizers keep in their groups beside what the trainer sets, by group and key."""
@@ -1021,12 +1021,12 @@ class TrainState:
         """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
         groups that they have changed. Every rank calls this. Raises RunError for what JSON cannot hold.
         """
-        found = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
+        values = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
         if self.zero1:
-            found = functools.reduce(operator.or_, all_gather(found))
-        found |= {name: value for name, value in self._group_values().items()
-                  if repr(value) != self._made.get(name)}
-        for name, value in found.items():
+            values = functools.reduce(operator.or_, all_gather(values))
+        values |= {name: value for name, value in self._group_values().items()
+                   if repr(value) != self._made.get(name)}
+        for name, value in values.items():
             kept = None
             with suppress(TypeError, ValueError):
                 kept = json.loads(json.dumps(value))
@@ -1034,10 +1034,10 @@ class TrainState:
                 raise RunError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint "
                                "cannot hold as it is: let it be a number, a text or a list of them, or a "
                                "tensor in self.state[p].")
-        assert_same("what an optimizer keeps in numbers", json.dumps(found),
+        assert_same("what an optimizer keeps in numbers", json.dumps(values),
                     "let it sum over all ranks what it computes from gradients or parameters, with "
                     "torch.distributed.all_reduce, or use --strategy ddp")
-        return found
+        return values
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict, say):
@@ -1151,12 +1151,12 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
         raise RunError(first_line(error)) from None
 
 
-def refuse_other_format(path: Path, found: int):
+def refuse_other_format(path: Path, version: int):
     """Raises UserError if the checkpoint `path` has another format. It may be sound, so it stays as it is."""
-    if found != FORMAT:
-        other = "commit 42aa566, the last that reads it" if found < FORMAT else "a newer one"
-        raise UserError(f"{path} is a checkpoint of format {found}, and this code reads format {FORMAT}: use "
-                        f"{code_trained_with(path)}, or {other}.")
+    if version != FORMAT:
+        other = "commit 42aa566, the last that reads it" if version < FORMAT else "a newer one"
+        raise UserError(f"{path} is a checkpoint of format {version}, and this code reads format {FORMAT}: "
+                        f"use {code_trained_with(path)}, or {other}.")
 
 
 def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
@@ -1182,8 +1182,8 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     names = names_in(directory)
     if "best.pt" in names and not any(name.startswith("step_") for name in names):
         return [directory / "best.pt"]
-    found = [directory / name for name in names if NAME.fullmatch(name)]
-    return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
+    checkpoints = [directory / name for name in names if NAME.fullmatch(name)]
+    return sorted(checkpoints, key=lambda path: (step_of(path), path), reverse=True)
 
 
 def runs_beside(path: Path, family: str) -> list[str]:
@@ -1723,13 +1723,13 @@ class Metrics:
         return {"loss": self.reduce()["loss"], "samples": self._samples}
 
 
-def refuse_odd_metric(metric: Callable, found):
-    """Raises UserError unless `found`, what a trainer's metric has returned, has for each name a sum and its
+def refuse_odd_metric(metric: Callable, values):
+    """Raises UserError unless `values`, what a trainer's metric has returned, has for each name a sum and its
     count.
     """
-    if not isinstance(found, dict):  # as without `return`
-        found = {getattr(metric, "__name__", "NAME"): found}
-    for name, value in found.items():
+    if not isinstance(values, dict):  # as without `return`
+        values = {getattr(metric, "__name__", "NAME"): values}
+    for name, value in values.items():
         dimensions = []
         with suppress(TypeError, ValueError, RuntimeError):
             dimensions = [torch.as_tensor(part).ndim for part in value]
@@ -1762,18 +1762,18 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             sums = Counter()
             limit = args.eval_batches * args.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
-                _, found = model(*micro_batch)
+                _, batch_sums = model(*micro_batch)
                 own = run.metric(model, *micro_batch) if run.metric else {}
                 refuse_odd_metric(run.metric, own)
-                monitor.refuse_taken([*found, *own, *reserved - found.keys()])
+                monitor.refuse_taken([*batch_sums, *own, *reserved - batch_sums.keys()])
                 for key, value in own.items():
-                    found |= {key: value[0], f"{key} (count)": value[1]}
+                    batch_sums |= {key: value[0], f"{key} (count)": value[1]}
                 labels = micro_batch[-1]
                 learned = labels >= 0
-                found["labels"] = learned.sum()
-                found["bytes"] = (token_bytes[labels.clamp(min=0)] * learned).sum()
+                batch_sums["labels"] = learned.sum()
+                batch_sums["bytes"] = (token_bytes[labels.clamp(min=0)] * learned).sum()
                 sums.update({key: torch.as_tensor(value, dtype=torch.float64, device=world.device)
-                             for key, value in found.items()})
+                             for key, value in batch_sums.items()})
                 if stop.vote():
                     break
             assert_same("the names of what is evaluated", json.dumps([*sums]),

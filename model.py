@@ -266,8 +266,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
         rows = (logits or plain)(h)[:, :vocab_size].float()
         log_z = rows.logsumexp(-1)
         loss = log_z - rows.gather(1, y.clamp(min=0)[:, None])[:, 0]
-        found = (loss + z_loss * log_z.square()) * (y >= 0), loss.detach() * (y >= 0)
-        return (*found, rows.argmax(-1) == y) if hits else found
+        losses = (loss + z_loss * log_z.square()) * (y >= 0), loss.detach() * (y >= 0)
+        return (*losses, rows.argmax(-1) == y) if hits else losses
 
     rows = 4096 if hidden.is_cuda else 512
     chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows))

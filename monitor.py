@@ -141,31 +141,31 @@ def step_line(record: dict, eta: float, sync: str) -> str:
     return " | ".join([*parts, f"{record['mem_gb']:.1f} GB", f"Sync={sync}"])
 
 
-def results(found: dict) -> list[str]:
+def results(metrics: dict) -> list[str]:
     """The result of an evaluation as texts; on each named set, exact matches for pairs, losses otherwise."""
-    prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in found else ("val_loss/", "{} {:.4f}")
-    sets = [form.format(key.removeprefix(prefix), value) for key, value in found.items()
+    prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in metrics else ("val_loss/", "{} {:.4f}")
+    sets = [form.format(key.removeprefix(prefix), value) for key, value in metrics.items()
             if key.startswith(prefix)]
-    own = [f"{key} {found[key]:.4g}" for key in own_keys(found) if "/" not in key]
-    return format_known(found, EVALUATION) + own + [", ".join(sets)] * bool(sets)
+    own = [f"{key} {metrics[key]:.4g}" for key in own_keys(metrics) if "/" not in key]
+    return format_known(metrics, EVALUATION) + own + [", ".join(sets)] * bool(sets)
 
 
 def results_of(sums: dict[str, float]) -> dict[str, float]:
     """The means to report, from the sums over a validation set."""
-    found = {}
+    means = {}
     for name, total in sums.items():
         count = sums.get(f"{name} (count)", max(sums["labels"], 1))
         if name not in ("samples", "exact", "labels", "bytes") and not name.endswith(" (count)"):
-            found[f"val_{name}"] = total / count if count else math.nan
+            means[f"val_{name}"] = total / count if count else math.nan
     if "correct" in sums:
-        found["val_accuracy"] = found.pop("val_correct")
+        means["val_accuracy"] = means.pop("val_correct")
     if "exact" in sums:
-        found["val_exact"] = sums["exact"] / max(sums["samples"], 1)
+        means["val_exact"] = sums["exact"] / max(sums["samples"], 1)
     elif sums["bytes"] >= 0:  # not NaN; so that tokenizers can be compared
-        found["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
+        means["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
     with suppress(OverflowError):  # where it is larger than any float64
-        found.setdefault("val_perplexity", math.exp(found["val_loss"]))  # or a metric of one's own
-    return found
+        means.setdefault("val_perplexity", math.exp(means["val_loss"]))  # or a metric of one's own
+    return means
 
 
 def records_until(run_directory: Path, step: int, say) -> list[dict]:
@@ -191,15 +191,15 @@ def project_files(trainer: Path) -> dict[str, Path]:
     trainer.py for `trainer`, unless that was typed into a notebook, and model/NAME for each other one.
     """
     trainer = trainer.resolve()
-    found = {"trainer.py": trainer} if trainer.is_file() else {}
+    files = {"trainer.py": trainer} if trainer.is_file() else {}
     for folder in (Path(__file__).resolve().parent, trainer.parent):
         ours = {path.stem for path in folder.glob("*")}
         for module in sorted(sys.modules):
             path = folder / f"{module.replace('.', '/')}.py"
             # its name is asked first: there are thousands of modules
             if module.partition(".")[0] in ours and path.is_file() and path != trainer:
-                found[f"model/{path.relative_to(folder)}"] = path
-    return found
+                files[f"model/{path.relative_to(folder)}"] = path
+    return files
 
 
 def say_changes(run, say: Callable[[str], None]):
@@ -373,19 +373,19 @@ class RunLog:
         eta = max(run["steps"] - step, 0) * (now - self._began) / (step - self._first_step)
         self.write(record, step_line(record, eta, self._sync))
 
-    def evaluation(self, step: int, samples: int, found: dict) -> bool:
+    def evaluation(self, step: int, samples: int, metrics: dict) -> bool:
         """Records and prints the results of an evaluation. Returns, on all ranks, whether it is the best."""
         ours = ("val_accuracy", "val_bits_per_byte")
-        refuse_taken([name.removeprefix("val_") for name in found if name not in ours] + ["lr", "bp_steps"])
-        record = {"step": step, "tokens": samples * self.settings["seq_len"], **found,
+        refuse_taken([name.removeprefix("val_") for name in metrics if name not in ours] + ["lr", "bp_steps"])
+        record = {"step": step, "tokens": samples * self.settings["seq_len"], **metrics,
                   "time": round(time.time(), 3)}
         criteria = evaluations_of([*self.records, without_nan(record)])
         # what counts no more, as it has no checkpoint, stays so
         self.evaluations = {at: max(c, self.evaluations.get(at, c)) for at, c in criteria.items()}
         best = min(self.evaluations, key=self.evaluations.get, default=None) == step
-        parts = [*results(found), f"unigram entropy {self.entropy:.4f}"]
+        parts = [*results(metrics), f"unigram entropy {self.entropy:.4f}"]
         self.write(record, " | ".join(parts + ["best so far"] * (best and len(self.evaluations) > 1)))
-        self._warn_of_loss(step, found["val_loss"])
+        self._warn_of_loss(step, metrics["val_loss"])
         return best
 
     def _warn_of_loss(self, step: int, loss: float | None):

@@ -96,9 +96,9 @@ def compare(report: dict):
         run_and_wait(heartbeat.call, heartbeat.store.set, keys[heartbeat.rank], json.dumps(report))
         reports = [json.loads(text) for text in heartbeat.call(heartbeat.store.multi_get, keys)]
     if not heartbeat or heartbeat.rank == 0:
-        for rank, found in enumerate(reports):
-            versions = ", ".join(f"{what} {found[what]}" for what in SHOWN)
-            say(f"rank {rank}: {found['host']}, {found['device']} {found['gpu']}; {versions}")
+        for rank, facts in enumerate(reports):
+            versions = ", ".join(f"{what} {facts[what]}" for what in SHOWN)
+            say(f"rank {rank}: {facts['host']}, {facts['device']} {facts['gpu']}; {versions}")
     verdict = problem_in(reports)
     if heartbeat:  # rank 0 decides, because a rank with another WORLD_SIZE has seen other reports
         if heartbeat.rank == 0:
@@ -155,18 +155,18 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
 
 def measure_network(world: World, limit: float):
     """Prints how long all-reduces take, and so the gradients of a model in each step."""
-    found = {1_000: all_reduce_seconds(1_000, 21, world), 1_000_000: all_reduce_seconds(1_000_000, 7, world)}
-    expected = 100 * found[1_000_000]  # for 100 MB; the same on all ranks
+    times = {1_000: all_reduce_seconds(1_000, 21, world), 1_000_000: all_reduce_seconds(1_000_000, 7, world)}
+    expected = 100 * times[1_000_000]  # for 100 MB; the same on all ranks
     large = 100_000_000 if expected < limit / 2 else 10_000_000
-    found[large] = all_reduce_seconds(large, max(1, min(5, int(5 * 1e8 / large / expected))), world)
+    times[large] = all_reduce_seconds(large, max(1, min(5, int(5 * 1e8 / large / expected))), world)
     if world.is_rank0:
-        for nbytes, seconds in found.items():
+        for nbytes, seconds in times.items():
             wire = 2 * (world.world_size - 1) / world.world_size * nbytes * 8 / seconds / 1e9
             say(f"all_reduce of {nbytes / 1e6:5g} MB: {seconds * 1e3:9.2f} ms, {wire:7.3f} Gbit/s out of "
                 "each rank")
         if large < 100_000_000:
             print("the network is too slow to send 100 MB in time, so 10 MB were sent")
-        say(f"so the gradients of each 100 M parameters take {4e8 * found[large] / large:.3g} s of a step, "
+        say(f"so the gradients of each 100 M parameters take {4e8 * times[large] / large:.3g} s of a step, "
             "with --comm bf16 half of that, and with --comm late a quarter, during the next step; a larger "
             "--global-batch sends them less often")
 

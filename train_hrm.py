@@ -156,10 +156,10 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            found = ddp.evaluate(state, run, stop)
-            if found is None:  # a signal cut it short; the resumed run evaluates this step
+            results = ddp.evaluate(state, run, stop)
+            if results is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            if log.evaluation(step, samples, found):  # the best so far
+            if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
                 ddp.sample(state, run, step)

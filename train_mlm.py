@@ -131,10 +131,10 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            found = ddp.evaluate(state, run, stop, eval_masker)
-            if found is None:  # a signal cut it short; the resumed run evaluates this step
+            results = ddp.evaluate(state, run, stop, eval_masker)
+            if results is None:  # a signal cut it short; the resumed run evaluates this step
                 continue
-            if log.evaluation(step, samples, found):  # the best so far
+            if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
         if due.stopping or due.done:
             break

@@ -26,12 +26,12 @@ class ArgumentParser(argparse.ArgumentParser):
                     stream.reconfigure(errors="replace")
 
     def parse_known_args(self, args=None, namespace=None):
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if near := nearest_flag(word, self._option_string_actions):
                 self.error(f"unrecognized arguments: {' '.join(unknown)}; the nearest flag to "
                            f"{word.partition('=')[0]} is {near}")
-        return found, unknown
+        return parsed, unknown
 
     def check_row(self, name: str, row: dict):
         """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag

@@ -188,9 +188,9 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     # a best.pt that alone is left of a run that went back is no reason to refuse the others
     newest = run_and_wait(lambda: max(
         ((path.name != "best.pt", step_of(path)) for path in list_checkpoints(out)), default=(False, 0)))
-    found = all_gather((newest, f"{world.node} ({HOST})"))
-    ours, _ = found[0]
-    theirs, where = max(found)
+    by_rank = all_gather((newest, f"{world.node} ({HOST})"))
+    ours, _ = by_rank[0]
+    theirs, where = max(by_rank)
     first = ours[1]
     if theirs > ours:
         raise UserError(f"{where} holds step {theirs[1]} of {out}, node0 only step {first}: start that "

@@ -62,10 +62,10 @@ def memory_asked_for(error: BaseException) -> str | None:
     lacked = "out of memory" in text.lower() or "DefaultCPUAllocator" in text
     if not lacked and not isinstance(error, MemoryError | torch.OutOfMemoryError):
         return None
-    if found := re.search(r"allocate (\d+) bytes", text):  # on a CPU
-        return f" (asked for {int(found[1]) / 2**30:.2f} GiB more)"
-    found = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
-    return f" (asked for {found[1]} more)" if found else ""
+    if match := re.search(r"allocate (\d+) bytes", text):  # on a CPU
+        return f" (asked for {int(match[1]) / 2**30:.2f} GiB more)"
+    match = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
+    return f" (asked for {match[1]} more)" if match else ""
 
 
 def refuse_lone_tasks():

@@ -57,9 +57,9 @@ def activation_bytes(loss, others) -> int:
     known = {StorageWeakRef(t.untyped_storage()) for t in others}
     with _Alive() as alive:
         kept = loss()
-    found = sum(n for storage, n in alive.sizes.items() if storage not in known and not storage.expired())
+    nbytes = sum(n for storage, n in alive.sizes.items() if storage not in known and not storage.expired())
     del kept
-    return found
+    return nbytes
 
 
 def kept_for_backward(model_class: type, config, device: torch.device, dtype: torch.dtype,

@@ -117,10 +117,10 @@ def main(argv=None) -> None:
         if due.saving:
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            found = ddp.evaluate(state, run, stop)
-            if found is None:
+            results = ddp.evaluate(state, run, stop)
+            if results is None:
                 continue
-            if log.evaluation(step, samples, found):  # the best so far
+            if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
         if due.stopping or due.done:
             break

@@ -69,13 +69,13 @@ class _BlockAttention(torch.autograd.Function):
 
 def _columns(parts: list[Tensor], blocks: list[tuple], rows: slice, keys: slice) -> Tensor:
     """Some queries and keys, (B, H, rows, keys), of `parts` (B, H, block of queries, keys that they see)."""
-    found = []
+    columns = []
     for (begin, _, first, last), part in zip(blocks, parts):
         if rows.start <= begin < rows.stop:
             if not first <= keys.start < last:  # all of these see none of the keys
                 part, first = torch.zeros_like(part[..., :1]).expand(*part.shape[:3], keys.stop), 0
-            found.append(part[..., keys.start - first:keys.stop - first])
-    return torch.cat(found, dim=2)
+            columns.append(part[..., keys.start - first:keys.stop - first])
+    return torch.cat(columns, dim=2)
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -99,12 +99,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             for some, y, right in zip(*(t.split(few) for t in (products, targets[rows], correct[rows]))):
                 y = y[:, None]
                 of_target = some.gather(1, y.clamp(min=0)) if compiled and bias is None else None
-                part, loss, found, bias_part = rows_loss(
+                part, loss, hit, bias_part = rows_loss(
                     some, of_target, y, bias, z_loss, needs_grad, hits, compiled)
                 objective += part
                 total += loss
                 if hits:
-                    right.copy_(found[:, 0])
+                    right.copy_(hit[:, 0])
                 if bias_part is not None:
                     grad_bias += bias_part
             if needs_grad:  # `products` now holds the gradient

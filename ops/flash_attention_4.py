@@ -18,15 +18,15 @@ def take(model, run, all_gather, at_end) -> bool:
     Every rank calls this, for the model in training. `all_gather` is that of ddp_utils; the ExitStack
     `at_end` gives torch its own kernels back.
     """
-    found = {*all_gather(activate(model, run))}
-    taken = found == {""}
+    problems = {*all_gather(activate(model, run))}
+    taken = problems == {""}
     if taken:
         at_end.callback(attention.restore_flash_attention_impl)
     elif attention.current_flash_attention_impl() == "FA4":
         attention.restore_flash_attention_impl()
-    if found != {NOT_HERE}:
+    if problems != {NOT_HERE}:
         run.say("attention: FlashAttention 4" if taken else
-                f"WARNING: FlashAttention 4 is not used, see docs/clusters.md: {min(found - {''})}")
+                f"WARNING: FlashAttention 4 is not used, see docs/clusters.md: {min(problems - {''})}")
     return taken
 
 
@@ -51,9 +51,9 @@ def activate(model, run) -> str:
 
         right = both_passes()
         attention.activate_flash_attention_impl("FA4")
-        found = both_passes()
-        if not found.dist(right) <= 0.02 * right.norm():  # rounding to bfloat16 is 0.003
+        gradients = both_passes()
+        if not gradients.dist(right) <= 0.02 * right.norm():  # rounding to bfloat16 is 0.003
             return "its numbers are not those of torch's kernel on this GPU"
-        return "" if torch.equal(found, both_passes()) else "its bits are not the same twice on this GPU"
+        return "" if torch.equal(gradients, both_passes()) else "its bits are not the same twice on this GPU"
     except Exception as error:  # a broken package has many
         return first_line(error)

@@ -168,7 +168,7 @@ def test_step_and_bits_per_byte_are_no_names_of_own_numbers(shards, tmp_path):
         assert done.code == 2 and f"error: a number called {name} cannot be logged" in done.out, done.out
 
 
-RISING = 'found["best_metric"] = -step if step < 8 else 0.0'  # the first evaluation is the best
+RISING = 'results["best_metric"] = -step if step < 8 else 0.0'  # the first evaluation is the best
 
 
 @pytest.mark.parametrize("best_metric, best", [(RISING, 4), ("", 8)])
@@ -281,7 +281,7 @@ def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     (0, "ddp"), *(pytest.param(2, name, marks=pytest.mark.full) for name in ("ddp", "zero2", "zero3"))])
 def test_metric_criterion_draws_and_teacher_resume_bit_for_bit(ranks, strategy, teacher, shards, tmp_path):
     trainer = distilling(tmp_path / "train_all.py", teacher, (METRIC, USE), (DRAWS, "WEB = "),
-                         ('found["best_metric"] = -found["val_spaces"]', MARK))
+                         ('results["best_metric"] = -results["val_spaces"]', MARK))
     flags = {"strategy": strategy, "lr": 1e-2, "steps": 12, "keep_last": 9}
     done = ranks_of(trainer, ranks)(shards, tmp_path / "whole", **flags)
     assert done.code == 0, done.out

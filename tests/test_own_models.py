@@ -943,7 +943,7 @@ def own_numbers(tmp_path, name="square", result="mine", number="own") -> Trainer
     main = re.sub(r"\bGPT2\b", "Mine", main).replace("grad_norm, lr=lr)", f"grad_norm, lr=lr, {number}=1.5)")
     mark = "            if log.evaluation("
     assert mark in main and f"{number}=1.5" in main
-    main = main.replace(mark, f"            found[{result!r}] = 2.5\n{mark}")
+    main = main.replace(mark, f"            results[{result!r}] = 2.5\n{mark}")
     path = tmp_path / f"train_{name}_{result}_{number}.py"
     path.write_text(head + SQUARES.replace("NAME", name) + "# Only `tiny`" + main)
     return Trainer(str(path), **FLAGS)
