@@ -360,7 +360,6 @@ def hardware(device: torch.device) -> str:
 def memory_gb(device) -> float:
     """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
-        import torch
         return torch.cuda.max_memory_allocated(device) / GB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
     return peak / (GB if sys.platform == "darwin" else MB)
@@ -794,7 +793,7 @@ def skips_on_device(optimizer, whole) -> bool:
 
 class TrainState:
     """A model in training: `model`, `wrapped` (in DDP), optimizers, loss scaler, averaged weights.
-    `tensors` yields the tensors of a checkpoint; saving and `restore` both iterate over them.
+    `state_dict` yields the tensors of a checkpoint; saving and `load_state_dict` both iterate over them.
     """
 
     MAX_SKIPPED = 10  # updates in a row
@@ -1321,6 +1320,8 @@ class Checkpoints:
         self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
         self._newest: Path | None = None  # its file
         self.files: dict[int, Path] = {}  # those that there were at the start, by step
+        self.log: monitor.RunLog | None = None  # which chooses the best, see start_run
+        self._unsaved = 0  # a step that was best and has no checkpoint
 
     def load(self, resume: str, saved: dict | None = None) -> dict | None:
         """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
@@ -1383,7 +1384,7 @@ class Checkpoints:
             left = {at: loss for at, loss in losses.items() if at <= step and at in files and loss < math.inf}
             lowest = min(left, key=left.get, default=marked)
             if lowest != marked and (marked in left or not best.exists()):
-                self._link(best, files[lowest])
+                self._link(best, files[lowest], lowest)
 
     def save(self, step: int, state: TrainState, meta: dict):
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -1399,7 +1400,11 @@ class Checkpoints:
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
         while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
             time.sleep(0.02)
-        if any(reduce_sum([self.lost()], world)):  # before anything is written there
+        lost, unsaved = reduce_sum([self.lost(), self._unsaved], world)
+        if unsaved and self.log:
+            self.log.evaluations[int(unsaved)] = math.inf
+        self._unsaved = 0
+        if lost:  # before anything is written there
             raise UserError(f"{self.run_directory} was moved, removed or taken by another run, so this one "
                             "ends without a checkpoint: give each run its own --out; one that was moved "
                             "resumes with --out and its new name.")
@@ -1427,9 +1432,14 @@ class Checkpoints:
         self._submit(self._write, self._newest, content, time.perf_counter())
 
     def mark_best(self, step: int):
-        """Makes best.pt a link to the checkpoint of `step`, once it is written, if there is one."""
-        if self.world.is_rank0 and self.saved_step == step:  # not if the update was skipped
-            self._submit(self._link, self.directory / "best.pt", self._newest)
+        """Links best.pt to the checkpoint of `step`, once it is written.
+
+        If there is none, because the save failed or the update was skipped, the next save makes the log
+        forget that the step was best.
+        """
+        if self.world.is_rank0:
+            source = self._newest if self.saved_step == step else None
+            self._submit(self._link, self.directory / "best.pt", source, step)
 
     def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1467,8 +1477,9 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link(self, best: Path, source: Path):
-        if not source.exists():  # its save failed, and said so
+    def _link(self, best: Path, source: Path | None, step: int):
+        if not source or not source.exists():
+            self._unsaved = step  # which the next save tells all ranks
             return
         temporary = self.directory / ".tmp-best.pt"
         temporary.unlink(missing_ok=True)
@@ -1509,6 +1520,7 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
     # a lower loss whose checkpoint is gone is not the best, as its save failed or somebody deleted it
     gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
     log.evaluations |= dict.fromkeys(gone, math.inf)
+    run.checkpoints.log = log
 
     def begin():
         if all_done(run, log, step):  # the files would name flags of no step

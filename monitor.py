@@ -104,7 +104,7 @@ def best_metric_of(record: dict) -> float | None:
 
 
 def evaluations_of(records: list[dict]) -> dict[int, float]:
-    """The criteria of evaluations by step; infinite where it is another number than that of the last one."""
+    """The best_metric of evaluations by step; infinite where its name isn't that of the last one."""
     evaluated = [record for record in records if "val_loss" in record]
     return {r["step"]: best_metric_of(r) if ("best_metric" in r) == ("best_metric" in evaluated[-1])
             else math.inf for r in evaluated if best_metric_of(r) is not None}
@@ -297,7 +297,7 @@ class RunLog:
         self.entropy = entropy  # of their unigrams, in nats
         self.mfu: Callable[[dict], float | None] = lambda record: None  # of the steps of a record
         self.records = records
-        self.evaluations = evaluations_of(records)  # their criteria by step, on all ranks
+        self.evaluations = evaluations_of(records)  # their best_metric by step, on all ranks
         self.loggers = []
         self._sync = sync
         self._metrics = None  # metrics.jsonl
@@ -379,9 +379,9 @@ class RunLog:
         refuse_taken([name.removeprefix("val_") for name in metrics if name not in ours] + ["lr", "bp_steps"])
         record = {"step": step, "tokens": samples * self.settings["seq_len"], **metrics,
                   "time": round(time.time(), 3)}
-        criteria = evaluations_of([*self.records, without_nan(record)])
+        evaluations = evaluations_of([*self.records, without_nan(record)])
         # what counts no more, as it has no checkpoint, stays so
-        self.evaluations = {at: max(c, self.evaluations.get(at, c)) for at, c in criteria.items()}
+        self.evaluations = {at: max(c, self.evaluations.get(at, c)) for at, c in evaluations.items()}
         best = min(self.evaluations, key=self.evaluations.get, default=None) == step
         parts = [*results(metrics), f"unigram entropy {self.entropy:.4f}"]
         self.write(record, " | ".join(parts + ["best so far"] * (best and len(self.evaluations) > 1)))
@@ -407,7 +407,7 @@ class RunLog:
         except FAULTS as error:  # mostly a full disk
             self._behind = True
             self.say(f"WARNING: metrics.jsonl lacks a record ({first_line(error)}); the next one tries again")
-        self._tell(lambda sink: sink.log(self.records[-1]))
+        self._tell(lambda logger: logger.log(self.records[-1]))
         self._text.write(record, line)
 
     def _write_metrics(self):
@@ -418,13 +418,13 @@ class RunLog:
         self._behind = False
 
     def _tell(self, call: Callable):
-        """Calls `call` with each sink. An error is said, and that sink is called no more."""
-        for sink in [*self.loggers]:
+        """Calls `call` with each logger. An error is said, and that one is called no more."""
+        for logger in [*self.loggers]:
             try:
-                call(sink)
-            except FAULTS as error:  # of a package behind the sink, too
-                self.loggers.remove(sink)
-                self.say(f"WARNING: {type(sink).__name__} fails ({first_line(error)}), so it gets no more "
+                call(logger)
+            except FAULTS as error:  # of a package behind it, too
+                self.loggers.remove(logger)
+                self.say(f"WARNING: {type(logger).__name__} fails ({first_line(error)}), so it gets no more "
                          "records until the next start")
 
     def finish(self, step: int, samples: int, peak_memory: float, ending: str):
@@ -436,7 +436,7 @@ class RunLog:
         took = (f"{step - self._first_step} steps in {tqdm.format_interval(seconds)}, evaluations and saves "
                 "included")
         best = ""
-        if self.evaluations:
+        if min(self.evaluations.values(), default=math.inf) < math.inf:
             at = min(self.evaluations, key=self.evaluations.get)
             best = f"; best evaluation {self.evaluations[at]:.4f} at step {at}"
         if self.records and not self.val_tokens:
@@ -453,13 +453,13 @@ class RunLog:
                 self._write_metrics()
             self._metrics.close()
         self._text.close()
-        self._tell(lambda sink: sink.close())
+        self._tell(lambda logger: logger.close())
 
 
 class MeanLoss:
     """Whether a loss is the mean over a micro-batch, as F.cross_entropy returns by default. The loop divides
     it by the labels of the step, and the log again, so that all losses of a start are that much too small.
-    A sink of the log, up to the first evaluation of this start: later a small loss may be one of texts
+    A logger of the log, up to the first evaluation of this start: later a small loss may be one of texts
     that were learned by heart.
     """
 

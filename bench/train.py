@@ -147,7 +147,7 @@ def ours(args, row, device):
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
     run = SimpleNamespace(args=settle(command), world=world, say=print, saved=None)
     ddp_utils.set_modes(model, run)
-    if args.wrap_fa4 and current_flash_attention_impl() != "FA4":
+    if args.wrap_fa4 and device.type == "cuda" and current_flash_attention_impl() != "FA4":
         raise RuntimeError("FlashAttention 4 was refused here: --verbose shows why")
     state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)

@@ -138,7 +138,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     own_data = saved and flags["data"] == settings["data"]  # what the run was trained on
     flags |= {name: given.get(name) for name, kind in FLAGS.items()
               if kind == PLANNED or kind == OF_DATA and saved and not own_data}
-    flags["wanted_batch"] = recipe["global_batch"]
+    flags["wanted_batch"] = given.get("wanted_batch", recipe["global_batch"])
     for action in command.parser._actions:
         value = (recipe | given).get(action.dest)
         named = action.choices and action.dest not in ("size", "precision")  # which have names beside these
@@ -248,9 +248,15 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
         return weights, missing, args, out, find_checkpoint(out, args, world, model_class.__name__)
 
     weights, missing, args, out, saved = look()
-    if not saved and (begun := on_rank0(begun_with, out, args, trainer.name)):
+    begun = None if saved else on_rank0(begun_with, out, args, trainer.name)
+    if begun:
+        if command.given.get("data", begun.get("data")) != begun.get("data"):
+            begun = {name: value for name, value in begun.items()
+                     if FLAGS.get(name) != OF_DATA and name != "tokenizer"}
         command = replace(command, given=begun | command.given)
         weights, missing, args, out, saved = look()  # it may branch off from a checkpoint
+    elif command.given.keys() == {"out"} and not saved and world.is_rank0 and (out / "checkpoints").is_dir():
+        say(f"WARNING: {out} does not say how its run was begun, so this one has the default flags")
     if missing and not saved:
         raise missing
     if saved:
@@ -285,13 +291,16 @@ def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
             raise UserError(f"{out} has no checkpoint to go on from, but {name}, which should stay: give "
                             f"another --out{way}, or move it away.")
     config = monitor.read_config(out)
-    if args.resume != "auto" or "given" not in config:
+    begun, settings = config.get("given"), config.get("settings")
+    if args.resume != "auto" or not isinstance(begun, dict) or not isinstance(settings, dict):
         return {}
-    if config["settings"]["trainer"] != trainer:
-        raise UserError(f"{config['settings']['trainer']} has begun a run in {out}: give another --out, or "
-                        "begin there with --resume none.")
+    if settings.get("trainer") != trainer:
+        raise UserError(f"{settings.get('trainer')} has begun a run in {out}: give another --out, or begin "
+                        "there with --resume none.")
     say(f"{out} has no checkpoint yet: beginning again with the flags that it was begun with")
-    return config["given"]
+    begun = {name: value for name, value in begun.items() if FLAGS.get(name) != PLANNED}
+    batches = {"wanted_batch": settings.get("global_batch"), "largest_batch": settings.get("largest_batch")}
+    return begun | {name: size for name, size in batches.items() if size}
 
 
 def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:

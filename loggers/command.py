@@ -32,8 +32,8 @@ def summarize(records: list[dict]) -> dict:
     """The last logged step of a run, its last validation loss, and that of its best evaluation."""
     last = ([record for record in records if "loss" in record] or [{"step": 0}])[-1]
     losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
-    criteria = evaluations_of(records)
-    best = min(criteria, key=criteria.get, default=None)
+    metrics = evaluations_of(records)
+    best = min(metrics, key=metrics.get, default=None)
     summary = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
     return summary | {"val_loss": losses.get(max(losses, default=None)),
                       "best_val_loss": losses.get(best), "best_step": best}

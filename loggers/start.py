@@ -29,10 +29,10 @@ def too_short(dataset) -> str:
 def loggers_of(run, log) -> list:
     """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
     begin_curves(log.say)
-    sinks = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]
+    loggers = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]
     if run.args.wandb:
-        sinks.append(WandbRun(log))
-    return [*sinks, History(log)]
+        loggers.append(WandbRun(log))
+    return [*loggers, History(log)]
 
 
 def say_plan(run, state, log, machines: Counter, compiled: bool):

@@ -76,7 +76,7 @@ def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
     return {"norm": lambda: mock.patch.object(ddp_utils, "clip_grad_norm", clip_alone),
             "ema": lambda: mock.patch.object(TrainState, "averaged_weights", keep_gathered),
-            "forget": lambda: mock.patch.object(TrainState, "restore", forgetful(*numbers)),
+            "forget": lambda: mock.patch.object(TrainState, "load_state_dict", forgetful(*numbers)),
             "nan": lambda: mock.patch.object(Late, "exchange", spoiled(*numbers)),
             "inf": lambda: mock.patch.object(ddp_utils, "clip_grad_norm", inf_at(*numbers)),
             "": contextlib.nullcontext}[name]()

@@ -35,7 +35,7 @@ def statement_at(lines: list[str], start: int) -> int:
             return end
 
 
-# what begins the warnings of loggers/checks.py
+# what begins the warnings of ddp_utils.check_edits
 FALSE_ALARMS = ("divided by them once more", "that are not the model's")
 
 

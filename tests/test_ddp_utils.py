@@ -335,7 +335,9 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
     assert not (tmp_path / "checkpoints" / "best.pt").exists()
     monkeypatch.setattr(torch, "save", real)
+    checkpoints.log = SimpleNamespace(evaluations={2: 1.0})
     checkpoints.save(3, state, META)
+    assert checkpoints.log.evaluations == {2: math.inf}  # so that the next evaluation can be the best
     wait(checkpoints.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
     checkpoints.mark_best(3)
@@ -367,7 +369,7 @@ def test_marking_the_same_best_again_leaves_nothing_behind(tmp_path, world):
     save(tmp_path, world, make_state(world), (1,))
     checkpoints = Checkpoints(tmp_path, world, 3, print)
     for _ in range(2):
-        checkpoints._link(checkpoints.directory / "best.pt", list_checkpoints(tmp_path)[0])
+        checkpoints._link(checkpoints.directory / "best.pt", list_checkpoints(tmp_path)[0], 1)
         names = {path.name for path in checkpoints.directory.iterdir()}
         assert names == {"best.pt", list_checkpoints(tmp_path)[0].name}
 

@@ -4,13 +4,11 @@ after a resume."""
 import inspect
 import itertools
 import re
-import shutil
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
 from processes import Group, fork
 from runs import (
     PUBLISHED,
@@ -351,16 +349,3 @@ def test_a_run_in_fp16_does_not_become_late(tmp_path, shards):
     assert done.code == 2 and "error: --comm late needs --strategy ddp, and --precision bf16" in done.out
     done = gpt2.train(0, shards, tmp_path / "out", **late | {"precision": "bf16"})
     assert done.code == 0, done.out  # as it says
-
-
-@pytest.mark.full
-def test_without_the_folder_cluster_one_sentence_says_where_it_is(tmp_path, shards):
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    done = run(2, tmp_path / "train_gpt2.py", *TRAINERS["gpt2"].flags(shards, tmp_path / "run", **LATE),
-               PYTHONPATH=None)
-    assert done.code == 1 and "error: --comm late needs the folder cluster/, which" in done.out, done.out
-    assert "Traceback" not in done.out.split("error:")[0] and not (tmp_path / "run").exists()
-    flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", **LATE | {"comm": "bf16", "steps": 2})
-    done = run(2, tmp_path / "train_gpt2.py", *flags, PYTHONPATH=None)  # as it says
-    assert done.code == 0, done.out

@@ -653,6 +653,10 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ran
     killed_before_a_checkpoint(whole, other)
     longer = fork(ranks, GPT2.script, "--out", other, "--steps", "5")
     assert longer.code == 0 and steps_of(other)[-1]["step"] == 5, longer.out
+    spread = tmp_path / "spread"  # over other processes, among which the batch divides in another way
+    killed_before_a_checkpoint(whole, spread)
+    done = fork(2 - ranks, GPT2.script, "--out", spread)
+    assert done.code == 0 and steps_of(spread)[-1]["step"] == 4, done.out
     with pytest.raises(AssertionError):
         assert_same_run(whole, other)
     anew = tmp_path / "anew"
@@ -676,7 +680,7 @@ def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, 
 def test_what_is_no_record_of_a_run_is_none(tmp_path):
     """A damaged config.json names no run; an export or a best.pt that is left has to stay."""
     args = Namespace(resume="auto")
-    config = {"settings": {"trainer": "train_gpt2.py"}, "given": {"lr": 0.5}}
+    config = {"settings": {"trainer": "train_gpt2.py"}, "given": {"lr": 0.5, "batch": 4}}
     for text in ("", "{}", "[1]", json.dumps(config)):
         (tmp_path / "config.json").write_text(text)
         found = cli.run.begun_with(tmp_path, args, "train_gpt2.py")
