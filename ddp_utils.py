@@ -1321,7 +1321,7 @@ class Checkpoints:
         self._newest: Path | None = None  # its file
         self.files: dict[int, Path] = {}  # those that there were at the start, by step
         self.log: monitor.RunLog | None = None  # which chooses the best, see start_run
-        self._unsaved = 0  # a step that was best and has no checkpoint
+        self._unlinked = set()  # steps that were best, but best.pt is no link to them; right on rank 0
 
     def load(self, resume: str, saved: dict | None = None) -> dict | None:
         """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
@@ -1400,11 +1400,9 @@ class Checkpoints:
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
         while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
             time.sleep(0.02)
-        lost, unsaved = reduce_sum([self.lost(), self._unsaved], world)
-        if unsaved and self.log:
-            self.log.evaluations[int(unsaved)] = math.inf
-        self._unsaved = 0
-        if lost:  # before anything is written there
+        if self.log:
+            self.log.evaluations |= dict.fromkeys(on_rank0(lambda: self._unlinked), math.inf)
+        if any(reduce_sum([self.lost()], world)):  # before anything is written there
             raise UserError(f"{self.run_directory} was moved, removed or taken by another run, so this one "
                             "ends without a checkpoint: give each run its own --out; one that was moved "
                             "resumes with --out and its new name.")
@@ -1434,12 +1432,12 @@ class Checkpoints:
     def mark_best(self, step: int):
         """Links best.pt to the checkpoint of `step`, once it is written.
 
-        If there is none, because the save failed or the update was skipped, the next save makes the log
-        forget that the step was best.
+        If that fails, or there is no checkpoint because the save failed or the update was skipped, the
+        next save makes the log forget that the step was best.
         """
-        if self.world.is_rank0:
-            source = self._newest if self.saved_step == step else None
-            self._submit(self._link, self.directory / "best.pt", source, step)
+        self._unlinked.add(step)  # until the link is there
+        if self.world.is_rank0 and self.saved_step == step:
+            self._submit(self._link, self.directory / "best.pt", self._newest, step)
 
     def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1477,9 +1475,8 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link(self, best: Path, source: Path | None, step: int):
-        if not source or not source.exists():
-            self._unsaved = step  # which the next save tells all ranks
+    def _link(self, best: Path, source: Path, step: int):
+        if not source.exists():  # its save failed, and said so
             return
         temporary = self.directory / ".tmp-best.pt"
         temporary.unlink(missing_ok=True)
@@ -1490,6 +1487,7 @@ class Checkpoints:
         os.replace(temporary, best)
         temporary.unlink(missing_ok=True)  # which is left where both are links to the same file
         fsync_directory(self.directory)
+        self._unlinked.discard(step)
 
 
 def wait_for_writing():

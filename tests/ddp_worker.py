@@ -11,7 +11,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import flash4
@@ -93,6 +95,28 @@ def check_sync(world: World) -> None:
     assert message.startswith("L.blocks.0.down.weight on rank 1"), message
     ddp_utils.copy_weights(model, model.state_dict(), world)
     ddp_utils.assert_in_sync(model)
+
+
+def check_lost_best(world: World) -> None:
+    """All ranks forget in the next save each best that rank 0 has not linked: here one whose link failed, and
+    two that have no checkpoint."""
+    state = train_state(make(), world, optimizer="adamw")
+    with tempfile.TemporaryDirectory() as out:
+        checkpoints = ddp_utils.Checkpoints(Path(out), world, 3, lambda _: None)
+        checkpoints.log = SimpleNamespace(evaluations={1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0})
+        checkpoints.save(1, state, {"loss": 2.5, "settings": {"steps": 9}})
+        checkpoints.mark_best(1)
+        futures.wait(checkpoints.unwritten)
+        with mock.patch.object(ddp_utils, "fsync_directory", side_effect=OSError("full")):
+            checkpoints.save(2, state, {"loss": 2.5, "settings": {"steps": 9}})
+            checkpoints.mark_best(2)
+            futures.wait(checkpoints.unwritten)
+        for step in (3, 4):  # their updates were skipped
+            checkpoints.mark_best(step)
+        checkpoints.save(5, state, {"loss": 2.5, "settings": {"steps": 9}})
+        checkpoints.close()
+    found = checkpoints.log.evaluations
+    assert found == {1: 5.0, 2: math.inf, 3: math.inf, 4: math.inf}, found
 
 
 def check_gradients(world: World) -> None:

@@ -36,7 +36,7 @@ from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, compute_dtype, use_devi
 from ops import attention, device
 from weights.use import load_model
 
-CHECKS = ["agreement", "failure", "sync", "gradients", "depth", "skipped_updates",
+CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "skipped_updates",
           "skips_on_device", "who_skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients",
           "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
